@@ -1,0 +1,1 @@
+"""Looking: plans before a run, reports after it. Nothing but main.py depends on this room."""

@@ -1,0 +1,302 @@
+"""Sources of parallel text: the built-in numerals, text files, and data sets prepared by TFDS."""
+
+import difflib
+import glob
+import gzip
+import hashlib
+import importlib.metadata
+import itertools
+import lzma
+import os
+import re
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from branchnorm_jax.config import DataConfig
+from branchnorm_jax.data import numerals
+from branchnorm_jax.errors import UserError
+
+Pair = tuple[str, str]
+
+_HELD_OUT_NUMERALS = 500
+_COMPRESSED = (".gz", ".zst", ".xz")
+_CHUNK_BYTES = 1 << 20
+_NAMES_SHOWN = 8
+
+
+def read_pairs(config: DataConfig, split: str) -> Iterator[Pair]:
+    """Streams the (source, target) sentences of a split, stripped of surrounding white space, in a fixed order.
+
+    Empty sentences are kept, so that a pair's position is its line number.
+
+    Args:
+      config: says which source and which languages.
+      split: "train", "valid" or "test"; `config.<split>_split` is what the source calls it.
+
+    Raises:
+      UserError: while reading, if the text is missing, unreadable, not UTF-8, not parallel or empty.
+    """
+    return {"numerals": _numerals_pairs, "text": _text_pairs, "tfds": _tfds_pairs}[config.source](config, split)
+
+
+def corpus_key(config: DataConfig, split: str) -> dict[str, Any]:
+    """What tells a changed corpus from an unchanged one without reading it; JSON values only.
+
+    Text files: resolved names, sizes and modification times. Numerals: parameters, generator and library versions.
+    TFDS: full name with version, folder and size.
+
+    Raises:
+      UserError: if the text is missing.
+    """
+    key: dict[str, Any] = {"source": config.source, "languages": [config.source_lang, config.target_lang]}
+    if config.source == "numerals":
+        module = Path(numerals.__file__)
+        code = module.read_bytes() + module.with_suffix(".toml").read_bytes()
+        return key | {
+            "split": split,
+            "pairs": _numerals_count(config, split),
+            "generator": hashlib.sha256(code).hexdigest(),
+            "versions": [importlib.metadata.version(name) for name in ("num2words", "babel")],
+        }
+    if config.source == "text":
+        stats = [(path.resolve(), path.stat()) for files in _text_files(config, split) for path in files]
+        return key | {"files": [[str(path), stat.st_size, stat.st_mtime_ns] for path, stat in stats]}
+    builder = _tfds_builder(config)
+    return key | {
+        "split": _split_name(config, split),
+        "builder": builder.info.full_name,
+        "folder": str(builder.data_path),
+        "size": [builder.info.splits.total_num_examples, int(builder.info.dataset_size)],
+    }
+
+
+def _split_name(config: DataConfig, split: str) -> str:
+    return {"train": config.train_split, "valid": config.valid_split, "test": config.test_split}[split]
+
+
+# Numerals.
+
+
+def _numerals_count(config: DataConfig, split: str) -> int:
+    return config.numerals_pairs if split == "train" else _HELD_OUT_NUMERALS
+
+
+def _numerals_pairs(config: DataConfig, split: str) -> Iterator[Pair]:
+    return numerals.pairs(split, config.source_lang, config.target_lang, _numerals_count(config, split))
+
+
+# Text files.
+
+
+def _text_pairs(config: DataConfig, split: str) -> Iterator[Pair]:
+    files = _text_files(config, split)
+    empty = True
+    for paths in files:
+        sides = [_lines(path) for path in paths]
+        for number, (source, target) in enumerate(itertools.zip_longest(*sides)):
+            if source is None or target is None:
+                longer = int(source is None)
+                counts = [number, number]
+                counts[longer] += 1 + sum(1 for _ in sides[longer])
+                raise UserError(
+                    f"{paths[0]} has {counts[0]:,} lines but {paths[1]} has {counts[1]:,}; "
+                    f"line n of one must be the translation of line n of the other"
+                )
+            empty = False
+            yield source, target
+    if empty:
+        raise UserError(
+            f"{' and '.join(str(path) for paths in files for path in paths)}: no lines, the corpus is empty"
+        )
+
+
+def _text_files(config: DataConfig, split: str) -> list[tuple[Path, Path]]:
+    """The files of a split as (source, target), in the order in which they are read."""
+    if not config.path:
+        raise UserError("config: data.source=text needs data.path, the folder of the text files")
+    if "{lang}" not in config.files or "{split}" not in config.files:
+        raise UserError(f"config: data.files={config.files!r} must contain {{split}} and {{lang}}")
+    folder = os.path.expanduser(config.path)
+    if not os.path.isdir(folder):
+        raise UserError(f"data.path={config.path}: there is no such folder")
+    pattern = config.files.replace("{split}", _split_name(config, split))
+    sources, targets = (
+        _matching_files(folder, pattern.replace("{lang}", lang)) for lang in (config.source_lang, config.target_lang)
+    )
+    if len(sources) != len(targets):
+        raise UserError(
+            f"{folder}: {len(sources)} files match {pattern.replace('{lang}', config.source_lang)} "
+            f"but {len(targets)} match {pattern.replace('{lang}', config.target_lang)}; each needs its counterpart"
+        )
+    return list(zip(sources, targets, strict=True))
+
+
+def _matching_files(folder: str, pattern: str) -> list[Path]:
+    """Files that match the glob, plain or compressed, sorted by name; of a file in several forms the plain one."""
+    found: dict[Path, Path] = {}
+    for suffix in ("", *_COMPRESSED):
+        for name in sorted(glob.glob(os.path.join(glob.escape(folder), pattern + suffix), recursive=True)):
+            path = Path(name)
+            if path.is_file():
+                found.setdefault(path.with_suffix("") if path.suffix in _COMPRESSED else path, path)
+    if not found:
+        try:
+            names = sorted(os.listdir(folder))
+        except OSError as error:
+            raise UserError(f"{folder}: cannot be read ({error.strerror})") from error
+        there = ", ".join(names[:_NAMES_SHOWN]) or "nothing"
+        more = f" and {len(names) - _NAMES_SHOWN} more" if len(names) > _NAMES_SHOWN else ""
+        tried = f"{pattern} (nor with {', '.join(_COMPRESSED)})"
+        raise UserError(f"{folder}: no file matches {tried}; the folder holds {there}{more}; see data.files")
+    return [found[plain] for plain in sorted(found)]
+
+
+def _lines(path: Path) -> Iterator[str]:
+    """The lines of a text file, stripped. Only a line feed ends a line: U+2028 and its like stay inside."""
+    number = 0
+    try:
+        for raw in _split_lines(_chunks(path)):
+            number += 1
+            yield raw.decode("utf-8").removeprefix("\ufeff").strip()
+    except UnicodeDecodeError as error:
+        raise UserError(
+            f"{path}, line {number}: not valid UTF-8 (byte 0x{error.object[error.start]:02x} at position "
+            f"{error.start}); convert the file to UTF-8"
+        ) from error
+    except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise UserError(f"{path}: cannot be read beyond line {number} ({reason})") from error
+
+
+def _split_lines(chunks: Iterator[bytes]) -> Iterator[bytes]:
+    parts: list[bytes] = []  # of a line that is not complete yet
+    for chunk in chunks:
+        head, newline, tail = chunk.rpartition(b"\n")
+        if newline:
+            yield from b"".join([*parts, head]).split(b"\n")
+            parts = []
+        parts.append(tail)
+    if last := b"".join(parts):
+        yield last
+
+
+def _chunks(path: Path) -> Iterator[bytes]:
+    """The content of a file, decompressed."""
+    if path.suffix == ".zst":
+        yield from _zstandard_chunks(path)
+        return
+    openers: dict[str, Any] = {".gz": gzip.open, ".xz": lzma.open}
+    with openers.get(path.suffix, open)(path, "rb") as file:
+        while chunk := file.read(_CHUNK_BYTES):
+            yield chunk
+
+
+def _zstandard_chunks(path: Path) -> Iterator[bytes]:
+    """As `_chunks`, frame by frame: zstandard's own file object takes a truncated file for a complete one."""
+    import zstandard
+
+    def new_frame() -> Any:
+        return zstandard.ZstdDecompressor(max_window_size=1 << 31).decompressobj()
+
+    frame = new_frame()
+    with open(path, "rb") as file:
+        while data := file.read(_CHUNK_BYTES):
+            while data:
+                if frame.eof:
+                    frame = new_frame()
+                try:
+                    yield frame.decompress(data)
+                except zstandard.ZstdError as error:
+                    raise OSError(str(error)) from error
+                data = frame.unused_data if frame.eof else b""
+    if not frame.eof:
+        raise EOFError("the compressed file is truncated")
+
+
+# TFDS, read through array_record: neither needs tensorflow.
+
+
+def _tfds_pairs(config: DataConfig, split: str) -> Iterator[Pair]:
+    builder = _tfds_builder(config)
+    name, read = _split_name(config, split), _tfds_reader(builder, config)
+    try:
+        examples = builder.as_data_source(split=name)
+    except ValueError as error:  # also for a slice that is empty
+        splits = ", ".join(builder.info.splits)
+        raise UserError(f"{builder.info.full_name}: no examples in split {name!r}; there are {splits}") from error
+    for number, example in enumerate(examples):
+        try:
+            yield read(example)
+        except UnicodeDecodeError as error:
+            raise UserError(f"{builder.info.full_name}, {name}, example {number}: not valid UTF-8") from error
+
+
+def _tfds_builder(config: DataConfig) -> Any:
+    """The builder that `data.path` names, prepared as array_record."""
+    try:
+        import tensorflow_datasets as tfds
+        import tensorflow_datasets.translate  # registers the WMT builders, which a plain import does not
+    except ImportError as error:
+        raise UserError(
+            f"data.source=tfds: {error}; run `pip install tensorflow-datasets importlib_resources`"
+        ) from error
+    folder = os.path.expanduser(config.tfds_dir) or None
+    try:
+        builder = tfds.builder(config.path, data_dir=folder)
+    except tfds.core.DatasetNotFoundError as error:
+        known = tfds.list_builders(with_community_datasets=False)
+        close = difflib.get_close_matches(config.path.split("/")[0], known, n=1)
+        hint = f"; did you mean {close[0]!r}?" if close else ""
+        raise UserError(f"data.path={config.path}: TFDS has no such data set{hint}") from error
+    except (ValueError, AssertionError, RuntimeError) as error:
+        raise UserError(f"data.path={config.path}: {' '.join(str(error).split())[:400]}") from error
+    found = builder.info.file_format.value if builder.is_prepared() else ""
+    if found != "array_record":
+        place = f", data_dir={folder!r}" if folder else ""
+        code = (
+            f"import tensorflow_datasets as tfds, tensorflow_datasets.translate; "
+            f"tfds.builder({config.path!r}{place}, file_format='array_record').download_and_prepare()"
+        )
+        fault = f"is prepared as {found}, which only tensorflow reads; remove it and" if found else "is not prepared;"
+        raise UserError(f'{builder.info.full_name} {fault} run: python -c "{code}"')
+    return builder
+
+
+def _tfds_reader(builder: Any, config: DataConfig) -> Callable[[Mapping[str, Any]], Pair]:
+    """The function that takes the pair out of an example of the builder."""
+    import tensorflow_datasets as tfds
+
+    languages = (config.source_lang, config.target_lang)
+    features = builder.info.features if isinstance(builder.info.features, tfds.features.FeaturesDict) else {}
+    if set(languages) <= set(features):
+        return lambda example: (_text(example[languages[0]]), _text(example[languages[1]]))
+
+    for key, feature in features.items():
+        if isinstance(feature, tfds.features.TranslationVariableLanguages) and set(languages) <= set(feature.languages):
+            return lambda example: _choose(example[key], languages)
+
+    # Keys such as src and dst: only the config's name ("en-fr", "en_to_fr") says which language each of them is.
+    keys = builder.info.supervised_keys or ()
+    named = re.split("-|_to_", builder.builder_config.name) if builder.builder_config else []
+    if sorted(named) == sorted(languages) and len(keys) == 2 and set(keys) <= set(features):
+        of = dict(zip(named, keys, strict=True))
+        return lambda example: (_text(example[of[languages[0]]]), _text(example[of[languages[1]]]))
+
+    names = ", ".join(features) or "no text"
+    raise UserError(
+        f"{builder.info.full_name} has no pair {'-'.join(languages)}, its features are {names}; "
+        f"see data.source_lang and data.target_lang"
+    )
+
+
+def _choose(translations: Mapping[str, Any], languages: tuple[str, str]) -> Pair:
+    """Two languages of an example that comes in several; "" for one that it lacks."""
+    texts = dict(zip(map(_text, translations["language"]), map(_text, translations["translation"]), strict=False))
+    return texts.get(languages[0], ""), texts.get(languages[1], "")
+
+
+def _text(value: bytes | str) -> str:
+    """TFDS gives bytes or str, depending on how the data set was written."""
+    return (value.decode("utf-8") if isinstance(value, bytes) else str(value)).strip()

@@ -1,0 +1,41 @@
+"""From a config to what training reads: vocabulary and token stores, made once per workdir."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+from branchnorm_jax.config import DataConfig
+from branchnorm_jax.data.corpus import read_pairs
+from branchnorm_jax.data.store import TokenStore, build_store, describe_counts
+from branchnorm_jax.data.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
+
+
+class Corpus(NamedTuple):
+    """What a run learns from."""
+
+    tokenizer: Tokenizer
+    train: TokenStore
+    valid: TokenStore
+
+    def identity(self) -> dict[str, str]:
+        """Hashes by which a resumed run knows that it reads the same text with the same vocabulary."""
+        return {
+            "vocabulary": self.tokenizer.sha256,
+            "train": self.train.fingerprint,
+            "valid": self.valid.fingerprint,
+        }
+
+
+def prepare(config: DataConfig, directory: Path, say: Callable[[str], None]) -> Corpus:
+    """Loads or makes `vocabulary/` and `corpus/` under `directory`; `say` receives what was done, a line each."""
+    vocabulary = directory / "vocabulary"
+    if vocabulary.exists():
+        tokenizer = load_tokenizer(vocabulary)
+    else:
+        say(f"training a vocabulary of {config.vocab_size} pieces")
+        tokenizer = train_tokenizer(config, read_pairs(config, "train"), vocabulary)
+    stores = {}
+    for split in ("train", "valid"):
+        stores[split] = build_store(config, tokenizer, split, directory / "corpus", filter=split == "train")
+        say(describe_counts(split, stores[split]))
+    return Corpus(tokenizer, stores["train"], stores["valid"])

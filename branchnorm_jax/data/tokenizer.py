@@ -1,0 +1,227 @@
+"""SentencePiece: train a vocabulary, save, load, encode, decode."""
+
+import contextlib
+import dataclasses
+import errno
+import hashlib
+import io
+import itertools
+import os
+import re
+import shutil
+import uuid
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+import sentencepiece
+
+from branchnorm_jax.config import EOS, PAD, UNK, DataConfig
+from branchnorm_jax.errors import StorageError, UserError
+
+T = TypeVar("T")
+
+
+# Unigram training adds floats up thread by thread: a fixed number of threads gives the same vocabulary on any machine.
+_TRAIN_THREADS = 8
+_ENCODE_THREADS = min(8, os.cpu_count() or 1)
+
+# Training time grows with the square of the longest line, so longer lines are cut at white space, which loses nothing:
+# SentencePiece counts words. A longer "word" is cut anywhere.
+_LINE_CHARACTERS = 1000
+_CUT = re.compile(rf"\S(?:.{{0,{_LINE_CHARACTERS - 2}}}\S)?(?!\S)|\S{{1,{_LINE_CHARACTERS}}}", re.DOTALL)
+_RESERVED = str.maketrans("\0\u2585", "  ")  # SentencePiece silently leaves out lines with its own symbol for unknown
+
+
+@dataclasses.dataclass(frozen=True)
+class Tokenizer:
+    """Text to token ids and back; may be used by several threads at once. `sha256` identifies the vocabulary."""
+
+    source_processor: sentencepiece.SentencePieceProcessor
+    target_processor: sentencepiece.SentencePieceProcessor  # the same object where the vocabulary is shared
+    sha256: str
+
+    @property
+    def source_size(self) -> int:
+        """Pieces of the source vocabulary, PAD, EOS and UNK included."""
+        return self.source_processor.get_piece_size()
+
+    @property
+    def target_size(self) -> int:
+        """Pieces of the target vocabulary, PAD, EOS and UNK included."""
+        return self.target_processor.get_piece_size()
+
+    def encode_source(self, lines: list[str]) -> list[list[int]]:
+        """Token ids of each line, EOS appended; an empty line is [EOS]."""
+        return _encode(self.source_processor, lines)
+
+    def encode_target(self, lines: list[str]) -> list[list[int]]:
+        """Token ids of each line, EOS appended; an empty line is [EOS]."""
+        return _encode(self.target_processor, lines)
+
+    def decode_source(self, ids: Sequence[int]) -> str:
+        """The text of token ids up to the first EOS; PAD is left out."""
+        return _decode(self.source_processor, ids)
+
+    def decode_target(self, ids: Sequence[int]) -> str:
+        """The text of token ids up to the first EOS; PAD is left out."""
+        return _decode(self.target_processor, ids)
+
+
+def _encode(processor: sentencepiece.SentencePieceProcessor, lines: list[str]) -> list[list[int]]:
+    return processor.encode(lines, out_type=int, add_eos=True, num_threads=_ENCODE_THREADS)
+
+
+def _decode(processor: sentencepiece.SentencePieceProcessor, ids: Sequence[int]) -> str:
+    before_eos = itertools.takewhile(lambda token: token != EOS, ids)
+    return processor.decode([int(token) for token in before_eos if token != PAD])
+
+
+def train_tokenizer(config: DataConfig, pairs: Iterable[tuple[str, str]], directory: Path) -> Tokenizer:
+    """Trains the vocabulary on the training pairs and writes it to `directory`, which it replaces.
+
+    The same pairs and options give the same vocabulary, byte for byte. Text is normalised as `nmt_nfkc`; every
+    character of the text that it is trained on gets a piece. If there are more than `config.vocab_sentences` sentences
+    (both sides count where the vocabulary is shared), every 2nd, 4th, ... pair is used, evenly over the whole corpus.
+
+    Files: `vocab.model`, or `source.model` and `target.model`; beside each a readable `.vocab` with pieces and scores.
+
+    Raises:
+      UserError: if the text is empty, or `config.vocab_size` too large or too small for it.
+      StorageError: if the files cannot be written.
+    """
+    most = config.vocab_sentences // 2 if config.shared_vocab else config.vocab_sentences
+    sample = _even_sample(pairs, most)
+    texts: dict[str, Iterable[str]] = {"vocab": itertools.chain.from_iterable(sample)}
+    if not config.shared_vocab:
+        texts = {"source": [source for source, _ in sample], "target": [target for _, target in sample]}
+    models = {name: _train(config, text, name) for name, text in texts.items()}
+    with atomic_directory(directory) as temporary:
+        for name, model in models.items():
+            (temporary / f"{name}.model").write_bytes(model)
+            (temporary / f"{name}.vocab").write_text(_readable(model), encoding="utf-8")
+    return load_tokenizer(directory)
+
+
+def load_tokenizer(directory: Path) -> Tokenizer:
+    """Loads what `train_tokenizer` wrote. Raises `UserError` if it is missing or corrupt."""
+    shared = directory / "vocab.model"
+    paths = [shared] if shared.exists() else [directory / "source.model", directory / "target.model"]
+    try:
+        models = [path.read_bytes() for path in paths]
+    except OSError as error:
+        wanted = "neither vocab.model nor source.model and target.model can be read"
+        raise UserError(f"{directory}: no vocabulary here, {wanted} ({error.strerror})") from error
+    processors = [_processor(model, path) for model, path in zip(models, paths, strict=True)]
+    return Tokenizer(processors[0], processors[-1], hashlib.sha256(b"".join(models)).hexdigest())
+
+
+def _processor(model: bytes, path: Path) -> sentencepiece.SentencePieceProcessor:
+    try:
+        if not model:
+            raise RuntimeError("empty file")
+        processor = sentencepiece.SentencePieceProcessor(model_proto=model)
+    except RuntimeError as error:
+        raise UserError(
+            f"{path}: not a SentencePiece model; the file is corrupt, remove {path.parent} to train it anew"
+        ) from error
+    ids = (processor.pad_id(), processor.eos_id(), processor.unk_id())
+    if ids != (PAD, EOS, UNK):
+        raise UserError(f"{path}: its <pad>, </s>, <unk> have the ids {ids}, not {(PAD, EOS, UNK)}; train it here")
+    return processor
+
+
+def _even_sample(items: Iterable[T], most: int) -> list[T]:
+    """Every 2^k-th item, for the smallest k that gives at most `most`."""
+    kept: list[T] = []
+    stride = 1
+    for index, item in enumerate(items):
+        if index % stride == 0:
+            kept.append(item)
+        if len(kept) > most:
+            kept, stride = kept[::2], 2 * stride
+    return kept
+
+
+def _training_lines(text: Iterable[str]) -> Iterator[str]:
+    for line in text:
+        line = line.translate(_RESERVED)
+        yield from _CUT.findall(line) if len(line) > _LINE_CHARACTERS else (line,)
+
+
+def _train(config: DataConfig, text: Iterable[str], name: str) -> bytes:
+    model = io.BytesIO()
+    try:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=_training_lines(text),
+            model_writer=model,
+            vocab_size=config.vocab_size,
+            model_type=config.vocab_type,
+            byte_fallback=config.byte_fallback,
+            character_coverage=1.0,
+            max_sentence_length=4 * _LINE_CHARACTERS,  # bytes
+            num_threads=_TRAIN_THREADS,
+            pad_id=PAD,
+            eos_id=EOS,
+            unk_id=UNK,
+            bos_id=-1,
+            pad_piece="<pad>",
+            eos_piece="</s>",
+            unk_piece="<unk>",
+            minloglevel=2,
+        )
+    except RuntimeError as error:
+        fault = f"config: data.vocab_size={config.vocab_size} is too"
+        text_of = "training text" if name == "vocab" else f"{name} side"
+        if match := re.search(r"set it to a value <= (\d+)", str(error)):
+            raise UserError(f"{fault} large for the {text_of}, which supports at most {match[1]} pieces") from error
+        if match := re.search(r"required_chars\. \d+ vs (\d+)", str(error)):
+            raise UserError(
+                f"{fault} small for the {text_of}, whose characters alone need {match[1]} pieces"
+            ) from error
+        if "sentences_.empty()" in str(error) or "all_chars_count" in str(error):
+            raise UserError(f"the {text_of} is empty: there is nothing to train a vocabulary on") from error
+        raise
+    return model.getvalue()
+
+
+def _readable(model: bytes) -> str:
+    processor = sentencepiece.SentencePieceProcessor(model_proto=model)
+    ids = range(processor.get_piece_size())
+    return "".join(f"{processor.id_to_piece(i)}\t{processor.get_score(i):.6g}\n" for i in ids)
+
+
+@contextlib.contextmanager
+def atomic_directory(final: Path) -> Iterator[Path]:
+    """A temporary directory beside `final`, which takes its place when the block ends well and vanishes otherwise.
+
+    Whoever looks at `final` sees the old directory, none, or the whole new one. A process killed in the block leaves
+    the temporary directory behind, where nobody looks.
+
+    Raises:
+      StorageError: for any `OSError` in the block or of its own.
+    """
+    temporary = final.with_name(f".{final.name}.{uuid.uuid4().hex}.tmp")
+    try:
+        temporary.mkdir(parents=True)
+        yield temporary
+        _replace(temporary, final)
+    except OSError as error:
+        raise StorageError(f"{error.filename or final}: cannot be written ({error.strerror or error})") from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _replace(temporary: Path, final: Path) -> None:
+    """Renames `temporary` to `final`, again where another process puts its own there in between."""
+    while True:
+        try:
+            os.rename(temporary, final)
+            return
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                raise
+        old = temporary.with_suffix(".old")
+        with contextlib.suppress(FileNotFoundError):
+            os.rename(final, old)
+        shutil.rmtree(old, ignore_errors=True)

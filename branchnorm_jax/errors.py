@@ -1,0 +1,53 @@
+"""The few errors that a user can meet; `main.py` turns each into one line on stderr and an exit code.
+
+| exit code | meaning                                   | class                |
+|-----------|-------------------------------------------|----------------------|
+| 0         | done                                      |                      |
+| 2         | the user's mistake                        | `UserError`          |
+| 3         | the run diverged                          | `DivergedError`      |
+| 4         | a host was lost or did not answer in time | `HostError`          |
+| 5         | storage failed                            | `StorageError`       |
+| 128 + n   | preempted by signal n, after saving       | `Preempted`          |
+"""
+
+
+class BranchNormError(Exception):
+    """Base class. The message is one line that says what is wrong, where, and how to mend it."""
+
+    exit_code: int = 1
+    status: str = "failed"
+
+
+class UserError(BranchNormError):
+    """Bad input, option or workdir: something that the user can mend."""
+
+    exit_code = 2
+
+
+class DivergedError(BranchNormError):
+    """The loss or the gradient is no longer finite."""
+
+    exit_code = 3
+    status = "diverged"
+
+
+class HostError(BranchNormError):
+    """Another process of the run is missing or silent."""
+
+    exit_code = 4
+
+
+class StorageError(BranchNormError):
+    """The disk is full, read-only or failing while the run writes its results."""
+
+    exit_code = 5
+
+
+class Preempted(BranchNormError):
+    """A signal asked the run to stop; the state was saved before this was raised."""
+
+    status = "preempted"
+
+    def __init__(self, message: str, signal_number: int) -> None:
+        super().__init__(message)
+        self.exit_code = 128 + signal_number

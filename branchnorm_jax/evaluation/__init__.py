@@ -1,0 +1,1 @@
+"""Scores of translations, each with the signature that makes it comparable."""

@@ -1,0 +1,59 @@
+"""Translates whole splits and writes hypotheses and scores beside each other."""
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from branchnorm_jax.decoding.translate import Translator
+from branchnorm_jax.evaluation.bleu import Score, scores
+from branchnorm_jax.model.transformer import Params
+
+
+def evaluate_split(
+    translator: Translator,
+    params: Params,
+    branch_scale: jax.Array,
+    split: str,
+    pairs: Sequence[tuple[str, str]],
+    directory: Path,
+    target_lang: str,
+    progress: Callable[[int], Any],
+) -> list[Score]:
+    """Writes `<split>.{source,reference,hypothesis}` into `directory`, line by line parallel, and returns the scores."""
+    sources = [source for source, _ in pairs]
+    references = [target for _, target in pairs]
+    found = translator.translate(params, branch_scale, sources, progress=progress)
+    hypotheses = [best[0].text for best in found]
+    directory.mkdir(parents=True, exist_ok=True)
+    for name, lines in (("source", sources), ("reference", references), ("hypothesis", hypotheses)):
+        (directory / f"{split}.{name}").write_text("".join(line + "\n" for line in lines), encoding="utf-8")
+    return scores(hypotheses, references, target_lang)
+
+
+def write_results(path: Path, results: dict[str, list[Score]], directory: Path, extra: dict[str, Any]) -> None:
+    """Writes results.json: {split: {metric: {score, signature, hypotheses}}}, and what was decoded how under "run"."""
+    table: dict[str, Any] = {
+        split: {
+            score.name: {
+                "score": score.score,
+                "signature": score.signature,
+                "hypotheses": str((directory / f"{split}.hypothesis").relative_to(path.parent)),
+            }
+            for score in found
+        }
+        for split, found in results.items()
+    }
+    path.write_text(json.dumps(table | {"run": extra}, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def format_table(results: dict[str, list[Score]]) -> str:
+    """One line per split and metric, for people."""
+    rows = [(split, s.name, f"{s.score:.2f}", s.signature) for split, found in results.items() for s in found]
+    widths = [max(len(row[column]) for row in rows) for column in range(3)]
+    return "\n".join(
+        f"{split:<{widths[0]}}  {name:<{widths[1]}}  {score:>{widths[2]}}  {signature}"
+        for split, name, score, signature in rows
+    )

@@ -1,0 +1,35 @@
+"""Position-wise feed-forward sub-layer."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from branchnorm_jax.model.dropout import dropout
+from branchnorm_jax.model.linear import Linear
+
+
+class FeedForward(nn.Module):
+    """fc2(Dropout(act(fc1 x))); with activation "swiglu", fc2(Dropout(silu(gate x) * fc1 x)) (Shazeer, 2020)."""
+
+    width: int
+    ffn_width: int
+    activation: str
+    dropout: float
+    init_base: str
+    dtype: jnp.dtype
+
+    @nn.compact
+    def __call__(self, x_BTD: jax.Array, key: jax.Array | None = None) -> jax.Array:
+        """[B, T, D] -> [B, T, D]."""
+
+        def linear(features: int, role: str) -> Linear:
+            return Linear(features, role, self.init_base, self.dtype, name=role)
+
+        h_BTF = linear(self.ffn_width, "fc1")(x_BTD)
+        if self.activation == "swiglu":
+            h_BTF = h_BTF * jax.nn.silu(linear(self.ffn_width, "gate")(x_BTD))
+        elif self.activation == "gelu":
+            h_BTF = jax.nn.gelu(h_BTF, approximate=False)
+        else:
+            h_BTF = jax.nn.relu(h_BTF)
+        return linear(self.width, "fc2")(dropout(h_BTF, self.dropout, key))

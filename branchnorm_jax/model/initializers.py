@@ -1,0 +1,80 @@
+"""Initial weights: a base distribution per matrix, times a gain that depends on stack, role and layer.
+
+Fans are those of one layer's 2-D matrix (d_in, d_out), never of the stacked [L, d_in, d_out] leaf nor of a head.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from branchnorm_jax.errors import UserError
+
+Initializer = Callable[[jax.Array, tuple[int, ...], int, int], jax.Array]
+"""(key, shape, d_in, d_out) -> float32 array of `shape`, drawn for a matrix of those fans."""
+
+
+def xavier_uniform(gain: float) -> Initializer:
+    """U(-g sqrt(6 / (d_in + d_out)), +...) (Glorot and Bengio, 2010)."""
+
+    def draw(key: jax.Array, shape: tuple[int, ...], d_in: int, d_out: int) -> jax.Array:
+        bound = gain * (6 / (d_in + d_out)) ** 0.5
+        return jax.random.uniform(key, shape, jnp.float32, -bound, bound)
+
+    return draw
+
+
+def xavier_normal(gain: float) -> Initializer:
+    """N(0, std = g sqrt(2 / (d_in + d_out)))."""
+
+    def draw(key: jax.Array, shape: tuple[int, ...], d_in: int, d_out: int) -> jax.Array:
+        return gain * (2 / (d_in + d_out)) ** 0.5 * jax.random.normal(key, shape, jnp.float32)
+
+    return draw
+
+
+def torch_default(key: jax.Array, shape: tuple[int, ...], d_in: int, d_out: int) -> jax.Array:
+    """U(-1/sqrt(d_in), +1/sqrt(d_in)): what PyTorch's Linear draws, for its kernel and for its bias."""
+    return jax.random.uniform(key, shape, jnp.float32, -(d_in**-0.5), d_in**-0.5)
+
+
+def zeros(key: jax.Array, shape: tuple[int, ...], d_in: int, d_out: int) -> jax.Array:
+    """All zero."""
+    return jnp.zeros(shape, jnp.float32)
+
+
+class Base(NamedTuple):
+    """Initialisers of kernels and biases by matrix name: q, k, v, o, fc1, fc2 (and gate for SwiGLU, drawn as fc1)."""
+
+    kernel: Mapping[str, Initializer]
+    bias: Mapping[str, Initializer]
+
+
+MATRICES = ("q", "k", "v", "o", "fc1", "gate", "fc2")
+
+
+def _base(default: Initializer, bias: Initializer = zeros, **exceptions: Initializer) -> Base:
+    return Base({matrix: exceptions.get(matrix, default) for matrix in MATRICES}, dict.fromkeys(MATRICES, bias))
+
+
+_qkv = dict.fromkeys(("q", "k", "v"), xavier_uniform(2**-0.5))
+
+BASES: dict[str, Base] = {
+    # fairseq up to 0.9, Admin, T-Fixup: the gain of q, k, v is that of one fused [d, 3d] matrix.
+    "xavier_uniform": _base(xavier_uniform(1.0), **_qkv),
+    # DeepNet, BranchNorm.
+    "xavier_normal": _base(xavier_normal(1.0)),
+    # fairseq since 0.10: feed-forward as torch.nn.Linear, and random biases but for o.
+    "fairseq": Base(
+        kernel=_base(torch_default, o=xavier_uniform(1.0), **_qkv).kernel,
+        bias=_base(zeros, bias=torch_default).bias | {"o": zeros},
+    ),
+}
+
+
+def get_base(name: str) -> Base:
+    """The base distribution of that name. Raises `UserError` with the known names."""
+    if name not in BASES:
+        raise UserError(f"config: model.init={name!r} is not one of {', '.join(BASES)}")
+    return BASES[name]

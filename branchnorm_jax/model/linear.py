@@ -1,0 +1,28 @@
+"""The one matrix product of the model: float32 parameters, products in the compute type."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from branchnorm_jax.model.initializers import get_base
+
+
+class Linear(nn.Module):
+    """y = x W + b with W [d_in, d_out] and b [d_out] in float32, multiplied in `dtype`.
+
+    `role` (q, k, v, o, fc1, ...) chooses the initialisers from the base named `init`.
+    """
+
+    features: int
+    role: str
+    init_base: str
+    dtype: jnp.dtype
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """[..., d_in] -> [..., d_out] in `dtype`."""
+        d_in, d_out = x.shape[-1], self.features
+        base = get_base(self.init_base)
+        kernel = self.param("kernel", lambda key: base.kernel[self.role](key, (d_in, d_out), d_in, d_out))
+        bias = self.param("bias", lambda key: base.bias[self.role](key, (d_out,), d_in, d_out))
+        return x.astype(self.dtype) @ kernel.astype(self.dtype) + bias.astype(self.dtype)

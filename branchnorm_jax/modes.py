@@ -1,0 +1,175 @@
+"""What each `--mode` of main.py does: rooms put together, no mathematics. Only main.py imports this file."""
+
+import os
+import stat
+import sys
+import threading
+from collections.abc import Iterator
+from queue import Empty, SimpleQueue
+from typing import BinaryIO, NamedTuple
+
+import jax
+
+from branchnorm_jax.analysis import plan as planning
+from branchnorm_jax.config import Config
+from branchnorm_jax.data.corpus import read_pairs
+from branchnorm_jax.data.tokenizer import load_tokenizer
+from branchnorm_jax.decoding.translate import Translation, Translator
+from branchnorm_jax.errors import UserError
+from branchnorm_jax.evaluation.evaluate import evaluate_split, format_table, write_results
+from branchnorm_jax.model.axes import logical_axes
+from branchnorm_jax.model.transformer import Params, Transformer
+from branchnorm_jax.parallel.mesh import make_mesh, shard_tree
+from branchnorm_jax.training import logs, schedules
+from branchnorm_jax.training.checkpoint import Checkpoints
+from branchnorm_jax.training.loop import train
+from branchnorm_jax.workdir import Workdir
+
+CHUNK = 10_000
+"""Lines of a file that are sorted by length and translated together."""
+
+
+class Trained(NamedTuple):
+    """A checkpoint ready for use: parameters, their step and alpha_t, and a translator around them."""
+
+    translator: Translator
+    params: Params
+    branch_scale: jax.Array
+    step: int
+
+
+def load(config: Config, workdir: Workdir) -> Trained:
+    """The checkpoint that `decode.checkpoint` names. Raises `UserError` if the workdir holds none."""
+    if not (workdir / "config.json").exists():
+        raise UserError(f"{workdir.path}: no training run in this workdir; train first (--mode=train)")
+    tokenizer = load_tokenizer(workdir / "vocabulary")
+    model = Transformer(config.model, tokenizer.source_size, tokenizer.target_size)
+    mesh = make_mesh(config.parallel, config.data.row_multiple)
+    abstract = model.abstract_params()
+    abstract = jax.tree.map(
+        lambda leaf, split: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=split),
+        abstract,
+        shard_tree(mesh, abstract, logical_axes(abstract)),
+    )
+    params, step = Checkpoints(workdir / "checkpoints", config.train, logs.say).restore_params(
+        config.decode.checkpoint, abstract
+    )
+    translator = Translator(model, tokenizer, config.decode, warn=logs.say)
+    return Trained(translator, params, schedules.alpha(config.model)(jax.numpy.int32(step)), step)
+
+
+def evaluate(config: Config, workdir: Workdir) -> None:
+    """Translates the splits of `evaluate.splits`, scores them, writes results.json and evaluation/."""
+    workdir.check_config(config)
+    trained = load(config, workdir)
+    directory, results = workdir / "evaluation", {}
+    for split in config.evaluate.splits.split(","):
+        pairs = list(read_pairs(config.data, split))
+        with logs.progress_bar(len(pairs), 0, "line", split) as bar:
+            results[split] = evaluate_split(
+                trained.translator,
+                trained.params,
+                trained.branch_scale,
+                split,
+                pairs,
+                directory,
+                config.data.target_lang,
+                bar.update,
+            )
+    write_results(workdir / "results.json", results, directory, {"step": trained.step, **vars(config.decode)})
+    print(format_table(results))
+
+
+def translate(config: Config, workdir: Workdir) -> None:
+    """Translates stdin to stdout in input order: line by line as they come, or a file in chunks sorted by length."""
+    workdir.check_config(config)
+    trained = load(config, workdir)
+    done = 0
+    for lines in read_chunks(sys.stdin.buffer):
+        with logs.progress_bar(len(lines), 0, "line", "translate") as bar:
+            found = trained.translator.translate(
+                trained.params, trained.branch_scale, lines, first_line=done + 1, progress=bar.update
+            )
+        for index, hypotheses in enumerate(found):
+            print(*format_hypotheses(done + index, hypotheses, config.decode.nbest), sep="\n")
+        sys.stdout.flush()
+        done += len(lines)
+
+
+def format_hypotheses(index: int, hypotheses: list[Translation], nbest: int) -> list[str]:
+    """The best translation, or with n-best "line ||| text ||| score" for each, lines counted from 0 as Moses does."""
+    if nbest == 1:
+        return [hypotheses[0].text]
+    return [f"{index} ||| {found.text} ||| {found.score:.4f}" for found in hypotheses]
+
+
+def score(config: Config, workdir: Workdir) -> None:
+    """Prints "log-probability<TAB>tokens" for each "source<TAB>target" line of stdin: natural logarithm, EOS counted."""
+    workdir.check_config(config)
+    trained = load(config, workdir)
+    done = 0
+    for lines in read_chunks(sys.stdin.buffer):
+        pairs = []
+        for index, line in enumerate(lines):
+            sides = line.split("\t")
+            if len(sides) != 2:
+                raise UserError(f"stdin, line {done + index + 1}: expected source<TAB>target, found {len(sides)} fields")
+            pairs.append((sides[0], sides[1]))
+        for log_prob, tokens in trained.translator.score(trained.params, trained.branch_scale, pairs):
+            print(f"{log_prob:.6f}\t{tokens}")
+        sys.stdout.flush()
+        done += len(lines)
+
+
+def plan(config: Config, workdir: Workdir | None) -> None:
+    """Prints what the run will cost; with a workdir, writes plan.json there."""
+    found = planning.make_plan(config)
+    print(planning.format_plan(config, found))
+    if workdir is not None:
+        workdir.create()
+        (workdir / "plan.json").write_text(planning.to_json(found))
+
+
+def read_chunks(stream: BinaryIO) -> Iterator[list[str]]:
+    """Lines of a stream in lists: a file's in chunks of `CHUNK`; a pipe's or terminal's as soon as they are there.
+
+    Raises:
+      UserError: for invalid UTF-8, naming the line.
+    """
+    patient = stat.S_ISREG(_mode(stream))
+    queue: SimpleQueue[bytes | None] = SimpleQueue()
+
+    def read() -> None:
+        for line in stream:
+            queue.put(line)
+        queue.put(None)
+
+    threading.Thread(target=read, daemon=True, name="stdin").start()
+    number, ended = 0, False
+    while not ended:
+        lines: list[str] = []
+        while len(lines) < CHUNK:
+            try:
+                raw = queue.get(block=patient or not lines)
+            except Empty:
+                break
+            if raw is None:
+                ended = True
+                break
+            number += 1
+            try:
+                lines.append(raw.decode("utf-8").strip())
+            except UnicodeDecodeError as error:
+                raise UserError(f"stdin, line {number}: invalid UTF-8 ({error.reason} at byte {error.start})") from error
+        if lines:
+            yield lines
+
+
+def _mode(stream: BinaryIO) -> int:
+    try:
+        return os.fstat(stream.fileno()).st_mode
+    except OSError:
+        return 0
+
+
+__all__ = ["evaluate", "plan", "score", "train", "translate"]

@@ -1,0 +1,1 @@
+"""Devices: the mesh, its shardings, and the processes of a run."""

@@ -1,0 +1,1 @@
+"""One update, then many: schedules, optimiser, train step, loop, checkpoints, logs."""

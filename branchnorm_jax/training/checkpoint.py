@@ -1,0 +1,201 @@
+"""Checkpoints: asynchronous, atomic, checked. Orbax writes them; this file decides what is in one and which to trust.
+
+A checkpoint of step t holds the parameters, the rest of the train state, and JSON with checksums of both and with what
+the loop remembers. Nothing is restored whose checksums differ: Orbax itself does not notice flipped bits.
+"""
+
+import errno
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import orbax.checkpoint as ocp
+from orbax.checkpoint.checkpoint_managers import preservation_policy
+
+from branchnorm_jax.config import TrainConfig
+from branchnorm_jax.errors import BranchNormError, StorageError, UserError
+from branchnorm_jax.model.transformer import Params
+from branchnorm_jax.training.state import TrainState, checksums
+
+Memory = dict[str, Any]
+"""What the loop remembers between runs, JSON."""
+
+
+class Checkpoints:
+    """The checkpoints of one workdir."""
+
+    def __init__(self, directory: Path, train: TrainConfig, warn: Callable[[str], None]) -> None:
+        """Opens or creates `directory`. `warn` receives one line for each checkpoint that cannot be used."""
+        # Orbax narrates through absl, hundreds of lines on a bad file: what matters is said here.
+        logging.getLogger("absl").setLevel(logging.CRITICAL)
+        self._directory = directory.absolute()
+        self._warn = warn
+        keep = [preservation_policy.LatestN(train.keep_last)]
+        if train.keep_best:
+            keep.append(
+                preservation_policy.BestN(
+                    get_metric_fn=lambda metrics: metrics["score"],
+                    n=train.keep_best,
+                    keep_checkpoints_without_metrics=False,
+                )
+            )
+        options = ocp.CheckpointManagerOptions(
+            preservation_policy=preservation_policy.AnyPreservationPolicy(keep), cleanup_tmp_directories=True
+        )
+        self._manager = ocp.CheckpointManager(
+            self._directory, options=options, item_names=("params", "training", "memory")
+        )
+
+    def steps(self) -> list[int]:
+        """Steps of the finished checkpoints, oldest first."""
+        return sorted(self._manager.all_steps())
+
+    def best_step(self) -> int | None:
+        """The step of the best checkpoint by validation score, if one was validated."""
+        scores = {}
+        for step in self.steps():
+            metrics = self._manager.metrics(step)
+            if metrics and "score" in metrics:
+                scores[step] = metrics["score"]
+        return max(scores, key=lambda step: (scores[step], step), default=None)
+
+    def save(self, state: TrainState, memory: Memory, score: float | None) -> None:
+        """Starts saving the state; the previous save must have ended well, or this raises.
+
+        Args:
+          state: may be donated as soon as this returns.
+          memory: what the loop remembers.
+          score: validation score of exactly this state (more is better), if there is one.
+        """
+        step = int(state.step)
+        rest = {"step": state.step, "opt_state": state.opt_state}
+        sums = {
+            "params": checksums(state.params).tolist(),
+            "training": checksums(rest).tolist(),
+        }
+        try:
+            self._manager.wait_until_finished()
+            if step in self._manager.all_steps():
+                return
+            saved = self._manager.save(
+                step,
+                args=ocp.args.Composite(
+                    params=ocp.args.StandardSave(state.params),
+                    training=ocp.args.StandardSave(rest),
+                    memory=ocp.args.JsonSave({"checksums": sums, "memory": memory}),
+                ),
+                metrics=None if score is None else {"score": score},
+            )
+        except Exception as error:
+            raise self._storage_error(step, error) from error
+        if not saved:
+            raise StorageError(f"{self._directory}: checkpoint {step} was not written")
+
+    def wait(self) -> None:
+        """Blocks until the save under way, if any, is on disk. Raises `StorageError` if it failed."""
+        try:
+            self._manager.wait_until_finished()
+        except Exception as error:
+            raise self._storage_error(-1, error) from error
+
+    def close(self) -> None:
+        """Waits for the last save and frees the threads."""
+        self.wait()
+        self._manager.close()
+
+    def restore_latest(self, abstract: TrainState) -> tuple[TrainState, Memory] | None:
+        """The newest state that is whole, with what the loop remembered; None where there is no checkpoint.
+
+        Raises:
+          UserError: if there are checkpoints and none can be used.
+        """
+        steps = self.steps()
+        for step in reversed(steps):
+            try:
+                return self._restore(step, abstract)
+            except BranchNormError:
+                raise
+            except Exception as error:
+                self._warn(f"checkpoint {step} in {self._directory} is damaged ({_summary(error)}): trying the one before")
+        if steps:
+            raise UserError(f"{self._directory}: none of the checkpoints {steps} can be read; delete them to start anew")
+        return None
+
+    def restore_params(self, which: str, abstract: Params) -> tuple[Params, int]:
+        """Parameters and step of one checkpoint.
+
+        Args:
+          which: "best" (the last one if none was validated), "last", or a step.
+          abstract: shapes, dtypes and shardings wanted.
+
+        Raises:
+          UserError: if there is no such checkpoint or it is damaged and there is none to fall back to.
+        """
+        steps = self.steps()
+        if not steps:
+            raise UserError(f"{self._directory}: no checkpoint; train first")
+        if which.isdecimal():
+            if int(which) not in steps:
+                raise UserError(f"{self._directory}: no checkpoint of step {which}; there are {steps}")
+            candidates = [int(which)]
+        elif which in ("best", "last"):
+            best = self.best_step() if which == "best" else None
+            candidates = ([best] if best is not None else []) + [step for step in reversed(steps) if step != best]
+        else:
+            raise UserError(f"config: decode.checkpoint={which!r} is neither best, nor last, nor a step")
+        for step in candidates:
+            try:
+                restored = self._manager.restore(
+                    step, args=ocp.args.Composite(params=ocp.args.StandardRestore(abstract), memory=ocp.args.JsonRestore())
+                )
+                _check("parameters", restored["params"], restored["memory"]["checksums"]["params"])
+                return restored["params"], step
+            except Exception as error:
+                self._warn(f"checkpoint {step} in {self._directory} is damaged ({_summary(error)})")
+        raise UserError(f"{self._directory}: checkpoint {which!r} cannot be read")
+
+    def _restore(self, step: int, abstract: TrainState) -> tuple[TrainState, Memory]:
+        rest = {"step": abstract.step, "opt_state": abstract.opt_state}
+        restored = self._manager.restore(
+            step,
+            args=ocp.args.Composite(
+                params=ocp.args.StandardRestore(abstract.params),
+                training=ocp.args.StandardRestore(rest),
+                memory=ocp.args.JsonRestore(),
+            ),
+        )
+        saved = restored["memory"]
+        _check("parameters", restored["params"], saved["checksums"]["params"])
+        _check("optimiser state", restored["training"], saved["checksums"]["training"])
+        training = restored["training"]
+        return TrainState(training["step"], restored["params"], training["opt_state"]), saved["memory"]
+
+    def forget_after(self, step: int) -> None:
+        """Deletes checkpoints newer than `step`, which were found damaged, so that they can be written again."""
+        for newer in self.steps():
+            if newer > step:
+                self._manager.delete(newer)
+
+    def _storage_error(self, step: int, error: Exception) -> StorageError:
+        what = f"checkpoint {step}" if step >= 0 else "the last checkpoint"
+        full = getattr(error, "errno", None) == errno.ENOSPC or "No space" in str(error)
+        reason = "no space left on the device" if full else _summary(error)
+        return StorageError(f"{self._directory}: {what} could not be written: {reason}; earlier checkpoints are kept")
+
+
+def _check(what: str, tree: Any, expected: list[int]) -> None:
+    if checksums(tree).tolist() != expected:
+        raise ValueError(f"the checksums of its {what} do not match")
+
+
+def _summary(error: Exception) -> str:
+    """The first line of an exception, short enough for one line of a message."""
+    text = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {text[0][:160]}" if text else type(error).__name__
+
+
+def place(tree: Any, split: jax.sharding.Sharding) -> Any:
+    """Abstract arrays that all lie as `split` says."""
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=split), tree)

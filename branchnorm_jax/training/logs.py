@@ -1,0 +1,131 @@
+"""What a run writes for people and programs: JSON lines, TensorBoard, a progress line, status.json."""
+
+import json
+import os
+import resource
+import subprocess
+import sys
+from collections.abc import Mapping
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import jax
+from tqdm import tqdm
+
+PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "sentencepiece", "sacrebleu")
+
+
+class JsonLines:
+    """A file of one JSON object per line, each with a `step`, kept in step with the checkpoints."""
+
+    def __init__(self, path: Path, first_step: int) -> None:
+        """Opens `path` to append; lines of `first_step` and later, which will be written again, are dropped."""
+        kept = [line for line in read_lines(path) if line["step"] < first_step]
+        write_atomically(path, "".join(json.dumps(line) + "\n" for line in kept))
+        self._file = path.open("a")
+
+    def write(self, line: Mapping[str, Any]) -> None:
+        """Appends one line and hands it to the operating system."""
+        self._file.write(json.dumps(line) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        """Closes the file."""
+        self._file.close()
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """The lines of a `JsonLines` file; an unfinished last line is ignored, a missing file is empty."""
+    if not path.exists():
+        return []
+    lines = []
+    for text in path.read_text().splitlines():
+        try:
+            lines.append(json.loads(text))
+        except ValueError:
+            break
+    return lines
+
+
+class TensorBoard:
+    """Scalars as TensorBoard event files, without TensorFlow."""
+
+    def __init__(self, directory: Path, first_step: int) -> None:
+        """Writes to `directory`; TensorBoard hides what an interrupted run wrote from `first_step` on."""
+        from tensorboardX import SummaryWriter
+
+        self._writer = SummaryWriter(str(directory), purge_step=first_step)
+
+    def write(self, step: int, scalars: Mapping[str, float]) -> None:
+        """One point per name."""
+        for name, value in scalars.items():
+            self._writer.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        """Writes what is buffered."""
+        self._writer.close()
+
+
+def progress_bar(total: int, done: int, unit: str, description: str) -> tqdm:
+    """A live line on stderr with rate and ETA; one line every half minute where stderr is not a terminal."""
+    live = sys.stderr.isatty()
+    return tqdm(
+        total=total,
+        initial=done,
+        unit=unit,
+        desc=description,
+        file=sys.stderr,
+        dynamic_ncols=live,
+        mininterval=0.2 if live else 30,
+        leave=False,
+    )
+
+
+def say(line: str) -> None:
+    """One line on stderr that does not tear a progress line."""
+    tqdm.write(line, file=sys.stderr)
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Replaces a file's content: readers and crashes see the old text or the new, never a part."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.write_text(text)
+    os.replace(temporary, path)
+
+
+def environment() -> dict[str, Any]:
+    """Devices, versions and git revision of this run."""
+    device = jax.devices()[0]
+    return {
+        "devices": f"{jax.device_count()} x {device.device_kind} ({device.platform})",
+        "processes": jax.process_count(),
+        "versions": {"python": sys.version.split()[0]} | {name: metadata.version(name) for name in PACKAGES},
+        "git_revision": git_revision(),
+    }
+
+
+def git_revision() -> str:
+    """Commit of this code, with "+" where files differ from it; "unknown" outside a checkout."""
+    here = Path(__file__).parent
+    try:
+        commit = subprocess.run(
+            ["git", "rev-parse", "HEAD"], cwd=here, capture_output=True, text=True, check=True, timeout=10
+        ).stdout.strip()
+        changed = subprocess.run(
+            ["git", "status", "--porcelain", "--untracked-files=no"],
+            cwd=here,
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=10,
+        ).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return "unknown"
+    return commit + ("+" if changed else "")
+
+
+def peak_memory_bytes() -> int:
+    """Most memory in use so far: the device's own count where it keeps one, else this process's resident set."""
+    stats = jax.local_devices()[0].memory_stats() or {}
+    return int(stats.get("peak_bytes_in_use") or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)

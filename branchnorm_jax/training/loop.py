@@ -1,0 +1,276 @@
+"""The training loop. The order of its parts is a contract: what is saved, evaluated and logged belongs together."""
+
+import dataclasses
+import json
+import math
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from branchnorm_jax.config import Config
+from branchnorm_jax.data.batches import Shape, TextBatch, make_plans, prefetch
+from branchnorm_jax.data.corpus import read_pairs
+from branchnorm_jax.data.prepare import Corpus, prepare
+from branchnorm_jax.decoding.translate import Translator
+from branchnorm_jax.errors import BranchNormError, Preempted
+from branchnorm_jax.evaluation.bleu import corpus_bleu
+from branchnorm_jax.model.losses import LossSums
+from branchnorm_jax.model.transformer import Transformer
+from branchnorm_jax.parallel import hosts
+from branchnorm_jax.parallel.mesh import make_mesh, sharding, to_devices
+from branchnorm_jax.training import logs, schedules
+from branchnorm_jax.training.checkpoint import Checkpoints
+from branchnorm_jax.training.optimizer import make_optimizer
+from branchnorm_jax.training.state import abstract_state, init_state, sha256
+from branchnorm_jax.training.step import Batch, Metrics, make_eval_step, make_train_step
+from branchnorm_jax.training.watch import check_finite
+from branchnorm_jax.workdir import Workdir
+
+
+@dataclasses.dataclass
+class Memory:
+    """What the loop remembers between runs, beside the train state: saved in every checkpoint."""
+
+    train_seconds: float = 0.0
+    target_tokens: int = 0
+    evaluated: int = -1
+    """Step of the last validation."""
+    score: float | None = None
+    """Its score, more is better."""
+    best_score: float | None = None
+    since_best: int = 0
+    """Validations since the best one."""
+
+
+def train(config: Config, workdir: Workdir) -> None:
+    """Trains until `train.steps`, `train.epochs`, `train.patience` or a signal; resumes what `workdir` holds.
+
+    Raises:
+      UserError, DivergedError, StorageError, HostError, Preempted: as their names say, after `status.json` was written.
+    """
+    workdir.create()
+    with workdir.locked():
+        workdir.agree_on_config(config)
+        corpus = prepare(config.data, workdir.path, logs.say)
+        workdir.agree_on_data(corpus.identity())
+        run = Run(config, workdir, corpus)
+        try:
+            run.loop()
+        except BranchNormError as error:
+            run.write_status(error.status, str(error))
+            raise
+        except BaseException as error:
+            run.write_status("failed", f"{type(error).__name__}: {error}")
+            raise
+
+
+class Run:
+    """One process's share of one training: everything between start-up and `status.json`."""
+
+    def __init__(self, config: Config, workdir: Workdir, corpus: Corpus) -> None:
+        """Builds plans, model and state: restored from the newest good checkpoint, else fresh."""
+        self.config, self.workdir, self.corpus = config, workdir, corpus
+        train = config.train
+        self.mesh = make_mesh(config.parallel, config.data.row_multiple // train.accumulation)
+        self.plan, self.valid_plan = make_plans(config.data, corpus.train, corpus.valid, train.batch_tokens, train.seed)
+        self.total = train.steps or math.ceil(train.epochs * self.plan.batches_per_epoch)
+        self.model = Transformer(config.model, corpus.tokenizer.source_size, corpus.tokenizer.target_size)
+        self.optimizer = make_optimizer(train)
+        self.abstract = abstract_state(self.model, self.optimizer, self.mesh)
+        self.translator = Translator(self.model, corpus.tokenizer, config.decode)
+        self.eval_step = jax.jit(make_eval_step(self.model, config))
+        self.compiled: dict[tuple[int, int], Any] = {}
+        self.compile_seconds = 0.0
+
+        state_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(self.abstract))
+        self.checkpoints = Checkpoints(workdir / "checkpoints", train, logs.say)
+        if not self.checkpoints.steps():
+            workdir.need_space(2 * state_bytes)
+        restored = self.checkpoints.restore_latest(self.abstract)
+        if restored is None:
+            self.state = init_state(self.model, self.optimizer, self.mesh, train.seed)
+            self.memory = Memory()
+        else:
+            self.state, memory = restored
+            self.memory = Memory(**memory)
+        self.step = int(self.state.step)
+        self.checkpoints.forget_after(self.step)
+        self._describe(state_bytes)
+
+    def loop(self) -> None:
+        """Runs the updates that are left.
+
+        Order, at each step: validate if due, on the state as it is; save if due or asked to stop; take the batch;
+        dispatch the update; read the metrics of the update before (so the device never waits for the host); poll for
+        signals.
+        """
+        c = self.config.train
+        start, signal_number, stop = self.step, 0, ""
+        if start < self.total:
+            self._compile()
+        metrics_log = logs.JsonLines(self.workdir / "metrics.jsonl", start)
+        self.validation_log = logs.JsonLines(self.workdir / "validation.jsonl", self.memory.evaluated + 1)
+        self.tensorboard = logs.TensorBoard(self.workdir / "tensorboard", start)
+        batches = prefetch(self.plan.batch_at, start, self.total, c.prefetch)
+        bar = logs.progress_bar(self.total, start, "update", "train")
+        pending: tuple[int, Metrics, TextBatch] | None = None
+        self.clock = time.perf_counter()
+
+        def read() -> None:
+            """Waits for the update in flight, checks it, logs it."""
+            nonlocal pending
+            if pending is None:
+                return
+            step, metrics, batch = pending
+            pending = None
+            metrics = Metrics(*(float(value) for value in jax.device_get(metrics)))
+            seconds = time.perf_counter() - self.clock
+            self.clock = time.perf_counter()
+            self.memory.train_seconds += seconds
+            self.memory.target_tokens += int(metrics.target_tokens)
+            check_finite(step, metrics)
+            if c.log_every and (step % c.log_every == 0 or step == self.total - 1):
+                line = {"step": step, **metrics._asdict(), "seconds": seconds, "batch": batch.digest()}
+                line["target_tokens"] = int(metrics.target_tokens)
+                metrics_log.write(line)
+                self.tensorboard.write(step, metrics._asdict())
+            bar.set_postfix_str(
+                f"loss {metrics.loss:.3f} lr {metrics.learning_rate:.2e} alpha {metrics.alpha:.3f} "
+                f"{metrics.target_tokens / seconds:,.0f} tok/s",
+                refresh=False,
+            )
+            bar.update()
+
+        try:
+            with hosts.Preemption() as preemption:
+                while True:
+                    at_end = self.step >= self.total or bool(stop)
+                    if _due(self.step, start, c.eval_every) or at_end:
+                        read()
+                        if self.memory.evaluated != self.step:
+                            stop = self._validate()
+                            at_end = at_end or bool(stop)
+                    best = c.keep_best and self.memory.evaluated == self.step and self.memory.since_best == 0
+                    if _due(self.step, start, c.checkpoint_every) or at_end or signal_number or best:
+                        read()
+                        self._save()
+                    if signal_number and not at_end:
+                        self.checkpoints.wait()
+                        raise Preempted(f"stopped by signal {signal_number}, saved at step {self.step}", signal_number)
+                    if at_end:
+                        break
+                    batch = next(batches)
+                    update = self.compiled[batch.source.shape]
+                    self.state, metrics = update(self.state, Batch(*to_devices(self.mesh, batch)))
+                    read()
+                    pending = (self.step, metrics, batch)
+                    self.step += 1
+                    signal_number = preemption.requested(self.step)
+        finally:
+            batches.close()
+            bar.close()
+            metrics_log.close()
+            self.validation_log.close()
+            self.tensorboard.close()
+        self.checkpoints.close()
+        if jax.process_count() > 1:
+            from jax.experimental import multihost_utils
+
+            multihost_utils.sync_global_devices("done")
+        self.write_status("done", stop or f"reached {self.total} updates")
+
+    def write_status(self, status: str, reason: str) -> None:
+        """Writes `status.json`: how the run ended, and what it cost."""
+        if not hosts.is_first():
+            return
+        memory = self.memory
+        digest = sha256(self.state) if status in ("done", "preempted") else None
+        fields = {
+            "status": status,
+            "reason": reason,
+            "step": self.step,
+            "state_sha256": digest,
+            "compile_seconds": self.compile_seconds,
+            "compiled_shapes": len(self.compiled),
+            "batch_fill": self.plan.fill,
+            "train_seconds": memory.train_seconds,
+            "target_tokens_per_second": memory.target_tokens / memory.train_seconds if memory.train_seconds else 0.0,
+            "peak_memory_bytes": logs.peak_memory_bytes(),
+            **logs.environment(),
+        }
+        logs.write_atomically(self.workdir / "status.json", json.dumps(fields, indent=2) + "\n")
+
+    def _compile(self) -> None:
+        """Compiles the update for every batch shape, before the first one."""
+        begin = time.perf_counter()
+        train_step = make_train_step(self.model, self.optimizer, self.config)
+        state_shardings = jax.tree.map(lambda leaf: leaf.sharding, self.abstract)
+        update = jax.jit(train_step, donate_argnums=0, out_shardings=(state_shardings, sharding(self.mesh)))
+        split = sharding(self.mesh, "batch")
+        for shape in self._shapes():
+            tokens = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=split)
+            self.compiled[shape] = update.lower(self.abstract, Batch(tokens, tokens)).compile()
+        self.compile_seconds = time.perf_counter() - begin
+        logs.say(f"compiled {len(self.compiled)} batch shapes in {self.compile_seconds:.1f} s")
+
+    def _shapes(self) -> Iterator[Shape]:
+        """The shapes that some training sentence needs."""
+        return (shape for shape, used in zip(self.plan.shapes, self.plan.used, strict=True) if used)
+
+    def _validate(self) -> str:
+        """Validates the current state and remembers the result; returns why to stop, or ""."""
+        c = self.config.train
+        sums = [self.eval_step(self.state, Batch(*to_devices(self.mesh, b))) for b in self.valid_plan.in_order()]
+        total = jax.tree.map(lambda *parts: float(sum(parts)), *jax.device_get(sums))
+        assert isinstance(total, LossSums)
+        line = {"step": self.step, "loss": total.loss / total.tokens, "nll": total.nll / total.tokens}
+        if c.eval_bleu_sentences:
+            line["bleu"] = self._bleu(c.eval_bleu_sentences)
+        memory = self.memory
+        memory.evaluated = self.step
+        memory.score = line["bleu"] if c.best_metric == "bleu" else -line["loss"]
+        if memory.best_score is None or memory.score > memory.best_score:
+            memory.best_score, memory.since_best = memory.score, 0
+        else:
+            memory.since_best += 1
+        self.validation_log.write(line)
+        self.tensorboard.write(self.step, {f"valid/{name}": value for name, value in line.items() if name != "step"})
+        figures = " ".join(f"{name} {value:.3f}" for name, value in line.items() if name != "step")
+        logs.say(f"step {self.step}: validation {figures}" + (" (best)" if memory.since_best == 0 else ""))
+        self.clock = time.perf_counter()
+        if c.patience and memory.since_best >= c.patience:
+            return f"no better validation {c.best_metric} in the last {memory.since_best} validations"
+        return ""
+
+    def _bleu(self, count: int) -> float:
+        pairs = [pair for pair, _ in zip(read_pairs(self.config.data, "valid"), range(count), strict=False)]
+        alpha = schedules.alpha(self.config.model)(self.state.step)
+        found = self.translator.translate(self.state.params, alpha, [source for source, _ in pairs])
+        return corpus_bleu([best[0].text for best in found], [ref for _, ref in pairs], self.config.data.target_lang)
+
+    def _save(self) -> None:
+        memory = self.memory
+        score = memory.score if memory.evaluated == self.step else None
+        self.checkpoints.save(self.state, dataclasses.asdict(memory), score)
+        self.clock = time.perf_counter()
+
+    def _describe(self, state_bytes: int) -> None:
+        count = sum(leaf.size for leaf in jax.tree.leaves(self.abstract.params))
+        c = self.config.model
+        logs.say(
+            f"{c.method} {c.encoder_layers}L-{c.decoder_layers}L, {count:,} parameters, state {state_bytes / 1e6:,.1f} MB, "
+            f"on {jax.device_count()} x {jax.devices()[0].device_kind}"
+        )
+        logs.say(
+            f"{len(self.corpus.train):,} sentence pairs, {self.plan.batches_per_epoch} updates per epoch, batches of "
+            f"{', '.join(f'{rows}x{length}' for rows, length in self._shapes())} ({100 * self.plan.fill:.1f} % real tokens)"
+        )
+        logs.say(f"from step {self.step} to {self.total}")
+
+
+def _due(step: int, start: int, every: int) -> bool:
+    """Whether an event of this interval falls on `step`; never on the step that the run starts from."""
+    return every > 0 and step % every == 0 and step != start

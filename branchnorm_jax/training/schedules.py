@@ -1,0 +1,89 @@
+"""Functions of `step`, the number of completed updates: the learning rate and BranchNorm's alpha.
+
+Both are evaluated inside the compiled update, on a traced int32 step.
+"""
+
+import math
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+from branchnorm_jax.config import ModelConfig, TrainConfig
+from branchnorm_jax.errors import UserError
+
+Schedule = Callable[[jax.Array], jax.Array]
+"""step, int32 [] -> float32 []."""
+
+
+def inverse_sqrt(train: TrainConfig, width: int) -> Schedule:
+    """fairseq's inverse_sqrt: linear from `warmup_init` to the peak over W updates, then peak sqrt(W / step).
+
+    Without warm-up (W = 0) it is peak / sqrt(max(step, 1)).
+    """
+    peak, warmup, first = train.learning_rate, train.warmup_steps, train.warmup_init
+
+    def schedule(step: jax.Array) -> jax.Array:
+        u = step.astype(jnp.float32)
+        rising = first + u * ((peak - first) / max(warmup, 1))
+        return jnp.where(u < warmup, rising, peak * jnp.sqrt(max(warmup, 1) / jnp.maximum(u, 1)))
+
+    return schedule
+
+
+def noam(train: TrainConfig, width: int) -> Schedule:
+    """learning_rate D^-1/2 min(n^-1/2, n W^-3/2) with n = step + 1 (Vaswani et al., 2017)."""
+    warmup = max(train.warmup_steps, 1)
+
+    def schedule(step: jax.Array) -> jax.Array:
+        n = step.astype(jnp.float32) + 1
+        return train.learning_rate * width**-0.5 * jnp.minimum(n**-0.5, n * warmup**-1.5)
+
+    return schedule
+
+
+def constant(train: TrainConfig, width: int) -> Schedule:
+    """Linear from `warmup_init` to the peak over W updates, then the peak."""
+    peak, warmup, first = train.learning_rate, train.warmup_steps, train.warmup_init
+
+    def schedule(step: jax.Array) -> jax.Array:
+        u = step.astype(jnp.float32)
+        return jnp.where(u < warmup, first + u * ((peak - first) / max(warmup, 1)), peak)
+
+    return schedule
+
+
+LEARNING_RATES: dict[str, Callable[[TrainConfig, int], Schedule]] = {
+    "inverse_sqrt": inverse_sqrt,
+    "noam": noam,
+    "constant": constant,
+}
+
+
+def learning_rate(train: TrainConfig, width: int) -> Schedule:
+    """The schedule that the config names. Raises `UserError` with the known names."""
+    if train.schedule not in LEARNING_RATES:
+        raise UserError(f"config: train.schedule={train.schedule!r} is not one of {', '.join(LEARNING_RATES)}")
+    return LEARNING_RATES[train.schedule](train, width)
+
+
+def alpha(model: ModelConfig) -> Schedule:
+    """BranchNorm's alpha_t: 0 at step 0, 1 from step T = `alpha_steps` on.
+
+    linear: t / T (the paper's equation). exp: e^(t ln2 / T) - 1. sigmoid: the logistic curve of slope 10 / T around
+    T / 2, shifted and scaled so that it starts at 0 and ends at 1. The paper names the last two without printing their
+    formulas: these are this project's.
+    """
+    total = model.alpha_steps
+    edge = 1 / (1 + math.exp(5))
+    shapes: dict[str, Callable[[jax.Array], jax.Array]] = {
+        "linear": lambda u: u,
+        "exp": lambda u: jnp.expm1(math.log(2) * u),
+        "sigmoid": lambda u: (jax.nn.sigmoid(10 * (u - 0.5)) - edge) / (1 - 2 * edge),
+    }
+    shape = shapes[model.alpha_schedule]
+
+    def schedule(step: jax.Array) -> jax.Array:
+        return jnp.where(step >= total, 1.0, shape(step.astype(jnp.float32) / total)).astype(jnp.float32)
+
+    return schedule

@@ -1,0 +1,95 @@
+"""The train state: all that a checkpoint holds, and digests by which two states can be compared."""
+
+import hashlib
+from typing import Any
+
+import flax
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import Mesh, NamedSharding
+
+from branchnorm_jax.model.axes import logical_axes
+from branchnorm_jax.model.transformer import Params, Transformer
+from branchnorm_jax.parallel.mesh import shard_tree, sharding
+
+
+@flax.struct.dataclass
+class TrainState:
+    """Everything that changes during training.
+
+    Attributes:
+      step: completed updates, int32 [].
+      params: parameters.
+      opt_state: the optimiser's state.
+    """
+
+    step: jax.Array
+    params: Params
+    opt_state: optax.OptState
+
+
+def abstract_state(model: Transformer, optimizer: optax.GradientTransformation, mesh: Mesh) -> TrainState:
+    """Shapes, dtypes and shardings of the state; nothing is allocated.
+
+    The optimiser's moments are split as the parameters that they belong to; all else is on every device.
+    """
+    params = model.abstract_params()
+    opt_state = jax.eval_shape(optimizer.init, params)
+    whole = sharding(mesh)
+    param_shardings = shard_tree(mesh, params, logical_axes(params))
+    opt_shardings = optax.tree.map_params(
+        optimizer.init, lambda _, split: split, opt_state, param_shardings, transform_non_params=lambda _: whole
+    )
+
+    def place(leaf: jax.ShapeDtypeStruct, split: NamedSharding) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=split)
+
+    return TrainState(
+        step=jax.ShapeDtypeStruct((), jnp.int32, sharding=whole),
+        params=jax.tree.map(place, params, param_shardings),
+        opt_state=jax.tree.map(place, opt_state, opt_shardings),
+    )
+
+
+def init_state(model: Transformer, optimizer: optax.GradientTransformation, mesh: Mesh, seed: int) -> TrainState:
+    """The state at step 0, made in place on the devices that hold it. The numbers do not depend on the mesh."""
+
+    def create() -> TrainState:
+        params = model.init(jax.random.fold_in(jax.random.key(seed), 0))
+        return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params))
+
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract_state(model, optimizer, mesh))
+    return jax.jit(create, out_shardings=shardings)()
+
+
+def sha256(state: TrainState) -> str:
+    """Hex digest of the parameters and the optimiser's state, leaf by leaf in the order of their sorted paths."""
+    digest = hashlib.sha256()
+    leaves = jax.tree_util.tree_leaves_with_path((state.params, state.opt_state))
+    for path, leaf in sorted((jax.tree_util.keystr(path), leaf) for path, leaf in leaves):
+        digest.update(path.encode())
+        digest.update(np.ascontiguousarray(jax.device_get(leaf)).tobytes())
+    return digest.hexdigest()
+
+
+@jax.jit
+def checksums(state: Any) -> jax.Array:
+    """uint32 [leaves]: a weighted sum modulo 2^32 of each leaf's bits, in the order of the tree.
+
+    Weights are odd and differ from element to element, so any single flipped bit changes the sum. Integer addition is
+    exact in any order: the sums do not depend on how the state is split over devices, and cost one pass on the device.
+    """
+
+    def checksum(leaf: jax.Array) -> jax.Array:
+        if leaf.dtype.itemsize == 4:
+            words = jax.lax.bitcast_convert_type(leaf, jnp.uint32)
+        else:
+            words = jax.lax.bitcast_convert_type(leaf, f"uint{8 * leaf.dtype.itemsize}").astype(jnp.uint32)
+        weights = jnp.uint32(1)
+        for axis, multiplier in zip(range(leaf.ndim), (0x9E3779B2, 0x85EBCA6A, 0xC2B2AE36, 0x27D4EB2E), strict=False):
+            weights = weights + jax.lax.broadcasted_iota(jnp.uint32, leaf.shape, axis) * jnp.uint32(multiplier)
+        return jnp.sum(words * (weights | 1), dtype=jnp.uint32)
+
+    return jnp.stack([checksum(leaf) for leaf in jax.tree.leaves(state)])

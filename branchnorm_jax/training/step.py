@@ -1,0 +1,98 @@
+"""One update and one validation batch, as pure functions of state and batch."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from branchnorm_jax.config import EOS, PAD, Config
+from branchnorm_jax.model.losses import LossSums, smoothed_cross_entropy
+from branchnorm_jax.model.transformer import Params, Transformer
+from branchnorm_jax.training import schedules
+from branchnorm_jax.training.state import TrainState
+
+DROPOUT_STREAM = 1
+"""Folded into the run's seed; stream 0 is initialisation."""
+
+
+class Batch(NamedTuple):
+    """Token ids int32 [rows, length]; every sentence ends in EOS, the rest is padding."""
+
+    source: jax.Array
+    target: jax.Array
+
+
+class Metrics(NamedTuple):
+    """What one update reports: float32 [] each, means per target token in nats."""
+
+    loss: jax.Array
+    nll: jax.Array
+    learning_rate: jax.Array
+    alpha: jax.Array
+    grad_norm: jax.Array
+    target_tokens: jax.Array
+
+
+def loss_sums(
+    model: Transformer,
+    params: Params,
+    batch: Batch,
+    branch_scale: jax.Array,
+    smoothing: float,
+    key: jax.Array | None = None,
+) -> LossSums:
+    """Smoothed cross-entropy of a batch under teacher forcing; the decoder reads EOS, then the target shifted by one."""
+    inputs = jnp.pad(batch.target[:, :-1], ((0, 0), (1, 0)), constant_values=EOS)
+    logits = model(params, batch.source, inputs, branch_scale, key)
+    return smoothed_cross_entropy(logits, batch.target, batch.target != PAD, smoothing)
+
+
+def make_train_step(
+    model: Transformer, optimizer: optax.GradientTransformation, config: Config
+) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
+    """The update: gradient of the mean loss per target token over the whole batch, whatever its parts."""
+    train = config.train
+    learning_rate = schedules.learning_rate(train, config.model.width)
+    alpha = schedules.alpha(config.model)
+    parts = train.accumulation
+
+    def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+        alpha_t, rate = alpha(state.step), learning_rate(state.step)
+        key = jax.random.fold_in(jax.random.fold_in(jax.random.key(train.seed), DROPOUT_STREAM), state.step)
+        tokens = (batch.target != PAD).sum().astype(jnp.float32)
+
+        def part_loss(params: Params, part: Batch, part_key: jax.Array) -> tuple[jax.Array, jax.Array]:
+            sums = loss_sums(model, params, part, alpha_t, train.label_smoothing, part_key)
+            return sums.loss / tokens, sums.nll / tokens
+
+        gradient = jax.value_and_grad(part_loss, has_aux=True)
+
+        def add_part(total: tuple, part: tuple[Batch, jax.Array]) -> tuple[tuple, None]:
+            return jax.tree.map(jnp.add, total, gradient(state.params, *part)), None
+
+        # Strided, so that every device that holds a slice of the rows has an equal share of each part.
+        split = jax.tree.map(lambda x: x.reshape(-1, parts, *x.shape[1:]).swapaxes(0, 1), batch)
+        keys = jax.vmap(lambda index: jax.random.fold_in(key, index))(jnp.arange(parts))
+        if parts == 1:
+            (loss, nll), grads = gradient(state.params, batch, keys[0])
+        else:
+            zero = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(gradient, state.params, batch, key))
+            ((loss, nll), grads), _ = jax.lax.scan(add_part, zero, (split, keys))
+        directions, opt_state = optimizer.update(grads, state.opt_state, state.params)
+        params = jax.tree.map(lambda p, d: p - rate * d, state.params, directions)
+        metrics = Metrics(loss, nll, rate, alpha_t, optax.global_norm(grads), tokens)
+        return TrainState(state.step + 1, params, opt_state), metrics
+
+    return train_step
+
+
+def make_eval_step(model: Transformer, config: Config) -> Callable[[TrainState, Batch], LossSums]:
+    """Loss sums of a validation batch, without dropout, at the state's own alpha."""
+    alpha = schedules.alpha(config.model)
+
+    def eval_step(state: TrainState, batch: Batch) -> LossSums:
+        return loss_sums(model, state.params, batch, alpha(state.step), config.train.label_smoothing)
+
+    return eval_step

@@ -1,0 +1,40 @@
+"""Multi30k English-German, 29,000 image captions: a tiny Transformer with heavy regularisation.
+
+    python main.py --config=configs/multi30k_ende.py --workdir=runs/multi30k --config.data.path=<folder>
+
+The folder holds {train,valid,test}.{en,de}, plain or compressed; without the option it is $BRANCHNORM_DATA/multi30k, or
+../shared/data/multi30k.
+"""
+
+import os
+
+import ml_collections
+
+from branchnorm_jax.config import default_config, set_depth
+
+
+def get_config(depth: str = "") -> ml_collections.ConfigDict:
+    """4L-4L, width 128, as in the Multi30k literature's text-only baselines."""
+    config = default_config()
+    config.model.encoder_layers = 4
+    config.model.decoder_layers = 4
+    config.model.width = 128
+    config.model.ffn_width = 256
+    config.model.heads = 4
+    config.model.dropout = 0.3
+    config.model.alpha_steps = 1000
+    config.data.source = "text"
+    config.data.path = os.path.join(os.environ.get("BRANCHNORM_DATA", "../shared/data"), "multi30k")
+    config.data.source_lang = "en"
+    config.data.target_lang = "de"
+    config.data.vocab_size = 6000
+    config.data.max_length = 64
+    config.data.batch_shapes = 6
+    config.train.steps = 4000
+    config.train.batch_tokens = 4096
+    config.train.learning_rate = 5e-3
+    config.train.warmup_steps = 1000
+    config.train.eval_every = 500
+    config.train.checkpoint_every = 500
+    set_depth(config, depth)
+    return config

@@ -1,0 +1,36 @@
+"""The built-in corpus: numbers, dates, times and money, spelled out in many languages. Needs no data set.
+
+    python main.py --config=configs/numerals.py --workdir=runs/numerals
+
+Another pair of languages: --config.data.source_lang=pl --config.data.target_lang=fr
+Another depth, encoder-decoder: --config=configs/numerals.py:12L-12L
+"""
+
+import ml_collections
+
+from branchnorm_jax.config import default_config, set_depth
+
+
+def get_config(depth: str = "") -> ml_collections.ConfigDict:
+    """Small enough for minutes on two CPU cores."""
+    config = default_config()
+    config.model.encoder_layers = 3
+    config.model.decoder_layers = 3
+    config.model.width = 128
+    config.model.ffn_width = 256
+    config.model.heads = 4
+    config.model.dropout = 0.1
+    config.model.alpha_steps = 400
+    config.data.source = "numerals"
+    config.data.vocab_size = 800
+    config.data.max_length = 96
+    config.data.batch_shapes = 4
+    config.train.steps = 1500
+    config.train.batch_tokens = 2048
+    config.train.learning_rate = 4e-3
+    config.train.warmup_steps = 400
+    config.train.eval_every = 500
+    config.train.checkpoint_every = 500
+    config.train.eval_bleu_sentences = 100
+    set_depth(config, depth)
+    return config

@@ -1,0 +1,17 @@
+"""The config of an earlier run, read from its workdir: what main.py uses where no --config is given.
+
+    python main.py --mode=evaluate --workdir=runs/x          # is the same as
+    python main.py --mode=evaluate --workdir=runs/x --config=configs/saved.py:runs/x/config.json
+"""
+
+import dataclasses
+from pathlib import Path
+
+import ml_collections
+
+from branchnorm_jax import config as configs
+
+
+def get_config(arg: str) -> ml_collections.ConfigDict:
+    """The config stored in the JSON file `arg`."""
+    return ml_collections.ConfigDict(dataclasses.asdict(configs.load(Path(arg)))).lock()

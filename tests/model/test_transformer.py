@@ -1,0 +1,266 @@
+"""The model against PyTorch with the same weights, and against its own identities."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+
+from branchnorm_jax.config import ModelConfig
+from branchnorm_jax.model.embedding import sinusoids
+from branchnorm_jax.model.losses import smoothed_cross_entropy
+from branchnorm_jax.model.methods import METHODS
+from branchnorm_jax.model.norms import layer_norm
+from branchnorm_jax.model.transformer import Transformer, source_mask
+
+SMALL = ModelConfig(encoder_layers=3, decoder_layers=2, width=32, ffn_width=48, heads=4, dropout=0.0)
+SOURCE = jnp.array([[5, 6, 7, 1, 0, 0], [9, 8, 7, 6, 5, 1]])
+TARGET = jnp.array([[1, 4, 5, 6, 0], [1, 7, 8, 9, 3]])
+ONE = jnp.float32(1.0)
+
+
+def small(**changes: Any) -> Transformer:
+    return Transformer(dataclasses.replace(SMALL, **changes), 50, 50)
+
+
+def randomised(params: Any, scale: float = 0.3) -> Any:
+    """Parameters away from their special initial values: biases that are not 0, norms that are not 1."""
+    leaves, tree = jax.tree.flatten(params)
+    keys = jax.random.split(jax.random.key(7), len(leaves))
+    return jax.tree.unflatten(
+        tree, [leaf + scale * jax.random.normal(key, leaf.shape) for leaf, key in zip(leaves, keys, strict=True)]
+    )
+
+
+def copy_to_torch(layer: torch.nn.Module, params: Any, index: int, method: str) -> None:
+    """Writes layer `index` of our stacked parameters into a torch Transformer layer."""
+    kind = "pre" if METHODS[method].pre else "post"
+
+    def tensor(leaf: jax.Array) -> torch.Tensor:
+        return torch.tensor(np.asarray(leaf[index]))
+
+    def attention(ours: dict, theirs: torch.nn.MultiheadAttention) -> None:
+        theirs.in_proj_weight.data = torch.cat([tensor(ours[m]["kernel"]).T for m in "qkv"])
+        theirs.in_proj_bias.data = torch.cat([tensor(ours[m]["bias"]) for m in "qkv"])
+        theirs.out_proj.weight.data = tensor(ours["o"]["kernel"]).T
+        theirs.out_proj.bias.data = tensor(ours["o"]["bias"])
+
+    attention(params["self"], layer.self_attn)
+    names = ["self", "ffn"]
+    if "cross" in params:
+        attention(params["cross"], layer.multihead_attn)
+        names = ["self", "cross", "ffn"]
+    for matrix, linear in (("fc1", layer.linear1), ("fc2", layer.linear2)):
+        linear.weight.data = tensor(params["ffn"][matrix]["kernel"]).T
+        linear.bias.data = tensor(params["ffn"][matrix]["bias"])
+    for place, name in enumerate(names, start=1):
+        norm = getattr(layer, f"norm{place}")
+        norm.weight.data = tensor(params[f"{name}_{kind}_norm"]["scale"])
+        norm.bias.data = tensor(params[f"{name}_{kind}_norm"]["bias"])
+
+
+@pytest.mark.parametrize("method", ["post_ln", "pre_ln"])
+@pytest.mark.parametrize("activation", ["relu", "gelu"])
+def test_stacks_equal_pytorch(method: str, activation: str) -> None:
+    model = small(method=method, activation=activation)
+    params = randomised(model.init(jax.random.key(0)))
+    options = dict(d_model=32, nhead=4, dim_feedforward=48, dropout=0.0, activation=activation, batch_first=True)
+    options["norm_first"] = method == "pre_ln"
+    padding = torch.tensor(np.asarray(SOURCE == 0))
+
+    def embedded(tokens: jax.Array) -> torch.Tensor:
+        table = np.asarray(params["embedding"]["shared"])
+        x = table[np.asarray(tokens)] * np.sqrt(32) + sinusoids(tokens.shape[1], 32)
+        return torch.tensor(x, dtype=torch.float32)
+
+    def final(stack: str, x: torch.Tensor) -> torch.Tensor:
+        if method == "post_ln":
+            return x
+        norm = {name: torch.tensor(np.asarray(leaf)) for name, leaf in params[f"{stack}_norm"].items()}
+        return torch.nn.functional.layer_norm(x, (32,), norm["scale"], norm["bias"])
+
+    with torch.no_grad():
+        x = embedded(SOURCE)
+        for index in range(3):
+            layer = torch.nn.TransformerEncoderLayer(**options)
+            copy_to_torch(layer, params["encoder"], index, method)
+            x = layer(x, src_key_padding_mask=padding)
+        memory = final("encoder", x)
+        causal = torch.nn.Transformer.generate_square_subsequent_mask(TARGET.shape[1])
+        x = embedded(TARGET)
+        for index in range(2):
+            layer = torch.nn.TransformerDecoderLayer(**options)
+            copy_to_torch(layer, params["decoder"], index, method)
+            x = layer(x, memory, tgt_mask=causal, memory_key_padding_mask=padding)
+        logits = final("decoder", x) @ torch.tensor(np.asarray(params["embedding"]["shared"])).T
+
+    ours_memory = model.encode(params, SOURCE, ONE)
+    real = np.asarray(SOURCE != 0)
+    np.testing.assert_allclose(np.asarray(ours_memory)[real], memory.numpy()[real], atol=1e-5, rtol=1e-5)
+    scale = float(logits.abs().max())
+    np.testing.assert_allclose(model(params, SOURCE, TARGET, ONE), logits.numpy(), atol=1e-5 * scale, rtol=1e-5)
+
+
+def test_swiglu_equals_its_formula() -> None:
+    from branchnorm_jax.model.feedforward import FeedForward
+
+    layer = FeedForward(8, 12, "swiglu", 0.0, "xavier_uniform", jnp.dtype("float32"))
+    x = jax.random.normal(jax.random.key(0), (2, 3, 8))
+    params = randomised(layer.init(jax.random.key(1), x)["params"])
+    p = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), params)
+    gate = np.asarray(x) @ p["gate"]["kernel"] + p["gate"]["bias"]
+    hidden = gate / (1 + np.exp(-gate)) * (np.asarray(x) @ p["fc1"]["kernel"] + p["fc1"]["bias"])
+    expected = hidden @ p["fc2"]["kernel"] + p["fc2"]["bias"]
+    np.testing.assert_allclose(layer.apply({"params": params}, x), expected, atol=1e-5)
+
+
+def test_branchnorm_at_alpha_one_is_post_ln_bit_for_bit() -> None:
+    params = randomised(small().init(jax.random.key(0)))
+    branchnorm = small(method="branchnorm")(params, SOURCE, TARGET, ONE)
+    np.testing.assert_array_equal(branchnorm, small(method="post_ln")(params, SOURCE, TARGET, ONE))
+    assert not np.allclose(branchnorm, small(method="branchnorm")(params, SOURCE, TARGET, jnp.float32(0.5)))
+
+
+def test_branchnorm_at_alpha_zero_is_a_norm_of_the_embeddings_with_dead_branches() -> None:
+    model = small(method="branchnorm", encoder_layers=20)
+    params = model.init(jax.random.key(0))
+    x0 = np.asarray(params["embedding"]["shared"])[np.asarray(SOURCE)] * np.sqrt(32) + sinusoids(6, 32)
+    x0 = x0.astype(np.float64)
+    expected = (x0 - x0.mean(-1, keepdims=True)) / np.sqrt(x0.var(-1, keepdims=True))
+    # Each further norm divides by sqrt(1 + 1e-5).
+    memory = model.encode(params, SOURCE, jnp.float32(0.0))
+    np.testing.assert_allclose(memory, expected, atol=41 * 1e-5 * np.abs(expected).max())
+
+    def loss(params: Any) -> jax.Array:
+        logits = model(params, SOURCE, TARGET, jnp.float32(0.0))
+        return smoothed_cross_entropy(logits, TARGET, TARGET != 0, 0.1).loss
+
+    gradient = jax.grad(loss)(params)
+    for stack, sublayers in (("encoder", ("self", "ffn")), ("decoder", ("self", "cross", "ffn"))):
+        for sublayer in sublayers:
+            assert all(float(jnp.abs(leaf).max()) == 0 for leaf in jax.tree.leaves(gradient[stack][sublayer]))
+    assert float(jnp.abs(gradient["decoder"]["ffn_post_norm"]["scale"]).max()) > 0
+
+
+def test_ratio_lemma_deepnorm_is_branchnorm_held_at_one_over_alpha() -> None:
+    from branchnorm_jax.model.methods import Depth, deepnorm_alpha
+
+    deepnorm, branchnorm = small(method="deepnorm"), small(method="branchnorm")
+    params = randomised(deepnorm.init(jax.random.key(0)), 0.05)
+    alpha = deepnorm_alpha(Depth(3, 2))
+    memory = deepnorm.encode(params, SOURCE, ONE)
+    held = branchnorm.encode(params, SOURCE, jnp.float32(1 / alpha.encoder))
+    real = np.asarray(SOURCE != 0)
+    np.testing.assert_allclose(np.asarray(memory)[real], np.asarray(held)[real], atol=5e-5)
+    mask = source_mask(SOURCE)
+    np.testing.assert_allclose(
+        deepnorm.decode(params, memory, mask, TARGET, ONE),
+        branchnorm.decode(params, memory, mask, TARGET, jnp.float32(1 / alpha.decoder)),
+        atol=5e-5,
+    )
+
+
+def test_one_branch_scale_per_layer() -> None:
+    model = small(method="branchnorm")
+    params = randomised(model.init(jax.random.key(0)))
+    same = model.encode(params, SOURCE, jnp.full(3, 0.3))
+    np.testing.assert_array_equal(same, model.encode(params, SOURCE, jnp.float32(0.3)))
+    # A layer of scale 0 normalises an input that its predecessor normalised: with neutral norms it can be left out.
+    params = model.init(jax.random.key(0))
+    skipped = model.encode(params, SOURCE, jnp.array([0.3, 0.0, 0.7]))
+    without = params | {"encoder": jax.tree.map(lambda leaf: leaf[jnp.array([0, 2])], params["encoder"])}
+    shorter = small(method="branchnorm", encoder_layers=2)
+    np.testing.assert_allclose(skipped, shorter.encode(without, SOURCE, jnp.array([0.3, 0.7])), atol=1e-4)
+
+
+@pytest.mark.parametrize("method", list(METHODS))
+@pytest.mark.parametrize("remat", [False, True])
+def test_loop_and_scan_draw_the_same_masks_and_give_the_same_numbers(method: str, remat: bool) -> None:
+    rates = dict(dropout=0.2, attention_dropout=0.1, activation_dropout=0.1)
+    scan = small(method=method, remat=remat, **rates)
+    loop = small(method=method, scan=False, **rates)
+    params = scan.init(jax.random.key(0))
+    key, alpha = jax.random.key(5), jnp.float32(0.4)
+
+    def loss(model: Transformer) -> Any:
+        def of(params: Any) -> jax.Array:
+            logits = model(params, SOURCE, TARGET, alpha, key)
+            sums = smoothed_cross_entropy(logits, TARGET, TARGET != 0, 0.1)
+            return sums.loss / sums.tokens
+
+        return jax.jit(jax.value_and_grad(of))(params)
+
+    (loss_scan, grads_scan), (loss_loop, grads_loop) = loss(scan), loss(loop)
+    np.testing.assert_allclose(loss_scan, loss_loop, rtol=1e-6)
+    norm = np.sqrt(sum(float(jnp.square(leaf).sum()) for leaf in jax.tree.leaves(grads_loop)))
+    difference = jax.tree.map(lambda a, b: float(jnp.abs(a - b).max()), grads_scan, grads_loop)
+    assert max(jax.tree.leaves(difference)) <= 1e-6 * norm
+    # The masks matter: without them, or with another key, the loss is another.
+    assert abs(float(loss_scan) - float(jax.jit(lambda p: 0.0 * p.sum() + loss_scan)(jnp.zeros(1)))) < 1e-6
+    other = scan(params, SOURCE, TARGET, alpha, jax.random.key(6))
+    assert not np.allclose(other, scan(params, SOURCE, TARGET, alpha, key))
+
+
+@pytest.mark.parametrize("method", list(METHODS))
+@pytest.mark.parametrize("scan", [False, True])
+def test_decoding_with_a_cache_equals_teacher_forcing(method: str, scan: bool) -> None:
+    model = small(method=method, scan=scan)
+    params, alpha = randomised(model.init(jax.random.key(0)), 0.1), jnp.float32(0.6)
+    forced = model(params, SOURCE, TARGET, alpha)
+    memory = model.encode(params, SOURCE, alpha)
+    # Two hypotheses per sentence share the source's keys and values.
+    cache = model.start_cache(params, memory, rows=4, capacity=9)
+    for position in range(TARGET.shape[1]):
+        tokens = jnp.repeat(TARGET[:, position], 2)
+        logits, cache = model.step(params, cache, source_mask(SOURCE), tokens, jnp.int32(position), alpha)
+        np.testing.assert_allclose(logits.reshape(2, 2, -1)[:, 0], forced[:, position], atol=2e-5)
+        np.testing.assert_allclose(logits.reshape(2, 2, -1)[:, 1], forced[:, position], atol=2e-5)
+
+
+def test_padding_changes_nothing() -> None:
+    model = small()
+    params = model.init(jax.random.key(0))
+    wide = jnp.pad(SOURCE, ((0, 0), (0, 5)))
+    np.testing.assert_allclose(
+        model(params, wide, TARGET, ONE), model(params, SOURCE, TARGET, ONE), atol=1e-5
+    )
+    empty_row = model(params, jnp.zeros_like(SOURCE), TARGET, ONE)
+    assert bool(jnp.isfinite(empty_row).all())
+
+
+def test_bfloat16_follows_float32() -> None:
+    params = small().init(jax.random.key(0))
+    exact = small()(params, SOURCE, TARGET, ONE)
+    rough = small(dtype="bfloat16")(params, SOURCE, TARGET, ONE)
+    assert rough.dtype == jnp.float32
+    error = float(jnp.linalg.norm(rough - exact) / jnp.linalg.norm(exact))
+    assert 0 < error < 2e-2
+
+
+def test_carry_dtype_rounds_the_stream_only() -> None:
+    params = small().init(jax.random.key(0))
+    exact = small().encode(params, SOURCE, ONE)
+    half = small(carry_dtype="float16").encode(params, SOURCE, ONE)
+    assert half.dtype == jnp.float16
+    np.testing.assert_allclose(half.astype(jnp.float32), exact, atol=1e-2)
+
+
+def test_sinusoids() -> None:
+    expected = [0.909297, 0.092699, 0.004309, 0.0002, -0.416147, 0.995694, 0.999991, 1.0]
+    np.testing.assert_allclose(sinusoids(1, 8, "fairseq")[0], expected, atol=1e-6)
+    row = sinusoids(1, 512, "fairseq")[0]
+    np.testing.assert_allclose([row[0], row[255], row[256]], [0.9092974, 1.99999999e-4, -0.4161468], atol=1e-7)
+    marian = sinusoids(7, 8)
+    np.testing.assert_allclose(marian[0], [0, 0, 0, 0, 1, 1, 1, 1])
+    np.testing.assert_allclose(marian[5, 1], np.sin(5 / 10000 ** (2 / 8)), rtol=1e-6)
+    np.testing.assert_allclose(marian[5, 6], np.cos(5 / 10000 ** (4 / 8)), rtol=1e-6)
+
+
+def test_layer_norm_equals_pytorch_far_from_zero() -> None:
+    x = np.random.default_rng(0).normal(100, 1, (4, 16)).astype(np.float32)
+    scale, bias = np.linspace(0.5, 2, 16, dtype=np.float32), np.linspace(-1, 1, 16, dtype=np.float32)
+    theirs = torch.nn.functional.layer_norm(*(torch.tensor(a) for a in (x,)), (16,), torch.tensor(scale), torch.tensor(bias))
+    np.testing.assert_allclose(layer_norm(jnp.asarray(x), scale, bias), theirs.numpy(), atol=2e-4)

@@ -1,0 +1,264 @@
+"""The list of options: what it accepts, what it refuses and how it says so."""
+
+import dataclasses
+import json
+import math
+
+import pytest
+from hypothesis import given, reject
+from hypothesis import strategies as st
+
+from branchnorm_jax import config as options
+from branchnorm_jax.config import Config, from_config_dict
+from branchnorm_jax.errors import UserError
+
+
+def refused(values, *parts):
+    """Asserts that these values are refused in one line that contains `parts`."""
+    with pytest.raises(UserError) as raised:
+        from_config_dict(values)
+    message = str(raised.value)
+    assert "\n" not in message
+    assert [part for part in parts if part not in message] == [], message
+
+
+def a_valid_value(field):
+    """Strategy: values of the option's own type, within its choices and range."""
+    meta, default = field.metadata, field.default
+    if meta["choices"]:
+        return st.sampled_from(meta["choices"])
+    if isinstance(default, bool):
+        return st.booleans()
+    low, high = meta["minimum"], meta["maximum"]
+    if isinstance(default, int):
+        return st.integers(low, high if high is not None else 10**6)
+    if isinstance(default, float):
+        return st.floats(low, high, allow_nan=False, allow_infinity=False)
+    return st.text(max_size=8)
+
+
+def test_defaults_are_valid_and_come_back():
+    assert from_config_dict(options.default_config()) == from_config_dict({}) == Config()
+
+
+def test_names_that_scripts_rely_on():
+    names = {name for name, _ in options.fields()}
+    promised = {
+        "model": "method encoder_layers decoder_layers width ffn_width heads dropout dtype carry_dtype alpha_steps "
+        "alpha_schedule remat",
+        "train": "steps epochs seed batch_tokens learning_rate warmup_steps eval_every checkpoint_every",
+        "data": "source path source_lang target_lang vocab_size",
+        "decode": "beam_size length_penalty length_penalty_kind",
+    }
+    assert {f"{section}.{name}" for section in promised for name in promised[section].split()} <= names
+
+
+@pytest.mark.parametrize(
+    ("name", "field"), list(options.fields()), ids=lambda value: value if isinstance(value, str) else ""
+)
+def test_every_option_has_help_and_a_default_that_its_own_rules_accept(name, field):
+    section, option = name.split(".")
+    assert field.metadata["help"]
+    assert options.to_flat(from_config_dict({section: {option: field.default}}))[name] == field.default
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("model.widht", "model.width"),
+        ("model.learning_rate", "train.learning_rate"),
+        ("data.max_lenght", "data.max_length"),
+        ("train.width", "model.width"),
+        ("train.dropout", "model.dropout"),
+        ("decode.seed", "train.seed"),
+        ("train.beam_size", "decode.beam_size"),
+        ("train.beam_sise", "decode.beam_size"),
+    ],
+)
+def test_an_unknown_name_gets_the_nearest(name, hint):
+    section, option = name.split(".")
+    refused({section: {option: 1}}, repr(name), f"did you mean {hint!r}")
+
+
+def test_a_name_like_no_other_gets_no_hint():
+    refused({"model": {"qqqqzzzz": 1}}, "'model.qqqqzzzz'")
+    assert options.nearest_name("zzzz.qqqq") == ""
+
+
+def test_an_unknown_section_is_named_with_the_known_ones():
+    refused({"modle": {}}, "'modle'", *vars(Config()))
+
+
+@pytest.mark.parametrize(
+    ("section", "name", "value", "type_name"),
+    [
+        ("model", "width", "512", "int"),
+        ("model", "width", 512.0, "int"),
+        ("model", "width", True, "int"),
+        ("model", "width", None, "int"),
+        ("model", "dropout", "0.1", "float"),
+        ("model", "dropout", True, "float"),
+        ("model", "remat", 1, "bool"),
+        ("model", "method", 3, "str"),
+    ],
+)
+def test_wrong_types(section, name, value, type_name):
+    refused({section: {name: value}}, f"{section}.{name} must be {type_name}", repr(value))
+
+
+def test_an_int_will_do_for_a_float():
+    value = from_config_dict({"decode": {"length_penalty": 1}}).decode.length_penalty
+    assert (value, type(value)) == (1.0, float)
+
+
+@pytest.mark.parametrize(
+    ("section", "name", "value", "bound"),
+    [
+        ("model", "encoder_layers", 0, "minimum 1"),
+        ("model", "dropout", -0.1, "minimum 0"),
+        ("model", "dropout", 1.0, "maximum 0.99"),
+        ("data", "batch_shapes", 65, "maximum 64"),
+        ("train", "steps", -1, "minimum 0"),
+    ],
+)
+def test_ranges(section, name, value, bound):
+    refused({section: {name: value}}, f"{section}.{name}={value}", bound)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("name", ["train.learning_rate", "decode.length_penalty", "train.epochs"])
+def test_no_option_is_infinite_or_not_a_number(name, value):
+    section, option = name.split(".")
+    refused({section: {option: value}}, f"{name}={value}")
+
+
+@pytest.mark.parametrize("name", ["adam_b1", "adam_b2"])
+def test_a_moment_that_never_moves_is_refused(name):
+    refused({"train": {name: 1.0}}, f"train.{name}=1.0")  # its bias correction would divide by 1 - 1^t = 0
+
+
+def test_choices():
+    refused({"model": {"dtype": "float15"}}, "model.dtype='float15'", "float32", "bfloat16")
+
+
+@pytest.mark.parametrize(
+    ("depth", "encoder", "decoder"), [("18L-18L", 18, 18), ("100-6", 100, 6), ("1000L-1L", 1000, 1), ("", 6, 6)]
+)
+def test_depth_is_the_argument(depth, encoder, decoder):
+    config = options.default_config(depth)
+    assert config.is_locked
+    model = from_config_dict(config).model
+    assert (model.encoder_layers, model.decoder_layers) == (encoder, decoder)
+
+
+@pytest.mark.parametrize("depth", ["6L", "6L-6L-6L", "-1L-6L", "6L-", "deep", "6l-6l", " 6L-6L", "6.5L-6L"])
+def test_depth_that_is_none(depth):
+    with pytest.raises(UserError, match="expected a depth such as 6L-6L") as raised:
+        options.default_config(depth)
+    assert repr(depth) in str(raised.value)
+
+
+def test_depth_zero_is_below_the_minimum():
+    refused(options.default_config("0L-6L"), "model.encoder_layers=0", "minimum 1")
+
+
+def test_the_config_dict_is_locked():
+    with pytest.raises(AttributeError):
+        options.default_config().model.widht = 3
+
+
+def test_steps_xor_epochs():
+    refused({"train": {"steps": 10, "epochs": 1.0}}, "either train.steps or train.epochs", "steps=10", "epochs=1")
+    refused({"train": {"steps": 0}}, "either train.steps or train.epochs")
+    assert from_config_dict({"train": {"steps": 0, "epochs": 2}}).train.epochs == 2.0
+
+
+@pytest.mark.parametrize(
+    ("values", "parts"),
+    [
+        ({"model": {"width": 64, "heads": 7}}, ["model.heads=7", "does not divide", "model.width=64"]),
+        ({"model": {"width": 65, "heads": 5}}, ["model.width=65", "even"]),
+        ({"data": {"shared_vocab": False}}, ["model.shared_embeddings=all", "data.shared_vocab=True"]),
+        ({"data": {"source_lang": "de"}}, ["source_lang", "target_lang", "'de'"]),
+        ({"train": {"accumulation": 3}}, ["train.accumulation=3", "data.row_multiple=8"]),
+        ({"train": {"eval_bleu_sentences": 0}}, ["best_metric=bleu", "eval_bleu_sentences"]),
+        ({"decode": {"nbest": 5}}, ["decode.nbest=5", "decode.beam_size=4"]),
+        ({"evaluate": {"splits": "test,train"}}, ["evaluate.splits", "'train'"]),
+        ({"evaluate": {"splits": ""}}, ["evaluate.splits"]),
+    ],
+)
+def test_options_that_do_not_go_together(values, parts):
+    refused(values, *parts)
+
+
+def test_options_that_do_go_together():
+    from_config_dict({"data": {"shared_vocab": False}, "model": {"shared_embeddings": "decoder"}})
+    from_config_dict({"train": {"eval_bleu_sentences": 0, "best_metric": "loss"}})
+    from_config_dict({"train": {"eval_bleu_sentences": 0, "keep_best": 0}})
+    from_config_dict({"decode": {"nbest": 4}, "evaluate": {"splits": "valid,test"}})
+
+
+def test_a_config_is_frozen():
+    config = Config()
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.model.width = 3  # type: ignore[misc]
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.train = config.train  # type: ignore[misc]
+
+
+def test_difference():
+    changes = {"model": {"width": 256, "remat": True}, "train": {"steps": 5}}
+    old, new = Config(), from_config_dict(changes)
+    assert options.difference(old, new, free=False) == ["model.width: 512 -> 256"]
+    assert options.difference(old, new, free=True) == [
+        "model.width: 512 -> 256",
+        "model.remat: False -> True",
+        "train.steps: 100000 -> 5",
+    ]
+    assert options.difference(new, new, free=True) == []
+
+
+@given(st.data())
+def test_save_and_load_round_trip(tmp_path_factory, data):
+    """Any option, at any value that its rules accept, comes back from the file equal and of the same type."""
+    name, field = data.draw(st.sampled_from(list(options.fields())))
+    section, option = name.split(".")
+    try:
+        config = from_config_dict({section: {option: data.draw(a_valid_value(field))}})
+    except UserError:
+        reject()  # a rule that ties it to another option
+    path = tmp_path_factory.getbasetemp() / "config.json"
+    options.save(config, path)
+    loaded = options.load(path)
+    assert loaded == config
+    assert {n: type(v) for n, v in options.to_flat(loaded).items()} == {
+        n: type(v) for n, v in options.to_flat(config).items()
+    }
+
+
+@pytest.mark.parametrize("text", [b"", b"{", b"[]", b"null", b"\xff", b'{"model": 3}', b'{"model": {"widht": 3}}'])
+def test_a_config_file_that_is_none_is_named(tmp_path, text):
+    path = tmp_path / "config.json"
+    path.write_bytes(text)
+    with pytest.raises(UserError) as raised:
+        options.load(path)
+    assert str(path) in str(raised.value)
+
+
+def test_a_missing_config_file_is_named(tmp_path):
+    with pytest.raises(UserError, match=r"none\.json"):
+        options.load(tmp_path / "none.json")
+
+
+def test_what_is_saved_is_plain_json_with_every_option(tmp_path):
+    options.save(Config(), tmp_path / "config.json")
+    saved = json.loads((tmp_path / "config.json").read_text())
+    assert [f"{section}.{name}" for section in saved for name in saved[section]] == [n for n, _ in options.fields()]
+
+
+def test_help_lists_every_option_with_default_unit_and_meaning():
+    lines = {words[0]: line for line in options.help_text().splitlines() if (words := line.split())}
+    for name, field in options.fields():
+        expected = [field.metadata["help"], field.metadata["unit"], *field.metadata["choices"]]
+        expected += [] if field.default == "" else [str(field.default)]
+        assert [part for part in expected if part not in lines[name]] == [], name

@@ -85,7 +85,8 @@ def run(mode: str, config: Config, workdir: Workdir | None) -> None:
 
     hosts.start(config.parallel.distributed)
     if workdir is not None:
-        jax.config.update("jax_compilation_cache_dir", str((workdir / "compile_cache").absolute()))
+        cache = os.environ.get("JAX_COMPILATION_CACHE_DIR") or str((workdir / "compile_cache").absolute())
+        jax.config.update("jax_compilation_cache_dir", cache)
     if mode == "train":
         for line in configs.difference(Config(), config, free=True):
             print(f"  {line}", file=sys.stderr)

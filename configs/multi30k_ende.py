@@ -22,7 +22,7 @@ def get_config(depth: str = "") -> ml_collections.ConfigDict:
     config.model.ffn_width = 256
     config.model.heads = 4
     config.model.dropout = 0.3
-    config.model.alpha_steps = 1000
+    config.model.alpha_steps = 3000
     config.data.source = "text"
     config.data.path = os.path.join(os.environ.get("BRANCHNORM_DATA", "../shared/data"), "multi30k")
     config.data.source_lang = "en"
@@ -30,11 +30,13 @@ def get_config(depth: str = "") -> ml_collections.ConfigDict:
     config.data.vocab_size = 6000
     config.data.max_length = 64
     config.data.batch_shapes = 6
-    config.train.steps = 4000
+    config.train.steps = 5500
     config.train.batch_tokens = 4096
-    config.train.learning_rate = 5e-3
+    config.train.learning_rate = 2e-3
     config.train.warmup_steps = 1000
     config.train.eval_every = 500
     config.train.checkpoint_every = 500
+    config.decode.beam_size = 5
+    config.decode.length_penalty = 1.0
     set_depth(config, depth)
     return config

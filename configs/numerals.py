@@ -20,17 +20,17 @@ def get_config(depth: str = "") -> ml_collections.ConfigDict:
     config.model.ffn_width = 256
     config.model.heads = 4
     config.model.dropout = 0.1
-    config.model.alpha_steps = 400
+    config.model.alpha_steps = 1200
     config.data.source = "numerals"
     config.data.vocab_size = 800
     config.data.max_length = 96
-    config.data.batch_shapes = 4
-    config.train.steps = 1500
+    config.data.batch_shapes = 3
+    config.train.steps = 1200
     config.train.batch_tokens = 2048
-    config.train.learning_rate = 4e-3
+    config.train.learning_rate = 1.5e-3
     config.train.warmup_steps = 400
-    config.train.eval_every = 500
-    config.train.checkpoint_every = 500
+    config.train.eval_every = 400
+    config.train.checkpoint_every = 400
     config.train.eval_bleu_sentences = 100
     set_depth(config, depth)
     return config

@@ -12,10 +12,11 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = "branchnorm_jax"
 
-# room -> the rooms it may use. All may also use config and errors.
+# room -> the rooms it may use. All may also use those of FOR_ALL.
 MAY_IMPORT = {
     "errors": set(),
     "config": set(),
+    "workdir": set(),
     "model": set(),
     "data": set(),
     "parallel": set(),
@@ -24,8 +25,10 @@ MAY_IMPORT = {
     "evaluation": {"decoding", "model", "data", "parallel"},
     "training": {"evaluation", "decoding", "model", "data", "parallel"},
     "analysis": {"training", "evaluation", "decoding", "model", "data", "parallel"},
+    # What main.py's modes do: it may use every room, and no room may use it.
+    "modes": {"analysis", "training", "evaluation", "decoding", "model", "data", "parallel", "export"},
 }
-FOR_ALL = {"config", "errors"}
+FOR_ALL = {"config", "errors", "workdir"}
 
 # room -> packages of others that it must not use anywhere.
 MUST_NOT_IMPORT = {

@@ -10,7 +10,7 @@ import os
 import re
 import shutil
 import uuid
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
@@ -59,11 +59,11 @@ class Tokenizer:
         """Token ids of each line, EOS appended; an empty line is [EOS]."""
         return _encode(self.target_processor, lines)
 
-    def decode_source(self, ids: Sequence[int]) -> str:
+    def decode_source(self, ids: Iterable[int]) -> str:
         """The text of token ids up to the first EOS; PAD is left out."""
         return _decode(self.source_processor, ids)
 
-    def decode_target(self, ids: Sequence[int]) -> str:
+    def decode_target(self, ids: Iterable[int]) -> str:
         """The text of token ids up to the first EOS; PAD is left out."""
         return _decode(self.target_processor, ids)
 
@@ -72,9 +72,9 @@ def _encode(processor: sentencepiece.SentencePieceProcessor, lines: list[str]) -
     return processor.encode(lines, out_type=int, add_eos=True, num_threads=_ENCODE_THREADS)
 
 
-def _decode(processor: sentencepiece.SentencePieceProcessor, ids: Sequence[int]) -> str:
+def _decode(processor: sentencepiece.SentencePieceProcessor, ids: Iterable[int]) -> str:
     before_eos = itertools.takewhile(lambda token: token != EOS, ids)
-    return processor.decode([int(token) for token in before_eos if token != PAD])
+    return processor.decode([int(token) for token in before_eos])  # which drops control symbols: PAD
 
 
 def train_tokenizer(config: DataConfig, pairs: Iterable[tuple[str, str]], directory: Path) -> Tokenizer:

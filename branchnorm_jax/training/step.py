@@ -82,7 +82,7 @@ def make_train_step(
             ((loss, nll), grads), _ = jax.lax.scan(add_part, zero, (split, keys))
         directions, opt_state = optimizer.update(grads, state.opt_state, state.params)
         params = jax.tree.map(lambda p, d: p - rate * d, state.params, directions)
-        metrics = Metrics(loss, nll, rate, alpha_t, optax.global_norm(grads), tokens)
+        metrics = Metrics(loss, nll, rate, alpha_t, optax.tree.norm(grads), tokens)
         return TrainState(state.step + 1, params, opt_state), metrics
 
     return train_step

@@ -9,7 +9,9 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import zstandard
@@ -22,7 +24,12 @@ from branchnorm_jax.data.corpus import corpus_key, read_pairs
 from branchnorm_jax.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[2]
-COMPRESS = {"": bytes, ".gz": gzip.compress, ".zst": zstandard.compress, ".xz": lzma.compress}
+COMPRESS: dict[str, Callable[[bytes], bytes]] = {
+    "": bytes,
+    ".gz": gzip.compress,
+    ".zst": zstandard.compress,
+    ".xz": lzma.compress,
+}
 PAIRS = [("a cat", "eine Katze"), ("", "leer"), ("two\u2028dogs", "zwei\x85Hunde"), ("x\ry", "grün")]
 
 
@@ -232,7 +239,7 @@ def test_key_of_numerals_follows_what_the_text_depends_on():
     config = DataConfig(numerals_pairs=200)
     key = corpus_key(config, "train")
     assert key == corpus_key(dataclasses.replace(config, train_split="renamed", vocab_size=99), "train")
-    others = [dict(numerals_pairs=201), dict(source_lang="fr"), dict(target_lang="fr")]
+    others: list[dict[str, Any]] = [dict(numerals_pairs=201), dict(source_lang="fr"), dict(target_lang="fr")]
     keys = [corpus_key(dataclasses.replace(config, **other), "train") for other in others]
     assert key not in [*keys, corpus_key(config, "valid")]
     assert json.loads(json.dumps(key)) == key
@@ -241,7 +248,7 @@ def test_key_of_numerals_follows_what_the_text_depends_on():
 # TFDS. The data sets are written here, by TFDS itself, in the format that `download_and_prepare` leaves.
 
 DE_EN = [{"de": f"Satz {i} ü", "en": f" sentence {i}\n"} for i in range(20)]
-EXAMPLES = {
+EXAMPLES: dict[str, list[dict[str, Any]]] = {
     "de-en": DE_EN,
     "en-fr": [{"src": f"e{i}", "dst": f"f{i}"} for i in range(5)],
     "many": [
@@ -358,7 +365,7 @@ def test_tfds_not_prepared(tmp_path, name):
 
 def test_tfds_command_of_the_message_prepares_the_data_set(tfds_folder, tmp_path):
     config = tfds_config(tmp_path, "tiny_translate/never-prepared")
-    exec(re.search(r'python -c "(.*)"$', error_of(config))[1])
+    exec(re.findall(r'python -c "(.*)"$', error_of(config))[0])
     assert sorted(read_pairs(config, "train")) == stripped(DE_EN, "en", "de")
 
 

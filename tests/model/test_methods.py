@@ -11,6 +11,8 @@ from branchnorm_jax.model.initializers import get_base
 from branchnorm_jax.model.methods import METHODS, Depth, deepnorm_alpha, deepnorm_beta, get_recipe
 from branchnorm_jax.model.transformer import Transformer
 
+init = jax.jit(Transformer.init, static_argnums=0)
+
 # N-M, alpha and beta of the encoder, alpha and beta of the decoder.
 DEEPNORM = [
     (6, 6, 1.417938, 0.496989, 2.059767, 0.343295),
@@ -83,7 +85,7 @@ def test_initial_statistics(base: str, matrix: str, d_in: int, d_out: int, bound
 
 def test_fairseq_biases_are_random_but_for_the_output_projection() -> None:
     model = Transformer(ModelConfig(width=64, heads=4, ffn_width=64, init="fairseq", method="post_ln"), 20, 20)
-    attention = model.init(jax.random.key(0))["encoder"]["self"]
+    attention = init(model, jax.random.key(0))["encoder"]["self"]
     assert float(jnp.abs(attention["o"]["bias"]).max()) == 0
     assert 0.9 * 64**-0.5 < float(jnp.abs(attention["q"]["bias"]).max()) <= 64**-0.5
 
@@ -94,7 +96,7 @@ def test_deepnorm_gains_in_the_model(method: str) -> None:
     config = ModelConfig(
         method=method, encoder_layers=layers, decoder_layers=layers, width=d, heads=4, ffn_width=f, activation="swiglu"
     )
-    params = Transformer(config, 20, 20).init(jax.random.key(0))
+    params = init(Transformer(config, 20, 20), jax.random.key(0))
     beta = deepnorm_beta(Depth(layers, layers))
     for stack, sublayers in (("encoder", ("self",)), ("decoder", ("self", "cross"))):
         gain = getattr(beta, stack)
@@ -111,7 +113,7 @@ def test_deepnorm_gains_in_the_model(method: str) -> None:
 def test_layers_start_differently_and_do_not_depend_on_depth() -> None:
     def kernels(layers: int) -> np.ndarray:
         config = ModelConfig(method="post_ln", encoder_layers=layers, width=8, heads=2, ffn_width=8)
-        return np.asarray(Transformer(config, 20, 20).init(jax.random.key(0))["encoder"]["self"]["q"]["kernel"])
+        return np.asarray(init(Transformer(config, 20, 20), jax.random.key(0))["encoder"]["self"]["q"]["kernel"])
 
     three = kernels(3)
     assert not np.allclose(three[0], three[1])
@@ -119,7 +121,7 @@ def test_layers_start_differently_and_do_not_depend_on_depth() -> None:
 
 
 def test_embedding_starts_with_width_as_variance_and_a_zero_row_for_padding() -> None:
-    table = Transformer(ModelConfig(), 4000, 4000).init(jax.random.key(0))["embedding"]["shared"]
+    table = init(Transformer(ModelConfig(), 4000, 4000), jax.random.key(0))["embedding"]["shared"]
     np.testing.assert_allclose(table.std(), 0.0441942, rtol=1e-2)
     assert float(jnp.abs(table[0]).max()) == 0
 

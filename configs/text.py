@@ -1,0 +1,21 @@
+"""Your own parallel text: Transformer base as the papers use it.
+
+    python main.py --config=configs/text.py:6L-6L --workdir=runs/mine --config.data.path=<folder> \
+        --config.data.source_lang=en --config.data.target_lang=de
+
+The folder holds {train,valid,test}.{en,de}, plain or compressed. The defaults (width 512, 100,000 updates of 4096 tokens on
+the larger side) are meant for a GPU and a corpus of a million pairs; for a small corpus take a smaller width, fewer steps
+and more dropout, as configs/multi30k_ende.py does.
+"""
+
+import ml_collections
+
+from branchnorm_jax.config import default_config, set_depth
+
+
+def get_config(depth: str = "") -> ml_collections.ConfigDict:
+    """The defaults of `branchnorm_jax/config.py`, reading text files."""
+    config = default_config()
+    config.data.source = "text"
+    set_depth(config, depth)
+    return config

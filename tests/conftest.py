@@ -1,0 +1,107 @@
+"""Fixtures: a tiny run, and main.py as a user starts it."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+TINY = (
+    "--config=configs/numerals.py:2L-2L",
+    "--config.model.width=16",
+    "--config.model.ffn_width=24",
+    "--config.model.heads=2",
+    "--config.model.dropout=0.1",
+    "--config.model.alpha_steps=40",
+    "--config.data.numerals_pairs=600",
+    "--config.data.vocab_size=300",
+    "--config.data.max_length=128",
+    "--config.data.batch_shapes=2",
+    "--config.train.batch_tokens=1024",
+    "--config.train.steps=40",
+    "--config.train.warmup_steps=10",
+    "--config.train.learning_rate=5e-3",
+    "--config.train.eval_every=20",
+    "--config.train.checkpoint_every=10",
+    "--config.train.log_every=1",
+    "--config.train.eval_bleu_sentences=4",
+    "--config.decode.beam_size=2",
+    "--config.decode.max_length_a=1.0",
+    "--config.decode.max_length_b=4",
+)
+"""Options of a run of seconds; what comes later on a command line wins."""
+
+
+@pytest.fixture(scope="session", autouse=True)
+def compile_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Compiles each program once per test session, in this process and in those that it starts."""
+    folder = str(tmp_path_factory.mktemp("compile_cache"))
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = folder
+    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+    jax.config.update("jax_compilation_cache_dir", folder)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+
+
+def start_main(*options: str, devices: int = 1, **kwargs: Any) -> subprocess.Popen[str]:
+    """main.py as a process of its own, from the repository root."""
+    environment = os.environ | {
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
+    }
+    return subprocess.Popen(
+        [sys.executable, "main.py", *options],
+        cwd=ROOT,
+        env=environment,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        **kwargs,
+    )
+
+
+def run_main(*options: str, stdin: str = "", devices: int = 1) -> subprocess.CompletedProcess[str]:
+    """Runs main.py to its end."""
+    process = start_main(*options, devices=devices, stdin=subprocess.PIPE)
+    out, error = process.communicate(stdin)
+    return subprocess.CompletedProcess(process.args, process.returncode, out, error)
+
+
+def read_status(workdir: Path) -> dict[str, Any]:
+    """status.json."""
+    return json.loads((workdir / "status.json").read_text())
+
+
+def read_metrics(workdir: Path) -> list[dict[str, Any]]:
+    """metrics.jsonl without the wall times, the only thing in it that may differ between equal runs."""
+    lines = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
+    return [{name: value for name, value in line.items() if name != "seconds"} for line in lines]
+
+
+def kill_when(process: subprocess.Popen[str], ready: Callable[[], bool], number: signal.Signals) -> None:
+    """Sends a signal as soon as `ready`; fails if the process ends or two minutes pass before."""
+    for _ in range(2400):
+        if ready():
+            process.send_signal(number)
+            return
+        assert process.poll() is None, process.stderr.read() if process.stderr else ""
+        time.sleep(0.05)
+    process.kill()
+    raise AssertionError("the process never got that far")
+
+
+@pytest.fixture(scope="session")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The workdir of a finished tiny run, made once: tests read it or copy it, and leave it as it is."""
+    workdir = tmp_path_factory.mktemp("trained") / "run"
+    done = run_main(*TINY, f"--workdir={workdir}")
+    assert done.returncode == 0, done.stderr
+    return workdir

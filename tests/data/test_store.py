@@ -1,0 +1,421 @@
+"""The token store: what is in it, when it is made anew, and what survives a kill, a race and a full disk."""
+
+import dataclasses
+import errno
+import json
+import os
+import random
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from branchnorm_jax.config import DataConfig
+from branchnorm_jax.data import store as store_module
+from branchnorm_jax.data.corpus import read_pairs
+from branchnorm_jax.data.store import build_store, describe_counts
+from branchnorm_jax.data.tokenizer import EOS, PAD, Tokenizer, train_tokenizer
+from branchnorm_jax.errors import StorageError, UserError
+
+ROOT = Path(__file__).resolve().parents[2]
+WORDS = "one two three four five six seven eight nine ten eleven twelve twenty thirty hundred thousand and"
+
+
+def random_pairs(count, seed=0, longest=12):
+    choose = random.Random(seed)
+
+    def sentence():
+        return " ".join(choose.choices(WORDS.split(), k=choose.randint(1, longest)))
+
+    return [(sentence(), sentence()) for _ in range(count)]
+
+
+def write(folder, pairs, split="train"):
+    folder.mkdir(parents=True, exist_ok=True)
+    for index, lang in enumerate(("en", "de")):
+        (folder / f"{split}.{lang}").write_text("".join(pair[index] + "\n" for pair in pairs), encoding="utf-8")
+    return DataConfig(source="text", path=str(folder), max_length=20)
+
+
+@pytest.fixture(scope="module")
+def vocabulary(tmp_path_factory):
+    """Directory of a vocabulary, and the vocabulary."""
+    directory = tmp_path_factory.mktemp("vocab") / "v"
+    config = DataConfig(vocab_size=50, vocab_type="bpe")
+    return directory, train_tokenizer(config, random_pairs(500), directory)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(vocabulary):
+    return vocabulary[1]
+
+
+def content(store):
+    return [(store.source(i).tolist(), store.target(i).tolist()) for i in range(len(store))]
+
+
+def expected_content(tokenizer, pairs, max_length, max_ratio):
+    """What the store must hold, pair by pair, and the counts."""
+    kept, counts = [], dict(read=0, kept=0, empty=0, too_long=0, bad_ratio=0)
+    for source, target in pairs:
+        ids = tokenizer.encode_source([source])[0], tokenizer.encode_target([target])[0]
+        short, long = sorted(map(len, ids))
+        if short == 1:
+            outcome = "empty"
+        elif long > max_length:
+            outcome = "too_long"
+        elif max_ratio and (long - 1) / (short - 1) > max_ratio:
+            outcome = "bad_ratio"
+        else:
+            outcome = "kept"
+            kept.append(ids)
+        counts[outcome] += 1
+        counts["read"] += 1
+    return kept, counts
+
+
+# Content.
+
+
+def test_tokens_are_those_of_each_line_alone(tmp_path, tokenizer, monkeypatch):
+    monkeypatch.setattr(store_module, "_CHUNK_PAIRS", 64)  # several chunks and a partial one
+    pairs = [("", "x"), *random_pairs(500), ("one", ""), ("one two", "\u200b")]
+    config = write(tmp_path / "text", pairs)
+    seen: list[int] = []
+    store = build_store(config, tokenizer, "train", tmp_path / "out", True, progress=seen.append)
+    kept, counts = expected_content(tokenizer, pairs, 20, 0.0)
+    assert content(store) == kept
+    assert store.counts == counts
+    assert len(store) == counts["kept"] > 100
+    assert counts["too_long"] > 10
+    assert counts["empty"] == 3
+    assert seen == [*range(64, 503, 64), 503]
+
+
+line = st.lists(st.sampled_from([*WORDS.split(), "ü", "\u200b", "日"]), max_size=12).map(" ".join)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    pairs=st.lists(st.tuples(line, line), min_size=1, max_size=12),
+    max_length=st.integers(4, 40),
+    max_ratio=st.sampled_from([0.0, 1.0, 1.5, 3.0]),
+    filter=st.booleans(),
+)
+def test_round_trip(tokenizer, pairs, max_length, max_ratio, filter):
+    with tempfile.TemporaryDirectory() as folder:
+        config = write(Path(folder) / "text", pairs, "valid")
+        config = dataclasses.replace(config, max_length=max_length, max_ratio=max_ratio)
+        kept, counts = expected_content(tokenizer, pairs, max_length, max_ratio if filter else 0.0)
+        if not kept:
+            with pytest.raises(UserError, match="no pair is left"):
+                build_store(config, tokenizer, "valid", Path(folder) / "out", filter)
+            return
+        for reused in (False, True):
+            store = build_store(config, tokenizer, "valid", Path(folder) / "out", filter)
+            assert (store.reused, store.counts, content(store)) == (reused, counts, kept)
+            assert store.lengths.tolist() == [[len(source), len(target)] for source, target in kept]
+        assert counts["read"] == sum(counts.values()) - counts["read"] == len(pairs)
+
+
+def test_arrays(tmp_path, tokenizer):
+    store = build_store(write(tmp_path / "text", random_pairs(50)), tokenizer, "train", tmp_path / "out", True)
+    assert isinstance(store.source_tokens, np.memmap)
+    assert store.source_tokens.dtype == store.target_tokens.dtype == np.uint16
+    assert store.source_offsets.dtype == store.target_offsets.dtype == np.int64
+    assert store.source_offsets.shape == (len(store) + 1,)
+    assert store.source_offsets[0] == 0
+    assert store.target_offsets[-1] == len(store.target_tokens)
+    assert (store.lengths.dtype, store.lengths.shape) == (np.int32, (len(store), 2))
+    assert store.source(3).dtype == store.target(3).dtype == np.int32
+    assert all(store.source(i)[-1] == EOS for i in range(len(store)))
+    with pytest.raises(ValueError, match="read-only"):
+        store.source_tokens[0] = 1
+
+
+@pytest.mark.parametrize(("size", "dtype"), [(1 << 16, np.uint16), ((1 << 16) + 1, np.uint32)])
+def test_large_vocabularies_get_wide_tokens(tmp_path, size, dtype):
+    """Both sides of the limit, with a vocabulary of that many characters."""
+    codes = [*range(0x4E00, 0x9FA5), *range(0xAC00, 0xD7A4), *range(0x20000, 0x28000)]
+    characters = "".join(map(chr, codes[: size - 4]))  # the others are <pad>, </s>, <unk> and the space
+    pairs = [(characters[i : i + 500], characters[i : i + 5]) for i in range(0, len(characters), 500)]
+    config = dataclasses.replace(write(tmp_path / "text", pairs), vocab_type="bpe", vocab_size=size, max_length=600)
+    tokenizer = train_tokenizer(config, pairs, tmp_path / "v")
+    store = build_store(config, tokenizer, "train", tmp_path / "out", True)
+    assert store.source_tokens.dtype == store.target_tokens.dtype == dtype
+    assert store.source_tokens.max() == size - 1
+    assert content(store) == expected_content(tokenizer, pairs, 600, 0.0)[0]
+
+
+def test_gather(tmp_path, tokenizer):
+    store = build_store(write(tmp_path / "text", random_pairs(80)), tokenizer, "train", tmp_path / "out", True)
+    ids = np.array([5, 0, len(store) - 1, 5])
+    for side, sentence in (("source", store.source), ("target", store.target)):
+        rows = store.gather(side, ids, 25)
+        assert (rows.dtype, rows.shape) == (np.int32, (4, 25))
+        for row, i in zip(rows, ids, strict=True):
+            length = len(sentence(i))
+            assert row[:length].tolist() == sentence(i).tolist()
+            assert set(row[length:].tolist()) == {PAD}
+    assert store.gather("source", np.array([], int), 25).shape == (0, 25)
+    with pytest.raises(ValueError, match="more than 3"):
+        store.gather("source", np.arange(len(store)), 3)
+
+
+def test_fingerprint_is_of_text_vocabulary_and_filters_only(tmp_path, tokenizer):
+    pairs = random_pairs(200)
+    config = write(tmp_path / "text", pairs)
+
+    def fingerprint(config=config, tokenizer=tokenizer, split="train", filter=True):
+        return build_store(config, tokenizer, split, Path(tempfile.mkdtemp(dir=tmp_path)), filter).fingerprint
+
+    first = fingerprint()
+    moved = write(tmp_path / "elsewhere", pairs, "valid")
+    assert fingerprint(moved, split="valid") == first
+    assert fingerprint(dataclasses.replace(config, vocab_size=99, row_multiple=16)) == first
+    longer = dataclasses.replace(config, max_ratio=3.0)
+    others = [
+        fingerprint(write(tmp_path / "edited", [*pairs[:-1], ("one", "two")])),
+        fingerprint(write(tmp_path / "swapped", [(target, source) for source, target in pairs])),
+        fingerprint(dataclasses.replace(config, max_length=21)),
+        fingerprint(longer),
+        fingerprint(tokenizer=train_tokenizer(DataConfig(vocab_size=36), pairs, tmp_path / "v")),
+    ]
+    assert len({first, *others}) == 6
+    assert fingerprint(longer, filter=False) == first
+
+
+def test_word_borders_are_part_of_the_fingerprint(tmp_path, tokenizer):
+    stores = []
+    for name, pairs in (("a", [("one", "two"), ("three", "four")]), ("b", [("onetwo", ""), ("three", "four")])):
+        stores.append(build_store(write(tmp_path / name, pairs), tokenizer, "train", tmp_path / f"out-{name}", True))
+    assert stores[0].fingerprint != stores[1].fingerprint
+
+
+def test_numerals(tmp_path):
+    config = DataConfig(numerals_pairs=300, vocab_size=200)
+    tokenizer = train_tokenizer(config, read_pairs(config, "train"), tmp_path / "v")
+    for split in ("train", "valid"):
+        store = build_store(config, tokenizer, split, tmp_path, split == "train")
+        decoded = [tokenizer.decode_source(store.source(i)) for i in range(len(store))]
+        normalised = [tokenizer.source_processor.normalize(pair[0]) for pair in read_pairs(config, split)]
+        assert decoded == [text.replace("▁", " ").strip() for text in normalised]
+        assert build_store(config, tokenizer, split, tmp_path, split == "train").reused
+    assert not build_store(dataclasses.replace(config, numerals_pairs=301), tokenizer, "train", tmp_path, True).reused
+
+
+# Counts.
+
+
+def test_counts_in_words(tmp_path, tokenizer):
+    pairs = [("one", "two")] * 1200 + [("", "one"), ("one", "")] + [("one " * 30, "one")] * 3 + [("one " * 6, "one")]
+    config = write(tmp_path / "text", pairs)
+    store = build_store(dataclasses.replace(config, max_ratio=5.0), tokenizer, "train", tmp_path / "out", True)
+    line = "train: 1,206 pairs read, 1,200 kept, 3 longer than 20 tokens, 2 with an empty side"
+    assert describe_counts("train", store) == f"{line}, 1 with a length ratio above 5"
+    store = build_store(config, tokenizer, "train", tmp_path / "out", True)
+    assert describe_counts("train", store) == line.replace("1,200", "1,201")
+    store = build_store(config, tokenizer, "train", tmp_path / "out", True)
+    assert describe_counts("train", store) == line.replace("1,200", "1,201") + "; tokens reused"
+
+
+@pytest.mark.parametrize(
+    ("pair", "advice"),
+    [(("one " * 30, "one"), "data.max_length"), (("one " * 6, "one"), "data.max_ratio"), (("", "one"), "text")],
+)
+def test_nothing_left(tmp_path, tokenizer, pair, advice):
+    config = dataclasses.replace(write(tmp_path / "text", [pair] * 7), max_ratio=5.0)
+    with pytest.raises(UserError, match=rf"train: 7 pairs read, 0 kept.*{advice}") as caught:
+        build_store(config, tokenizer, "train", tmp_path / "out", True)
+    assert "\n" not in str(caught.value)
+    assert os.listdir(tmp_path / "out") == []
+
+
+def test_errors_of_the_text_come_through_and_leave_nothing(tmp_path, tokenizer):
+    config = write(tmp_path / "text", random_pairs(100))
+    (tmp_path / "text/train.de").write_bytes(b"x\n" * 99)
+    with pytest.raises(UserError, match=r"has 100 lines but .* has 99"):
+        build_store(config, tokenizer, "train", tmp_path / "out", True)
+    assert os.listdir(tmp_path / "out") == []
+
+
+# Reuse.
+
+
+@pytest.fixture
+def built(tmp_path, tokenizer):
+    """A config whose store lies in tmp_path / "out"."""
+    config = write(tmp_path / "text", random_pairs(100))
+    build_store(config, tokenizer, "train", tmp_path / "out", True)
+    return config
+
+
+def test_reuses_what_is_unchanged(tmp_path, tokenizer, built):
+    (tmp_path / "link").symlink_to(tmp_path / "text")
+    for path in ("text", "text/../text", "link"):
+        config = dataclasses.replace(built, path=str(tmp_path / path), batch_shapes=1)
+        store = build_store(config, tokenizer, "train", tmp_path / "out", True)
+        assert store.reused
+        assert content(store) == expected_content(tokenizer, random_pairs(100), 20, 0.0)[0]
+
+
+def test_edited_text_is_read_again(tmp_path, tokenizer, built):
+    first = build_store(built, tokenizer, "train", tmp_path / "out", True)
+    path = tmp_path / "text/train.en"
+    lines = path.read_text().splitlines()
+    path.write_text("".join(f"{line}\n" for line in reversed(lines)))  # the same size
+    os.utime(path, ns=(1, 1))
+    store = build_store(built, tokenizer, "train", tmp_path / "out", True)
+    assert not store.reused
+    assert store.fingerprint != first.fingerprint
+    pairs = list(zip(reversed(lines), (pair[1] for pair in random_pairs(100)), strict=True))
+    assert content(store) == expected_content(tokenizer, pairs, 20, 0.0)[0]
+    assert content(first) == expected_content(tokenizer, random_pairs(100), 20, 0.0)[0]  # still mapped
+
+
+def test_touched_but_equal_text_keeps_its_fingerprint(tmp_path, tokenizer, built):
+    first = build_store(built, tokenizer, "train", tmp_path / "out", True)
+    os.utime(tmp_path / "text/train.de", ns=(1, 1))
+    store = build_store(built, tokenizer, "train", tmp_path / "out", True)
+    assert (store.reused, store.fingerprint) == (False, first.fingerprint)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [dict(max_length=19), dict(max_ratio=2.0), dict(source_lang="de", target_lang="en"), dict(files="{split}.{lang}*")],
+)
+def test_changed_options(tmp_path, tokenizer, built, change):
+    store = build_store(dataclasses.replace(built, **change), tokenizer, "train", tmp_path / "out", True)
+    assert store.reused == ("files" in change)
+
+
+def test_changed_vocabulary(tmp_path, tokenizer, built):
+    other = train_tokenizer(DataConfig(vocab_size=45, vocab_type="bpe"), random_pairs(500), tmp_path / "v")
+    assert not build_store(built, other, "train", tmp_path / "out", True).reused
+    renamed = Tokenizer(other.source_processor, other.target_processor, other.sha256)
+    assert build_store(built, renamed, "train", tmp_path / "out", True).reused
+
+
+def test_changed_format(tmp_path, tokenizer, built, monkeypatch):
+    monkeypatch.setattr(store_module, "_FORMAT", store_module._FORMAT + 1)
+    assert not build_store(built, tokenizer, "train", tmp_path / "out", True).reused
+
+
+FILES = ["source.tokens.bin", "source.offsets.bin", "target.tokens.bin", "target.offsets.bin", "meta.json"]
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("damage", ["missing", "empty", "truncated", "longer"])
+def test_damaged_store_is_made_anew(tmp_path, tokenizer, built, name, damage):
+    path = tmp_path / "out/train" / name
+    assert {file.name for file in path.parent.iterdir()} == set(FILES)
+    data = path.read_bytes()
+    path.unlink()
+    if damage != "missing":
+        path.write_bytes({"empty": b"", "truncated": data[:-4], "longer": data + b"1234"}[damage])
+    store = build_store(built, tokenizer, "train", tmp_path / "out", True)
+    assert not store.reused
+    assert content(store) == expected_content(tokenizer, random_pairs(100), 20, 0.0)[0]
+    assert build_store(built, tokenizer, "train", tmp_path / "out", True).reused
+
+
+@pytest.mark.parametrize("text", ["[]", "{}", "null", '{"key": 1}'])
+def test_foreign_meta_file(tmp_path, tokenizer, built, text):
+    (tmp_path / "out/train/meta.json").write_text(text)
+    assert not build_store(built, tokenizer, "train", tmp_path / "out", True).reused
+
+
+def test_a_moved_store_is_as_good(tmp_path, tokenizer, built):
+    shutil.move(tmp_path / "out", tmp_path / "new")
+    assert build_store(built, tokenizer, "train", tmp_path / "new", True).reused
+
+
+# Kill, race, full disk.
+
+BUILD = """
+import dataclasses, json, sys, time
+from pathlib import Path
+from branchnorm_jax.config import DataConfig
+from branchnorm_jax.data.store import build_store
+from branchnorm_jax.data.tokenizer import load_tokenizer
+config, vocabulary, out, pause = json.loads(sys.argv[1]), Path(sys.argv[2]), Path(sys.argv[3]), int(sys.argv[4])
+tokenizer = load_tokenizer(vocabulary)
+def report(pairs):
+    print(pairs, flush=True)
+    time.sleep(pause)
+print(build_store(DataConfig(**config), tokenizer, "train", out, True, report).fingerprint)
+"""
+
+
+def start_build(config, directory, out, pause=0):
+    """Builds in a process of its own, which pauses for `pause` seconds after each chunk."""
+    command = [
+        sys.executable,
+        "-c",
+        BUILD,
+        json.dumps(dataclasses.asdict(config)),
+        str(directory),
+        str(out),
+        str(pause),
+    ]
+    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+
+
+def test_killed_while_writing(tmp_path, vocabulary):
+    directory, tokenizer = vocabulary
+    pairs = random_pairs(9000)
+    config = write(tmp_path / "text", pairs)
+    with start_build(config, directory, tmp_path / "out", pause=60) as process:
+        assert process.stdout.readline() == "8192\n"
+        process.send_signal(signal.SIGKILL)
+    left = os.listdir(tmp_path / "out")
+    assert "train" not in left
+    assert len(left) == 1
+    store = build_store(config, tokenizer, "train", tmp_path / "out", True)
+    assert not store.reused
+    assert len(store) == store.counts["kept"]
+    assert content(store)[-20:] == expected_content(tokenizer, pairs[-200:], 20, 0.0)[0][-20:]
+    assert build_store(config, tokenizer, "train", tmp_path / "out", True).reused
+
+
+def test_two_processes_at_once(tmp_path, vocabulary):
+    directory, tokenizer = vocabulary
+    pairs = random_pairs(2000)
+    config = write(tmp_path / "text", pairs)
+    processes = [start_build(config, directory, tmp_path / "out") for _ in range(3)]
+    outputs = [process.communicate()[0].split() for process in processes]
+    assert [process.returncode for process in processes] == [0, 0, 0]
+    store = build_store(config, tokenizer, "train", tmp_path / "out", True)
+    assert store.reused
+    assert {output[-1] for output in outputs} == {store.fingerprint}
+    assert content(store) == expected_content(tokenizer, pairs, 20, 0.0)[0]
+    assert os.listdir(tmp_path / "out") == ["train"]
+
+
+def test_no_room_on_the_disk(tmp_path, tokenizer):
+    config = write(tmp_path / "text", random_pairs(3000))
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))  # a write beyond this fails as on a full disk
+    try:
+        with pytest.raises(StorageError) as caught:
+            build_store(config, tokenizer, "train", tmp_path / "out", True)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert str(caught.value) == f"{tmp_path / 'out/train'}: cannot be written ({os.strerror(errno.EFBIG)})"
+    assert os.listdir(tmp_path / "out") == []
+    assert not build_store(config, tokenizer, "train", tmp_path / "out", True).reused
+
+
+def test_no_right_to_write(tmp_path, tokenizer):
+    config = write(tmp_path / "text", random_pairs(10))
+    (tmp_path / "file").touch()
+    with pytest.raises(StorageError, match=r"file/out/.*\(Not a directory\)"):
+        build_store(config, tokenizer, "train", tmp_path / "file/out", True)

@@ -1,0 +1,302 @@
+"""The front door: modes, and one clear line with exit code 2 for each mistake a user can make."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from branchnorm_jax import config as configs
+from branchnorm_jax.config import Config
+from branchnorm_jax.errors import UserError
+from branchnorm_jax.training.loop import train
+from branchnorm_jax.workdir import Workdir
+from tests.conftest import ROOT, TINY, read_status, run_main
+
+
+def is_one_line(error: str, *parts: str) -> bool:
+    """stderr ends in one line of ours that contains all `parts`, and shows no traceback."""
+    lines = error.strip().splitlines()
+    assert "Traceback" not in error
+    for part in parts:
+        assert part in lines[-1], error
+    return True
+
+
+@pytest.mark.parametrize(
+    ("options", "parts"),
+    [
+        (["--config=configs/numerals.py", "--config.model.widht=3"], ["model.widht", "model.width"]),
+        (["--config=configs/numerals.py", "--config.model.width=wide"], ["model.width", "wide"]),
+        (["--config=configs/numerals.py", "--config.model.width=30", "--config.model.heads=4"], ["heads=4", "width=30"]),
+        (["--config=configs/numerals.py", "--config.model.dropout=2.0"], ["model.dropout=2.0", "maximum"]),
+        (["--config=configs/numerals.py", "--config.model.method=postln"], ["postln", "post_ln"]),
+        (["--config=configs/numerals.py", "--config.train.epochs=3"], ["train.steps", "train.epochs"]),
+        (["--config=configs/numerals.py:deep"], ["deep", "6L-6L"]),
+        (["--config=configs/nothing.py"], ["configs/nothing.py"]),
+        (["--config=configs/numerals.py", "--mode=fly"], ["fly", "translate"]),
+        (["--config=configs/numerals.py", "--wrokdir=x"], ["wrokdir", "workdir"]),
+        (["--config=configs/numerals.py", "extra"], ["extra", "--name=value"]),
+        (["--workdir=/nowhere"], ["no --config", "configs/numerals.py"]),
+        ([], ["no --config"]),
+        (["--config=configs/numerals.py"], ["--workdir"]),
+    ],
+    ids=lambda value: value[-1] if value else "nothing",
+)
+def test_mistakes_on_the_command_line(options: list[str], parts: list[str]) -> None:
+    done = run_main(*options)
+    assert done.returncode == 2, done.stderr
+    assert is_one_line(done.stderr, *parts)
+
+
+def small_config(**data: object) -> Config:
+    """A config for text files of a few lines."""
+    values = configs.default_config("1L-1L")
+    with values.unlocked():
+        values.model.update(width=8, heads=2, ffn_width=8)
+        values.data.update(source="text", vocab_size=40, max_length=30, batch_shapes=1, row_multiple=1, **data)
+        values.train.update(steps=1, batch_tokens=64, eval_bleu_sentences=1)
+    return configs.from_config_dict(values)
+
+
+def corpus(folder: Path) -> Path:
+    """A corpus of three short splits."""
+    folder.mkdir(exist_ok=True)
+    for split in ("train", "valid", "test"):
+        for lang in ("en", "de"):
+            text = "".join(f"{split} {lang} line {number} of some words\n" for number in range(20))
+            (folder / f"{split}.{lang}").write_text(text)
+    return folder
+
+
+def unequal(folder: Path) -> None:
+    with (folder / "train.de").open("a") as file:
+        file.write("one more\n")
+
+
+def invalid(folder: Path) -> None:
+    (folder / "train.en").write_bytes(b"good\n" * 6 + b"bad \xff byte\n" + b"good\n" * 13)
+
+
+def emptied(folder: Path) -> None:
+    for lang in ("en", "de"):
+        (folder / f"train.{lang}").write_text("")
+
+
+def removed(folder: Path) -> None:
+    (folder / "valid.de").unlink()
+
+
+@pytest.mark.parametrize(
+    ("damage", "data", "parts"),
+    [
+        (removed, {}, ["valid.de"]),
+        (unequal, {}, ["train.de", "21", "train.en", "20"]),
+        (invalid, {}, ["train.en", "line 7", "UTF-8"]),
+        (emptied, {}, ["empty"]),
+        (lambda folder: None, {"vocab_size": 5000}, ["vocab_size"]),
+        (lambda folder: shutil.rmtree(folder), {}, ["corpus"]),
+    ],
+    ids=["missing", "unequal", "invalid", "empty", "vocabulary", "folder"],
+)
+def test_bad_corpora(damage: Callable[[Path], None], data: dict, parts: list[str], tmp_path: Path) -> None:
+    folder = corpus(tmp_path / "corpus")
+    damage(folder)
+    with pytest.raises(UserError) as error:
+        train(small_config(path=str(folder), **data), Workdir(tmp_path / "run"))
+    assert "\n" not in str(error.value)
+    for part in parts:
+        assert part in str(error.value)
+
+
+def test_another_config_corpus_or_vocabulary_in_a_workdir_is_refused(tmp_path: Path) -> None:
+    folder, workdir = corpus(tmp_path / "corpus"), Workdir(tmp_path / "run")
+    config = small_config(path=str(folder))
+    train(config, workdir)
+
+    values = configs.to_flat(config)
+    other = configs.default_config("1L-1L")
+    with other.unlocked():
+        for name, value in values.items():
+            section, field = name.split(".")
+            other[section][field] = value
+        other.model.width = 16
+    with pytest.raises(UserError, match=r"model\.width: 8 -> 16"):
+        train(configs.from_config_dict(other), workdir)
+
+    (folder / "train.en").write_text((folder / "train.en").read_text().replace("words", "verbs"))
+    with pytest.raises(UserError, match=r"train: \w+ -> \w+"):
+        train(config, workdir)
+
+
+def test_workdirs_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    done = run_main(*TINY, f"--workdir={tmp_path / 'file'}")
+    assert done.returncode == 2
+    assert is_one_line(done.stderr, "file", "--workdir")
+
+
+def test_too_little_space_is_told_before_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1000))
+    with pytest.raises(UserError, match="GB are free"):
+        train(small_config(path=str(corpus(tmp_path / "corpus"))), Workdir(tmp_path / "run"))
+
+
+def test_help_lists_modes_and_options() -> None:
+    done = run_main("--mode=help")
+    assert done.returncode == 0
+    for name, _ in configs.fields():
+        assert name in done.stdout
+
+
+def test_plan_counts_without_allocating(tmp_path: Path) -> None:
+    done = run_main(
+        "--mode=plan", "--config=configs/numerals.py:500L-500L", "--config.model.width=512", "--config.model.heads=8",
+        "--config.model.ffn_width=2048", f"--workdir={tmp_path}", "--config.data.vocab_size=250002",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    plan = json.loads((tmp_path / "plan.json").read_text())
+    # The papers' 1000-layer model with one table of a quarter of a million rows.
+    assert plan["parameters"] == 3_806_209_024
+    assert plan["non_embedding_parameters"] == 3_806_209_024 - 250_002 * 512
+    assert plan["state_bytes"] == 12 * plan["parameters"] + 4
+    assert "3,806,209,024" in done.stdout
+
+
+def test_status_and_metrics_have_what_scripts_rely_on(trained: Path) -> None:
+    status = read_status(trained)
+    for name in (
+        "status reason step state_sha256 compile_seconds compiled_shapes batch_fill train_seconds "
+        "target_tokens_per_second peak_memory_bytes devices versions git_revision"
+    ).split():
+        assert name in status
+    assert (status["status"], status["step"]) == ("done", 40)
+    assert status["compiled_shapes"] == 2
+    assert 0.5 < status["batch_fill"] <= 1
+    lines = [json.loads(line) for line in (trained / "metrics.jsonl").read_text().splitlines()]
+    names = {"step", "loss", "nll", "learning_rate", "alpha", "grad_norm", "target_tokens", "seconds", "batch"}
+    assert all(set(line) == names for line in lines)
+    # alpha of an update is that of the step before it, and reaches 1 after T = 40.
+    assert [line["alpha"] for line in lines] == pytest.approx([step / 40 for step in range(40)])
+    assert lines[-1]["loss"] < lines[0]["loss"]
+    steps = [json.loads(line)["step"] for line in (trained / "validation.jsonl").read_text().splitlines()]
+    assert steps == [20, 40]
+    assert list((trained / "tensorboard").iterdir())
+    assert configs.load(trained / "config.json").model.width == 16
+
+
+LINES = ["twenty-one", "", "The answer is 1,234.", "   ", "Number of visitors today: four thousand and two."]
+
+
+def test_translate_keeps_lines_and_does_not_depend_on_order_or_batch(trained: Path) -> None:
+    options = ("--mode=translate", f"--workdir={trained}")
+    together = run_main(*options, stdin="".join(line + "\n" for line in LINES))
+    assert together.returncode == 0, together.stderr
+    lines = together.stdout.split("\n")[:-1]
+    assert len(lines) == len(LINES)
+    assert lines[1] == lines[3] == ""
+    assert lines[0]
+    backwards = run_main(*options, "--config.decode.batch_tokens=1", stdin="\n".join(reversed(LINES)))
+    assert backwards.stdout.split("\n")[:-1] == lines[::-1]
+
+
+def test_translate_from_a_file_prints_nbest_with_scores_and_warns_of_cut_lines(trained: Path, tmp_path: Path) -> None:
+    (tmp_path / "in").write_text("twenty-one\n" + "one hundred and " * 30 + "two\n")
+    with (tmp_path / "in").open() as file:
+        done = subprocess.run(
+            [sys.executable, "main.py", "--mode=translate", f"--workdir={trained}", "--config.decode.nbest=2",
+             "--config.decode.max_input_length=20"],
+            cwd=ROOT, stdin=file, capture_output=True, text=True,
+        )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    rows = [line.split(" ||| ") for line in done.stdout.splitlines()]
+    assert [row[0] for row in rows] == ["0", "0", "1", "1"]
+    scores = [float(row[2]) for row in rows]
+    assert scores[0] >= scores[1] and scores[2] >= scores[3]
+    assert "line 2: cut from" in done.stderr
+
+
+def test_translate_answers_each_line_before_the_next_is_written(trained: Path) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "main.py", "--mode=translate", f"--workdir={trained}"],
+        cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, bufsize=1,
+    )  # fmt: skip
+    assert process.stdin and process.stdout
+    for line in ("twenty-one", "twenty-two"):
+        process.stdin.write(line + "\n")
+        process.stdin.flush()
+        assert process.stdout.readline().endswith("\n")
+    process.stdin.close()
+    assert process.wait() == 0
+
+
+def test_translate_names_the_line_of_invalid_utf8(trained: Path) -> None:
+    process = subprocess.run(
+        [sys.executable, "main.py", "--mode=translate", f"--workdir={trained}"],
+        cwd=ROOT, input=b"good\nbad \xff\n", capture_output=True,
+    )  # fmt: skip
+    assert process.returncode == 2
+    assert is_one_line(process.stderr.decode(), "line 2", "UTF-8")
+
+
+def test_score_agrees_with_the_beam(trained: Path) -> None:
+    """A hypothesis force-decoded has the log-probability that the search gave it."""
+    source = "The answer is 1,234."
+    found = run_main(
+        "--mode=translate", f"--workdir={trained}", "--config.decode.nbest=2", "--config.decode.length_penalty=0.0",
+        stdin=source + "\n",
+    )  # fmt: skip
+    hypotheses = [line.split(" ||| ") for line in found.stdout.splitlines()]
+    pairs = "".join(f"{source}\t{text}\n" for _, text, _ in hypotheses)
+    scored = run_main("--mode=score", f"--workdir={trained}", stdin=pairs)
+    assert scored.returncode == 0, scored.stderr
+    for (_, text, score), line in zip(hypotheses, scored.stdout.splitlines(), strict=True):
+        log_prob, tokens = line.split("\t")
+        assert int(tokens) >= 1
+        # The text may be spelled in other pieces than the search chose: then it can only be as likely or less.
+        assert float(log_prob) <= float(score) + 1e-3, text
+    bad = run_main("--mode=score", f"--workdir={trained}", stdin="no tab here\n")
+    assert bad.returncode == 2
+    assert is_one_line(bad.stderr, "line 1", "source<TAB>target")
+
+
+def test_evaluate_writes_scores_with_signatures(trained: Path, tmp_path: Path) -> None:
+    workdir = tmp_path / "run"
+    shutil.copytree(trained, workdir)
+    done = run_main("--mode=evaluate", f"--workdir={workdir}", "--config.evaluate.splits=valid,test")
+    assert done.returncode == 0, done.stderr
+    results = json.loads((workdir / "results.json").read_text())
+    for split in ("valid", "test"):
+        for metric in ("bleu", "chrf", "multi_bleu"):
+            entry = results[split][metric]
+            assert 0 <= entry["score"] <= 100
+            assert entry["signature"]
+            assert (workdir / entry["hypotheses"]).read_text().count("\n") == 500
+    assert "tok:13a" in results["test"]["bleu"]["signature"]
+    assert "tok:13a" in done.stdout
+
+
+def test_inference_without_a_run_says_so(tmp_path: Path) -> None:
+    done = run_main("--mode=translate", "--config=configs/numerals.py", f"--workdir={tmp_path}")
+    assert done.returncode == 2
+    assert is_one_line(done.stderr, "train first")
+
+
+def test_training_never_imports_tensorflow(tmp_path: Path) -> None:
+    """The whole way of a run: text, training, validation with BLEU, TensorBoard files, checkpoints."""
+    code = (
+        "import sys, main\n"
+        "code = main.main(['main.py', *sys.argv[1:]])\n"
+        "names = {name.split('.')[0] for name in sys.modules}\n"
+        "print(code, sorted(names & {'tensorflow', 'tensorflow_datasets', 'torch', 'clu', 'keras'}))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, *TINY, f"--workdir={tmp_path}"],
+        cwd=ROOT, capture_output=True, text=True, env=os.environ | {"JAX_PLATFORMS": "cpu"},
+    )  # fmt: skip
+    assert done.stdout.strip().splitlines()[-1] == "0 []", done.stderr

@@ -1,0 +1,74 @@
+"""Adam in both conventions against NumPy and PyTorch."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+
+from branchnorm_jax.config import TrainConfig
+from branchnorm_jax.errors import UserError
+from branchnorm_jax.training.optimizer import make_optimizer
+
+
+def run(train: TrainConfig, gradients: np.ndarray, start: np.ndarray, rate: float) -> np.ndarray:
+    """Parameters after each gradient, as `step.py` applies them."""
+    optimizer = make_optimizer(train)
+    params = {"w": jnp.asarray(start, jnp.float32)}
+    state = optimizer.init(params)
+    history = []
+    for gradient in gradients:
+        directions, state = optimizer.update({"w": jnp.asarray(gradient, jnp.float32)}, state, params)
+        params = jax.tree.map(lambda p, d: p - rate * d, params, directions)
+        history.append(np.asarray(params["w"]))
+    return np.stack(history)
+
+
+RANDOM = np.random.default_rng(0)
+GRADIENTS = RANDOM.normal(size=(20, 7)).astype(np.float32)
+START = RANDOM.normal(size=7).astype(np.float32)
+
+
+def test_adamw_equals_pytorch() -> None:
+    weight = torch.nn.Parameter(torch.tensor(START))
+    adam = torch.optim.AdamW([weight], lr=1e-2, betas=(0.9, 0.98), eps=1e-8, weight_decay=0.1)
+    expected = []
+    for gradient in GRADIENTS:
+        weight.grad = torch.tensor(gradient)
+        adam.step()
+        expected.append(weight.detach().numpy().copy())
+    found = run(TrainConfig(weight_decay=0.1), GRADIENTS, START, 1e-2)
+    np.testing.assert_allclose(found, np.stack(expected), atol=2e-6)
+
+
+def test_fairseq_adam_equals_its_formula() -> None:
+    b1, b2, eps, decay, rate = 0.9, 0.98, 1e-3, 0.1, 1e-2
+    p, m, v, expected = START.astype(np.float64), np.zeros(7), np.zeros(7), []
+    for t, g in enumerate(GRADIENTS.astype(np.float64), start=1):
+        m, v = b1 * m + (1 - b1) * g, b2 * v + (1 - b2) * g * g
+        size = rate * np.sqrt(1 - b2**t) / (1 - b1**t)
+        p = p - rate * decay * p - size * m / (np.sqrt(v) + eps)
+        expected.append(p)
+    train = TrainConfig(adam_eps=eps, weight_decay=decay, adam_eps_mode="fairseq")
+    np.testing.assert_allclose(run(train, GRADIENTS, START, rate), np.stack(expected), atol=2e-6)
+
+
+@pytest.mark.parametrize(("mode", "first_step"), [("optax", 5.0e-4), ("fairseq", 1.24e-4)])
+def test_the_two_epsilons_differ_for_tiny_gradients(mode: str, first_step: float) -> None:
+    train = TrainConfig(weight_decay=0.0, adam_eps_mode=mode)
+    moved = run(train, np.full((1, 1), 1e-8), np.zeros(1), 1e-3)[0, 0]
+    np.testing.assert_allclose(-moved, first_step, rtol=5e-3)
+
+
+def test_clipping_is_by_the_global_norm() -> None:
+    optimizer = make_optimizer(TrainConfig(clip_norm=1.0, adam_b1=0.0, adam_b2=0.0, adam_eps=1.0, weight_decay=0.0))
+    gradient = {"a": jnp.array([3.0, 0.0]), "b": jnp.array([4.0])}
+    directions, _ = optimizer.update(gradient, optimizer.init(gradient), gradient)
+    # With b1 = b2 = 0 and eps = 1 the direction of g is g / (|g| + 1), so the clipped gradient shows.
+    np.testing.assert_allclose(directions["a"][0], 0.6 / 1.6, rtol=1e-6)
+    np.testing.assert_allclose(directions["b"][0], 0.8 / 1.8, rtol=1e-6)
+
+
+def test_unknown_optimizer() -> None:
+    with pytest.raises(UserError, match="adamw"):
+        make_optimizer(TrainConfig(optimizer="sgd"))

@@ -1,0 +1,111 @@
+"""Killed runs, with real processes and real signals: nothing is lost and nothing differs."""
+
+import random
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import TINY, kill_when, read_metrics, read_status, run_main, start_main
+
+
+def logged_steps(workdir: Path) -> int:
+    path = workdir / "metrics.jsonl"
+    return len(path.read_bytes().splitlines()) if path.exists() else 0
+
+
+@pytest.fixture(scope="module")
+def straight(trained: Path) -> tuple[str, list[dict]]:
+    """Digest and log of the uninterrupted run."""
+    return read_status(trained)["state_sha256"], read_metrics(trained)
+
+
+def test_killed_three_times_and_terminated_once_ends_bit_for_bit_the_same(
+    straight: tuple[str, list[dict]], tmp_path: Path
+) -> None:
+    options = (*TINY, f"--workdir={tmp_path}")
+    moments = sorted(random.SystemRandom().sample(range(3, 33), 3))
+    for moment in moments:
+        process = start_main(*options)
+        kill_when(process, lambda moment=moment: logged_steps(tmp_path) >= moment, signal.SIGKILL)
+        process.communicate()
+        assert process.returncode == -signal.SIGKILL, f"killed at {moments}"
+
+    process = start_main(*options)
+    kill_when(process, lambda: logged_steps(tmp_path) >= 35, signal.SIGTERM)
+    _, error = process.communicate()
+    assert process.returncode == 128 + signal.SIGTERM, error
+    status = read_status(tmp_path)
+    assert status["status"] == "preempted"
+    assert "saved at step" in error
+    assert (tmp_path / "checkpoints" / str(status["step"])).is_dir()
+
+    last = run_main(*options)
+    assert last.returncode == 0, last.stderr
+    assert f"from step {status['step']} to 40" in last.stderr
+    digest, metrics = straight
+    assert read_status(tmp_path)["state_sha256"] == digest, f"killed at {moments}"
+    assert read_metrics(tmp_path) == metrics
+    assert [line["step"] for line in metrics] == list(range(40))
+
+
+def test_ctrl_c_saves_and_leaves_with_its_own_code(tmp_path: Path) -> None:
+    process = start_main(*TINY, f"--workdir={tmp_path}")
+    kill_when(process, lambda: logged_steps(tmp_path) >= 3, signal.SIGINT)
+    _, error = process.communicate()
+    assert process.returncode == 130, error
+    assert read_status(tmp_path)["status"] == "preempted"
+    assert "Traceback" not in error
+
+
+def test_a_finished_run_is_left_as_it_is(trained: Path) -> None:
+    before = read_metrics(trained), read_status(trained)["state_sha256"]
+    again = run_main(*TINY, f"--workdir={trained}")
+    assert again.returncode == 0, again.stderr
+    assert "compiled" not in again.stderr
+    assert (read_metrics(trained), read_status(trained)["state_sha256"]) == before
+
+
+def test_two_trainings_in_one_workdir_are_refused(tmp_path: Path) -> None:
+    first = start_main(*TINY, f"--workdir={tmp_path}", "--config.train.steps=100000")
+    try:
+        for _ in range(1):
+            kill_when(first, lambda: logged_steps(tmp_path) >= 1, signal.SIGCONT)
+        second = run_main(*TINY, f"--workdir={tmp_path}")
+        assert second.returncode == 2
+        assert "another process is training" in second.stderr
+    finally:
+        first.kill()
+        first.communicate()
+
+
+def test_damaged_checkpoints_fall_back_and_say_so(straight: tuple[str, list[dict]], trained: Path, tmp_path: Path) -> None:
+    workdir = tmp_path / "run"
+    subprocess.run(["cp", "-r", trained, workdir], check=True)
+    newest = max((workdir / "checkpoints").iterdir(), key=lambda folder: int(folder.name))
+    assert newest.name == "40"
+    # The data file: one bit of an array, which the storage library itself does not notice.
+    data = max((newest / "params").rglob("*"), key=lambda file: file.stat().st_size if file.is_file() else 0)
+    content = bytearray(data.read_bytes())
+    content[len(content) // 2] ^= 0x10
+    data.write_bytes(content)
+    resumed = run_main(*TINY, f"--workdir={workdir}")
+    assert resumed.returncode == 0, resumed.stderr
+    assert "checkpoint 40" in resumed.stderr
+    assert "damaged" in resumed.stderr
+    assert "Traceback" not in resumed.stderr
+    assert read_status(workdir)["state_sha256"] == straight[0]
+    assert read_metrics(workdir) == straight[1]
+
+
+def test_no_good_checkpoint_left_is_an_error_not_a_fresh_start(trained: Path, tmp_path: Path) -> None:
+    workdir = tmp_path / "run"
+    subprocess.run(["cp", "-r", trained, workdir], check=True)
+    for file in (workdir / "checkpoints").rglob("*"):
+        if file.is_file() and file.stat().st_size > 200:
+            file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+    resumed = run_main(*TINY, f"--workdir={workdir}")
+    assert resumed.returncode == 2
+    assert "none of the checkpoints" in resumed.stderr
+    assert "Traceback" not in resumed.stderr

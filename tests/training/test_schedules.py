@@ -1,0 +1,66 @@
+"""Learning rates and alpha at the values that the papers' code gives."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from branchnorm_jax.config import ModelConfig, TrainConfig
+from branchnorm_jax.errors import UserError
+from branchnorm_jax.training import schedules
+
+
+def at(schedule: schedules.Schedule, *steps: int) -> list[float]:
+    return [float(jax.jit(schedule)(jnp.int32(step))) for step in steps]
+
+
+def test_inverse_sqrt_is_fairseqs() -> None:
+    train = TrainConfig(learning_rate=5e-4, warmup_steps=4000, warmup_init=1e-7)
+    found = at(schedules.learning_rate(train, 512), 0, 1, 2000, 4000, 16000, 100_000)
+    np.testing.assert_allclose(found, [1e-7, 2.24975e-7, 2.5005e-4, 5e-4, 2.5e-4, 1e-4], rtol=1e-5)
+
+
+def test_inverse_sqrt_without_warmup() -> None:
+    train = TrainConfig(learning_rate=1e-3, warmup_steps=0)
+    np.testing.assert_allclose(at(schedules.learning_rate(train, 512), 0, 1, 4), [1e-3, 1e-3, 5e-4], rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("factor", "warmup", "step", "expected"),
+    [
+        (1, 8000, 1, 6.1763e-8),
+        (1, 8000, 8000, 4.94106e-4),
+        (1, 8000, 32000, 2.47053e-4),
+        (2, 8000, 8000, 9.88212e-4),
+        (1, 4000, 4000, 6.98771e-4),
+    ],
+)
+def test_noam(factor: float, warmup: int, step: int, expected: float) -> None:
+    train = TrainConfig(schedule="noam", learning_rate=factor, warmup_steps=warmup)
+    np.testing.assert_allclose(at(schedules.learning_rate(train, 512), step - 1), [expected], rtol=1e-5)
+
+
+def test_constant_after_warmup() -> None:
+    train = TrainConfig(schedule="constant", learning_rate=3e-4, warmup_steps=10, warmup_init=0.0)
+    np.testing.assert_allclose(at(schedules.learning_rate(train, 8), 0, 5, 10, 999), [0, 1.5e-4, 3e-4, 3e-4], rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [("linear", [0.25, 0.5, 0.75]), ("exp", [0.1892, 0.4142, 0.6818]), ("sigmoid", [0.0701, 0.5, 0.9299])],
+)
+def test_alpha(kind: str, expected: list[float]) -> None:
+    alpha = schedules.alpha(ModelConfig(alpha_schedule=kind, alpha_steps=4000))
+    np.testing.assert_allclose(at(alpha, 1000, 2000, 3000), expected, atol=5e-5)
+    assert at(alpha, 0, 4000, 4001, 100_000) == [0.0, 1.0, 1.0, 1.0]
+    steps = np.array(at(alpha, *range(0, 4001, 250)))
+    assert (np.diff(steps) > 0).all()
+
+
+def test_alpha_of_one_step_is_one_after_the_first_update() -> None:
+    assert at(schedules.alpha(ModelConfig(alpha_steps=1)), 0, 1, 2) == [0.0, 1.0, 1.0]
+
+
+def test_unknown_schedule() -> None:
+    with pytest.raises(UserError, match="inverse_sqrt"):
+        schedules.learning_rate(TrainConfig(schedule="cosine"), 8)

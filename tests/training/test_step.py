@@ -1,0 +1,132 @@
+"""The update: one compilation per shape, the same on one device and on eight, parts that add up."""
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from branchnorm_jax.config import Config, DataConfig, ModelConfig, ParallelConfig, TrainConfig
+from branchnorm_jax.model.transformer import Transformer
+from branchnorm_jax.parallel.mesh import make_mesh, sharding, to_devices
+from branchnorm_jax.training.optimizer import make_optimizer
+from branchnorm_jax.training.state import abstract_state, checksums, init_state, sha256
+from branchnorm_jax.training.step import Batch, make_train_step
+from tests.conftest import ROOT
+
+CONFIG = Config(
+    model=ModelConfig(
+        encoder_layers=2, decoder_layers=2, width=16, ffn_width=32, heads=2, alpha_steps=40, attention_dropout=0.1
+    ),
+    data=DataConfig(row_multiple=8),
+    train=TrainConfig(warmup_steps=5, learning_rate=1e-2, steps=20),
+)
+
+
+def batches(count: int) -> list[Batch]:
+    """Sentences of 3 to 9 tokens in two shapes, the target the source reversed."""
+    random = np.random.default_rng(0)
+    found = []
+    for index in range(count):
+        rows, length = ((16, 6), (8, 10))[index % 2]
+        source, target = np.zeros((rows, length), np.int32), np.zeros((rows, length), np.int32)
+        for row in range(rows):
+            words = random.integers(3, 40, random.integers(2, length))
+            source[row, : len(words) + 1] = [*words, 1]
+            target[row, : len(words) + 1] = [*words[::-1], 1]
+        found.append(Batch(source, target))
+    return found
+
+
+def losses(config: Config, count: int = 20) -> tuple[list[float], Any, int]:
+    """Losses of `count` updates, the last state, and how often the update was compiled."""
+    mesh = make_mesh(config.parallel, config.data.row_multiple // config.train.accumulation)
+    model, optimizer = Transformer(config.model, 40, 40), make_optimizer(config.train)
+    state = init_state(model, optimizer, mesh, config.train.seed)
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract_state(model, optimizer, mesh))
+    update = jax.jit(
+        make_train_step(model, optimizer, config), donate_argnums=0, out_shardings=(shardings, sharding(mesh))
+    )
+    found = []
+    for batch in batches(count):
+        state, metrics = update(state, Batch(*to_devices(mesh, batch)))
+        found.append(float(metrics.loss))
+    return found, state, update._cache_size()
+
+
+def test_one_compilation_per_shape_while_alpha_changes_at_every_step() -> None:
+    found, state, compiled = losses(CONFIG)
+    assert compiled == 2
+    assert int(state.step) == 20
+    assert found[-2] < found[0]
+
+
+@pytest.mark.parametrize("method", ["branchnorm", "pre_ln"])
+def test_accumulation_gives_the_same_update(method: str) -> None:
+    """Without dropout, whose bits depend on the shape of a part."""
+    model = dataclasses.replace(CONFIG.model, method=method, dropout=0.0, attention_dropout=0.0)
+    config = dataclasses.replace(CONFIG, model=model)
+    whole, state, _ = losses(config, 6)
+    parts, accumulated, _ = losses(
+        dataclasses.replace(config, train=dataclasses.replace(config.train, accumulation=4)), 6
+    )
+    np.testing.assert_allclose(parts, whole, rtol=1e-5)
+    assert int(accumulated.step) == int(state.step) == 6
+
+
+def test_checksums_see_every_bit_and_ignore_nothing() -> None:
+    tree = {"a": jnp.arange(12.0).reshape(3, 4), "b": jnp.array(7, jnp.int32), "c": jnp.ones(5, jnp.bfloat16)}
+    before = checksums(tree)
+    assert checksums(tree).tolist() == before.tolist()
+    for name, leaf in tree.items():
+        for index in np.ndindex(leaf.shape):
+            for bit in (0, 3, leaf.dtype.itemsize * 8 - 1):
+                words = np.array(leaf).view(f"uint{leaf.dtype.itemsize * 8}")
+                words[index] ^= words.dtype.type(1 << bit)
+                changed = tree | {name: jnp.asarray(words.view(leaf.dtype))}
+                assert checksums(changed).tolist() != before.tolist()
+    swapped = tree | {"a": tree["a"].at[0, 0].set(1.0).at[0, 1].set(0.0)}
+    assert checksums(swapped).tolist() != before.tolist()
+
+
+def test_digest_covers_parameters_and_optimiser() -> None:
+    mesh = make_mesh(ParallelConfig(), 8)
+    model, optimizer = Transformer(CONFIG.model, 40, 40), make_optimizer(CONFIG.train)
+    state = init_state(model, optimizer, mesh, 0)
+    assert sha256(state) == sha256(init_state(model, optimizer, mesh, 0))
+    assert sha256(state) != sha256(init_state(model, optimizer, mesh, 1))
+    moved = state.replace(opt_state=jax.tree.map(lambda leaf: leaf + 1, state.opt_state))
+    assert sha256(state) != sha256(moved)
+
+
+EIGHT_DEVICES = """
+import dataclasses, json
+import jax
+from branchnorm_jax.config import ParallelConfig
+from tests.training.test_step import CONFIG, losses
+assert jax.device_count() == 8
+found, state, compiled = losses(dataclasses.replace(CONFIG, parallel=ParallelConfig(data=4, model=2)))
+split = len(state.params["encoder"]["ffn"]["fc1"]["kernel"].addressable_shards[0].data.ravel())
+print(json.dumps({"losses": found, "compiled": compiled, "shard": split}))
+"""
+
+
+def test_eight_devices_give_the_losses_of_one() -> None:
+    """A 4 x 2 mesh of data and model parallelism, dropout on."""
+    one, _, _ = losses(CONFIG)
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=8"}
+    done = subprocess.run(
+        [sys.executable, "-c", EIGHT_DEVICES], cwd=ROOT, env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    eight = json.loads(done.stdout.splitlines()[-1])
+    np.testing.assert_allclose(eight["losses"], one, rtol=1e-5)
+    assert eight["compiled"] == 2
+    # Each device holds half of the feed-forward's columns.
+    assert eight["shard"] == 2 * 16 * 32 // 2

@@ -1,9 +1,10 @@
-"""Front door: `python main.py --config=configs/x.py:18L-18L --workdir=runs/x [--mode=...] [--config.section.name=value]`.
+"""Front door: `python main.py --config=configs/x.py:18L-18L --workdir=runs/x [--mode=...] [--config.section.name=...]`.
 
 Flags, start-up and dispatch; what happens then is in `branchnorm_jax/`.
 """
 
 import os
+import re
 import sys
 from pathlib import Path
 
@@ -20,14 +21,21 @@ MODES = {
     "evaluate": "translate the test split and score it: <workdir>/results.json",
     "translate": "translate stdin to stdout, line by line",
     "score": "log-probabilities of `source<TAB>target` lines from stdin",
+    "analyze": "draw the run's curves: <workdir>/curves.png",
     "plan": "parameters, operations and bytes, before anything is allocated",
     "help": "every option with its default and unit",
 }
 
+ROOT = Path(__file__).resolve().parent
+
 FLAGS = flags.FLAGS
 flags.DEFINE_enum("mode", "train", list(MODES), "; ".join(f"{name}: {text}" for name, text in MODES.items()))
-flags.DEFINE_string("workdir", None, "folder of the run: config, checkpoints, logs, results")
-config_flags.DEFINE_config_file("config", None, "file under configs/, with the depth: configs/x.py:18L-18L", lock_config=True)
+flags.DEFINE_string(
+    "workdir", None, "folder of the run (runs/<name of the config>): config, checkpoints, logs, results"
+)
+config_flags.DEFINE_config_file(
+    "config", None, "file under configs/, with the depth: configs/x.py:18L-18L", lock_config=True
+)
 
 
 def main(argv: list[str]) -> int:
@@ -38,56 +46,83 @@ def main(argv: list[str]) -> int:
     except BranchNormError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return error.exit_code
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
     except BrokenPipeError:
         # The reader of our output went away, as `head` does: nobody is left to tell.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
 
 
-def parse(argv: list[str]) -> tuple[Config, Workdir | None]:
-    """Flags -> validated config and workdir. Without --config, the workdir's own config is used."""
-    names = [argument.split("=")[0].lstrip("-") for argument in argv]
-    if "config" not in names:
-        saved = [argument.split("=", 1)[1] for argument in argv if argument.lstrip("-").startswith("workdir=")]
-        path = Path(saved[-1], "config.json") if saved else None
-        if path and path.exists():
-            argv = [argv[0], f"--config={Path(__file__).parent / 'configs' / 'saved.py'}:{path}", *argv[1:]]
-        elif "mode=help" not in {argument.lstrip("-") for argument in argv}:
-            found = ", ".join(sorted(f"configs/{file.name}" for file in Path(__file__).parent.glob("configs/*.py")))
-            where = f"and {path} does not exist" if path else "and no --workdir of an earlier run"
-            raise UserError(f"no --config {where}; give one of {found}")
+def parse(argv: list[str]) -> tuple[Config, Workdir]:
+    """Flags -> validated config and workdir.
+
+    Without --config the workdir's own config is used; without --workdir it is runs/<name of the config>.
+    """
+    early = flags.FlagValues()
+    for name in ("config", "workdir", "mode"):
+        flags.DEFINE_string(name, None, "", flag_values=early)
+    try:
+        early(argv, known_only=True)
+    except flags.Error as error:
+        raise UserError(str(error)) from error
+    file, workdir = early.config, early.workdir
+    if workdir is None and file is not None:
+        workdir = str(Path("runs", re.sub(r"\.py(:|$)", "-", Path(file).name).rstrip("-")))
+    saved = Path(workdir, "config.json") if workdir else None
+    if file is None and saved and saved.exists():
+        argv = [argv[0], f"--config={ROOT / 'configs' / 'saved.py'}:{saved}", *argv[1:]]
+    elif file is None and early.mode != "help":
+        where = f"and no {saved} of an earlier run" if saved else "and no --workdir of an earlier run"
+        raise UserError(f"no --config {where}; give --config=<file>; configs/ has {config_files()}")
+    if file is not None and not Path(file.split(".py:")[0].removesuffix(".py") + ".py").is_file():
+        raise UserError(f"--config={file}: there is no such file; configs/ has {config_files()}")
+    check_names(argv)
     try:
         rest = FLAGS(argv)
-        FLAGS.config  # noqa: B018 - config_flags reads the file when it is first asked for
-    except AttributeError as error:
-        name = str(error).strip("\"'").split("'")[0]
-        hint = configs.nearest_name(name)
-        raise UserError(f"config: no option {name!r}" + (f"; did you mean {hint!r}?" if hint else "")) from error
-    except (flags.Error, OSError, KeyError, TypeError, ValueError) as error:
+        config = Config()
+        if FLAGS.config is not None:
+            given = config_flags.get_override_values(FLAGS["config"])
+            config = configs.from_config_dict(configs.with_one_length(FLAGS.config, set(given)))
+    except BranchNormError:
+        raise
+    except (flags.Error, OSError, ImportError, SyntaxError) as error:
         raise UserError(str(error).replace("\n", " ")) from error
     if len(rest) > 1:
         raise UserError(f"what is {rest[1]!r}? Options are written --name=value")
-    config = configs.from_config_dict(FLAGS.config) if FLAGS.config is not None else Config()
-    return config, Workdir(Path(FLAGS.workdir)) if FLAGS.workdir else None
+    return config, Workdir(Path(workdir or "."))
 
 
-def run(mode: str, config: Config, workdir: Workdir | None) -> None:
+def config_files() -> str:
+    """The experiments that come with the project."""
+    return ", ".join(sorted(path.name for path in ROOT.glob("configs/*.py") if path.name != "saved.py"))
+
+
+def check_names(argv: list[str]) -> None:
+    """Raises `UserError`, with the nearest valid name, for the first --config.section.name that does not exist."""
+    known = {name for name, _ in configs.fields()}
+    for argument in argv[1:]:
+        name = re.match(r"--?(?:no)?config\.([^=]*)", argument)
+        if name and name[1] not in known:
+            hint = configs.nearest_name(name[1])
+            raise UserError(f"config: no option {name[1]!r}" + (f"; did you mean {hint!r}?" if hint else ""))
+
+
+def run(mode: str, config: Config, workdir: Workdir) -> None:
     """Dispatches; heavy packages are imported only here, so that mistakes are told at once."""
     if mode == "help":
         print("\n".join(f"--mode={name:10} {text}" for name, text in MODES.items()) + "\n\n" + configs.help_text())
         return
-    if workdir is None and mode != "plan":
-        raise UserError(f"--mode={mode} needs --workdir")
-
     import jax
 
     from branchnorm_jax.parallel import hosts
 
     hosts.start(config.parallel.distributed)
-    if workdir is not None:
-        cache = os.environ.get("JAX_COMPILATION_CACHE_DIR") or str((workdir / "compile_cache").absolute())
-        jax.config.update("jax_compilation_cache_dir", cache)
+    cache = os.environ.get("JAX_COMPILATION_CACHE_DIR") or str((workdir / "compile_cache").absolute())
+    jax.config.update("jax_compilation_cache_dir", cache)
     if mode == "train":
+        print(f"{workdir.path}: differences from the defaults", file=sys.stderr)
         for line in configs.difference(Config(), config, free=True):
             print(f"  {line}", file=sys.stderr)
 

@@ -2,8 +2,8 @@
 
     python benchmarks/multi30k.py --path=<folder with {train,valid,test}.{en,de}> --out=benchmarks/results/multi30k.json
 
-What comes after `--` goes to main.py: `-- --config.train.steps=100`. The runs of the seeds go side by side, so that a GPU
-that one small model leaves idle serves them all; the seconds in the result are those of runs that share the device.
+What comes after `--` goes to main.py: `-- --config.train.steps=100`. The runs of the seeds go side by side, so that a
+GPU that one small model leaves idle serves them all; the seconds in the result are those of runs that share the device.
 """
 
 import argparse

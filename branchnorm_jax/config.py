@@ -32,7 +32,7 @@ def option(
     maximum: float | None = None,
     free: bool = False,
 ) -> Any:
-    """A documented dataclass field. `free`: may change when a run is resumed, because no trained number depends on it."""
+    """A documented dataclass field. `free`: may change when a run is resumed: no trained number depends on it."""
     metadata = dict(help=help, unit=unit, choices=choices, minimum=minimum, maximum=maximum, free=free)
     return dataclasses.field(default=default, metadata=metadata)
 
@@ -110,7 +110,9 @@ class DataConfig:
         0.0, "training pairs of a larger length ratio are dropped and counted; 0: keep all", minimum=0
     )
     batch_shapes: int = option(6, "static batch shapes, each compiled once", unit="shapes", minimum=1, maximum=64)
-    row_multiple: int = option(8, "rows of a batch are a multiple of this; devices must divide it", unit="rows", minimum=1)
+    row_multiple: int = option(
+        8, "rows of a batch are a multiple of this; devices must divide it", unit="rows", minimum=1
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -180,15 +182,17 @@ class DecodeConfig:
         choices=("fairseq", "gnmt"),
         free=True,
     )
-    max_length_a: float = option(2.0, "a of the longest translation a*x+b, x source tokens with EOS", minimum=0, free=True)
-    max_length_b: int = option(
-        20, "b of the longest translation a*x+b", unit="tokens", minimum=1, free=True
+    max_length_a: float = option(
+        2.0, "a of the longest translation a*x+b, x source tokens with EOS", minimum=0, free=True
     )
+    max_length_b: int = option(20, "b of the longest translation a*x+b", unit="tokens", minimum=1, free=True)
     min_length: int = option(1, "shortest translation", unit="tokens", minimum=0, free=True)
     max_input_length: int = option(
         1024, "longer input lines are cut, with a warning", unit="tokens", minimum=4, free=True
     )
-    nbest: int = option(1, "hypotheses printed per line; more than 1 prints `line ||| text ||| score`", minimum=1, free=True)
+    nbest: int = option(
+        1, "hypotheses printed per line; more than 1 prints `line ||| text ||| score`", minimum=1, free=True
+    )
     batch_tokens: int = option(4096, "source positions x beam decoded at once", unit="tokens", minimum=1, free=True)
 
 
@@ -230,13 +234,26 @@ def default_config(depth: str = "") -> ml_collections.ConfigDict:
 
 
 def set_depth(config: ml_collections.ConfigDict, depth: str) -> None:
-    """Sets the encoder's and the decoder's depth from "18L-18L"; "" leaves them. Raises `UserError` for anything else."""
+    """Sets the depths of encoder and decoder from "18L-18L"; "" leaves them. Raises `UserError` for anything else."""
     if not depth:
         return
     match = re.fullmatch(r"(\d+)L?-(\d+)L?", depth)
     if match is None:
         raise UserError(f"config argument {depth!r}: expected a depth such as 6L-6L or 100L-100L (encoder-decoder)")
     config.model.encoder_layers, config.model.decoder_layers = int(match[1]), int(match[2])
+
+
+def with_one_length(config: ml_collections.ConfigDict, given: set[str]) -> ml_collections.ConfigDict:
+    """Lets an explicit train.epochs replace the config file's train.steps, and the other way round.
+
+    Args:
+      config: all options.
+      given: names of those that the command line set. If both lengths are among them, both stay: that is an error.
+    """
+    for name, other in (("steps", "epochs"), ("epochs", "steps")):
+        if f"train.{name}" in given and f"train.{other}" not in given and config.train[name]:
+            config.train[other] = type(config.train[other])(0)
+    return config
 
 
 def nearest_name(name: str) -> str:
@@ -280,7 +297,7 @@ def _checked(name: str, field: dataclasses.Field[Any], value: Any) -> Any:
         value = float(value)
     if type(value) is not kind:
         raise UserError(f"config: {name} must be {kind.__name__}, not {type(value).__name__} ({value!r})")
-    if kind is float and not math.isfinite(value):
+    if isinstance(value, float) and not math.isfinite(value):
         raise UserError(f"config: {name}={value} is not a finite number")
     meta = field.metadata
     if meta["choices"] and value not in meta["choices"]:
@@ -329,7 +346,7 @@ def to_flat(config: Config) -> dict[str, Any]:
 
 
 def difference(a: Config, b: Config, *, free: bool) -> list[str]:
-    """The options in which two configs differ, as "section.name: x -> y". `free`: also those that a resume may change."""
+    """The options in which two configs differ: "section.name: x -> y". `free`: also those that a resume may change."""
     left, right = to_flat(a), to_flat(b)
     return [
         f"{name}: {left[name]!r} -> {right[name]!r}"

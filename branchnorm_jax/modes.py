@@ -11,6 +11,7 @@ from typing import BinaryIO, NamedTuple
 import jax
 
 from branchnorm_jax.analysis import plan as planning
+from branchnorm_jax.analysis.report import draw_curves
 from branchnorm_jax.config import Config
 from branchnorm_jax.data.corpus import read_pairs
 from branchnorm_jax.data.tokenizer import load_tokenizer
@@ -104,7 +105,7 @@ def format_hypotheses(index: int, hypotheses: list[Translation], nbest: int) -> 
 
 
 def score(config: Config, workdir: Workdir) -> None:
-    """Prints "log-probability<TAB>tokens" for each "source<TAB>target" line of stdin: natural logarithm, EOS counted."""
+    """Prints "log-probability<TAB>tokens" for each "source<TAB>target" line of stdin: natural logarithm, with EOS."""
     workdir.check_config(config)
     trained = load(config, workdir)
     done = 0
@@ -113,7 +114,9 @@ def score(config: Config, workdir: Workdir) -> None:
         for index, line in enumerate(lines):
             sides = line.split("\t")
             if len(sides) != 2:
-                raise UserError(f"stdin, line {done + index + 1}: expected source<TAB>target, found {len(sides)} fields")
+                raise UserError(
+                    f"stdin, line {done + index + 1}: expected source<TAB>target, found {len(sides)} fields"
+                )
             pairs.append((sides[0], sides[1]))
         for log_prob, tokens in trained.translator.score(trained.params, trained.branch_scale, pairs):
             print(f"{log_prob:.6f}\t{tokens}")
@@ -121,13 +124,17 @@ def score(config: Config, workdir: Workdir) -> None:
         done += len(lines)
 
 
-def plan(config: Config, workdir: Workdir | None) -> None:
-    """Prints what the run will cost; with a workdir, writes plan.json there."""
+def plan(config: Config, workdir: Workdir) -> None:
+    """Prints what the run will cost and writes it to plan.json."""
     found = planning.make_plan(config)
     print(planning.format_plan(config, found))
-    if workdir is not None:
-        workdir.create()
-        (workdir / "plan.json").write_text(planning.to_json(found))
+    workdir.create()
+    (workdir / "plan.json").write_text(planning.to_json(found))
+
+
+def analyze(config: Config, workdir: Workdir) -> None:
+    """Draws the run's curves into the workdir."""
+    print(draw_curves(workdir))
 
 
 def read_chunks(stream: BinaryIO) -> Iterator[list[str]]:
@@ -158,9 +165,11 @@ def read_chunks(stream: BinaryIO) -> Iterator[list[str]]:
                 break
             number += 1
             try:
-                lines.append(raw.decode("utf-8").strip())
+                lines.append(raw.decode("utf-8").rstrip("\r\n"))
             except UnicodeDecodeError as error:
-                raise UserError(f"stdin, line {number}: invalid UTF-8 ({error.reason} at byte {error.start})") from error
+                raise UserError(
+                    f"stdin, line {number}: invalid UTF-8 ({error.reason} at byte {error.start})"
+                ) from error
         if lines:
             yield lines
 
@@ -172,4 +181,4 @@ def _mode(stream: BinaryIO) -> int:
         return 0
 
 
-__all__ = ["evaluate", "plan", "score", "train", "translate"]
+__all__ = ["analyze", "evaluate", "plan", "score", "train", "translate"]

@@ -35,7 +35,9 @@ class Workdir:
             probe.write_bytes(b"\0" * 65536)
             probe.unlink()
         except OSError as error:
-            raise UserError(f"{self.path}: cannot write in this workdir ({error.strerror}); choose another --workdir") from error
+            raise UserError(
+                f"{self.path}: cannot write in this workdir ({error.strerror}); choose another --workdir"
+            ) from error
 
     def need_space(self, needed: int) -> None:
         """Raises `UserError` unless `needed` bytes are free."""
@@ -87,7 +89,7 @@ class Workdir:
             ]
             if changed:
                 raise UserError(
-                    f"{self.path}: the data of this run changed ({'; '.join(changed)}); restore the old files or choose "
-                    f"another --workdir"
+                    f"{self.path}: the data of this run changed ({'; '.join(changed)}); restore the old files or "
+                    f"choose another --workdir"
                 )
         path.write_text(json.dumps(identity, indent=2) + "\n")

@@ -1,7 +1,7 @@
 """The config of an earlier run, read from its workdir: what main.py uses where no --config is given.
 
-    python main.py --mode=evaluate --workdir=runs/x          # is the same as
-    python main.py --mode=evaluate --workdir=runs/x --config=configs/saved.py:runs/x/config.json
+python main.py --mode=evaluate --workdir=runs/x          # is the same as
+python main.py --mode=evaluate --workdir=runs/x --config=configs/saved.py:runs/x/config.json
 """
 
 import dataclasses

@@ -3,9 +3,9 @@
     python main.py --config=configs/text.py:6L-6L --workdir=runs/mine --config.data.path=<folder> \
         --config.data.source_lang=en --config.data.target_lang=de
 
-The folder holds {train,valid,test}.{en,de}, plain or compressed. The defaults (width 512, 100,000 updates of 4096 tokens on
-the larger side) are meant for a GPU and a corpus of a million pairs; for a small corpus take a smaller width, fewer steps
-and more dropout, as configs/multi30k_ende.py does.
+The folder holds {train,valid,test}.{en,de}, plain or compressed. The defaults (width 512, 100,000 updates of 4096
+tokens on the larger side) are meant for a GPU and a corpus of a million pairs; for a small corpus take a smaller width,
+fewer steps and more dropout, as configs/multi30k_ende.py does.
 """
 
 import ml_collections

@@ -27,10 +27,10 @@ TINY = (
     "--config.data.max_length=128",
     "--config.data.batch_shapes=2",
     "--config.train.batch_tokens=1024",
-    "--config.train.steps=40",
+    "--config.train.steps=120",
     "--config.train.warmup_steps=10",
     "--config.train.learning_rate=5e-3",
-    "--config.train.eval_every=20",
+    "--config.train.eval_every=60",
     "--config.train.checkpoint_every=10",
     "--config.train.log_every=1",
     "--config.train.eval_bleu_sentences=4",
@@ -88,12 +88,12 @@ def read_metrics(workdir: Path) -> list[dict[str, Any]]:
 
 def kill_when(process: subprocess.Popen[str], ready: Callable[[], bool], number: signal.Signals) -> None:
     """Sends a signal as soon as `ready`; fails if the process ends or two minutes pass before."""
-    for _ in range(2400):
+    for _ in range(12000):
         if ready():
             process.send_signal(number)
             return
         assert process.poll() is None, process.stderr.read() if process.stderr else ""
-        time.sleep(0.05)
+        time.sleep(0.01)
     process.kill()
     raise AssertionError("the process never got that far")
 

@@ -64,17 +64,20 @@ def make_plan(config: Config, length: float = 32.0) -> dict[str, Any]:
 
 def format_plan(config: Config, plan: dict[str, Any]) -> str:
     """One screen of table."""
-    m, t = config.model, config.train
+    m, batch_tokens = config.model, config.train.batch_tokens
+    depth, length = f"{m.encoder_layers}L-{m.decoder_layers}L", plan["sentence_length"]
+    flops = plan["flops_per_target_token"]
+    gb = {name: plan[f"{name}_bytes"] / 1e9 for name in ("state", "parameter", "optimizer", "gradient")}
     parts = ", ".join(f"{name} {number:,}" for name, number in plan["parameters_by_part"].items())
     rows = [
-        ("model", f"{m.method} {m.encoder_layers}L-{m.decoder_layers}L, width {m.width}/{m.ffn_width}, {m.heads} heads"),
+        ("model", f"{m.method} {depth}, width {m.width}/{m.ffn_width}, {m.heads} heads"),
         ("parameters", f"{plan['parameters']:,} ({plan['non_embedding_parameters']:,} without embeddings)"),
         ("", parts),
-        ("training", f"{plan['flops_per_target_token'] / 1e6:,.1f} MFLOP per target token at {plan['sentence_length']:g} tokens a sentence"),
-        ("", f"{plan['flops_per_target_token'] * t.batch_tokens / 1e12:,.3f} TFLOP per update of {t.batch_tokens:,} tokens"),
-        ("state", f"{plan['state_bytes'] / 1e9:,.3f} GB: parameters {plan['parameter_bytes'] / 1e9:,.3f}, optimiser {plan['optimizer_bytes'] / 1e9:,.3f}"),
-        ("gradients", f"{plan['gradient_bytes'] / 1e9:,.3f} GB during the update"),
-    ]  # fmt: skip
+        ("training", f"{flops / 1e6:,.1f} MFLOP per target token at {length:g} tokens a sentence"),
+        ("", f"{flops * batch_tokens / 1e12:,.3f} TFLOP per update of {batch_tokens:,} tokens"),
+        ("state", f"{gb['state']:,.3f} GB: parameters {gb['parameter']:,.3f}, optimiser {gb['optimizer']:,.3f}"),
+        ("gradients", f"{gb['gradient']:,.3f} GB during the update"),
+    ]
     return "\n".join(f"{name:<12}{text}" for name, text in rows)
 
 

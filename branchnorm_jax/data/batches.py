@@ -5,7 +5,7 @@ import functools
 import queue
 import threading
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import NamedTuple, Protocol, TypeVar
 
 import numpy as np
@@ -182,7 +182,7 @@ def make_plans(
     return BatchPlan(train, shapes, seed), BatchPlan(valid, shapes, seed)
 
 
-def prefetch(function: Callable[[int], T], start: int, stop: int, depth: int) -> Iterator[T]:
+def prefetch(function: Callable[[int], T], start: int, stop: int, depth: int) -> Generator[T, None, None]:
     """function(start), ..., function(stop - 1), computed by a thread at most `depth` items ahead.
 
     An exception of the function is raised where its item would have come.

@@ -1,22 +1,26 @@
 """Beam search as a pure function of shapes known in advance.
 
-The rules are fairseq's: of the 2K best continuations of a sentence's K hypotheses, those that end (EOS) among the best K
-are finished, the best K others live on; a sentence is done when K hypotheses have finished, or at its length limit,
-where only EOS is allowed. Finished hypotheses are ranked by log-probability over a length penalty. K = 1 is greedy search.
+The rules are fairseq's: of the 2K best continuations of a sentence's K hypotheses, those that end (EOS) among the best
+K are finished, the best K others live on; a sentence is done when K hypotheses have finished, or at its length limit,
+where only EOS is allowed. Finished hypotheses are ranked by log-probability over a length penalty. K = 1 is greedy
+search.
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 
 from branchnorm_jax.config import EOS, PAD
 
-Step = Callable[[NamedTuple, jax.Array, jax.Array], tuple[jax.Array, NamedTuple]]
+C = TypeVar("C")
+"""The model's cache: any tree of arrays."""
+
+Step = Callable[[C, jax.Array, jax.Array], tuple[jax.Array, C]]
 """(cache, tokens [B*K], position []) -> (logits [B*K, V], cache)."""
 
-Reorder = Callable[[NamedTuple, jax.Array], NamedTuple]
+Reorder = Callable[[C, jax.Array], C]
 """(cache, rows [B*K]) -> the cache whose row i is the old row rows[i]."""
 
 
@@ -41,23 +45,24 @@ class _Search(NamedTuple):
     finished: jax.Array  # [B, K, T]
     finished_log_probs: jax.Array  # [B, K]
     finished_scores: jax.Array  # [B, K]
-    count: jax.Array  # [B] finished hypotheses
-    cache: NamedTuple
+    finished_count: jax.Array  # [B]
+    cache: Any
 
 
 def length_penalty(length: jax.Array, strength: float, kind: str) -> jax.Array:
     """The divisor of a hypothesis of `length` tokens, EOS included.
 
-    "fairseq": length^strength, what the papers call length penalty. "gnmt": ((5 + length) / 6)^strength (Wu et al., 2016).
+    "fairseq": length^strength, what the papers call length penalty.
+    "gnmt": ((5 + length) / 6)^strength (Wu et al., 2016).
     """
     length = length.astype(jnp.float32)
     return length**strength if kind == "fairseq" else ((5 + length) / 6) ** strength
 
 
 def beam_search(
-    step: Step,
-    reorder: Reorder,
-    cache: NamedTuple,
+    step: Step[C],
+    reorder: Reorder[C],
+    cache: C,
     max_lengths_B: jax.Array,
     *,
     beam_size: int,
@@ -102,13 +107,13 @@ def beam_search(
         ends = token == EOS
 
         # Those that end take the free places of the finished list, in order of rank.
-        place = s.count[:, None] + jnp.cumsum(ends[:, :k], axis=1) - 1
+        place = s.finished_count[:, None] + jnp.cumsum(ends[:, :k], axis=1) - 1
         place = jnp.where(ends[:, :k] & (candidates[:, :k] > -jnp.inf), place, k)
         scores = candidates / length_penalty(s.position + 1, penalty, penalty_kind)
         finished = s.finished.at[sentence, place].set(tokens[:, :k], mode="drop")
         finished_log_probs = s.finished_log_probs.at[sentence, place].set(candidates[:, :k], mode="drop")
         finished_scores = s.finished_scores.at[sentence, place].set(scores[:, :k], mode="drop")
-        count = jnp.minimum(k, s.count + (place < k).sum(1))
+        finished_count = jnp.minimum(k, s.finished_count + (place < k).sum(1))
 
         # A stable sort keeps rank order among those that do not end.
         survivors = jnp.argsort(ends, axis=1, stable=True)[:, :k]
@@ -120,12 +125,12 @@ def beam_search(
             finished=finished,
             finished_log_probs=finished_log_probs,
             finished_scores=finished_scores,
-            count=count,
+            finished_count=finished_count,
             cache=reorder(cache, rows),
         )
 
     def unfinished(s: _Search) -> jax.Array:
-        return jnp.any((s.count < k) & (s.position <= max_lengths_B))
+        return jnp.any((s.finished_count < k) & (s.position <= max_lengths_B))
 
     start = _Search(
         position=jnp.int32(0),
@@ -135,7 +140,7 @@ def beam_search(
         finished=empty,
         finished_log_probs=nothing,
         finished_scores=nothing,
-        count=jnp.zeros(batch, jnp.int32),
+        finished_count=jnp.zeros(batch, jnp.int32),
         cache=cache,
     )
     end = jax.lax.while_loop(unfinished, advance, start)

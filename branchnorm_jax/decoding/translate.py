@@ -104,7 +104,7 @@ class Translator:
     def score(
         self, params: Params, branch_scale: jax.Array, pairs: Sequence[tuple[str, str]]
     ) -> list[tuple[float, int]]:
-        """(log-probability of the target given the source, target tokens) of each pair, EOS included, natural logarithm."""
+        """(natural log-probability of the target given the source, target tokens) of each pair, both with EOS."""
         sources = self.tokenizer.encode_source([source for source, _ in pairs])
         targets = self.tokenizer.encode_target([target for _, target in pairs])
         results = [(0.0, 0)] * len(pairs)

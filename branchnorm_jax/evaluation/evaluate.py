@@ -22,7 +22,7 @@ def evaluate_split(
     target_lang: str,
     progress: Callable[[int], Any],
 ) -> list[Score]:
-    """Writes `<split>.{source,reference,hypothesis}` into `directory`, line by line parallel, and returns the scores."""
+    """Writes `<split>.{source,reference,hypothesis}` into `directory`, line by line parallel; returns the scores."""
     sources = [source for source, _ in pairs]
     references = [target for _, target in pairs]
     found = translator.translate(params, branch_scale, sources, progress=progress)

@@ -130,11 +130,16 @@ class DecoderBlock(Block):
             keys_values = self_attention.keys_values(z)
             new.append(keys_values)
             if cache is not None:
+                assert position is not None
                 keys_values = write_cache(cache.self, keys_values, position)
             return self_attention(z, keys_values, self_mask, site_key(layer.key, Site.SELF_PROBABILITIES))
 
         def attend_cross(z: jax.Array) -> jax.Array:
-            keys_values = cross_attention.keys_values(memory_BSD) if cache is None else cache.cross
+            if cache is not None:
+                keys_values = cache.cross
+            else:
+                assert memory_BSD is not None
+                keys_values = cross_attention.keys_values(memory_BSD)
             # Hypotheses of one sentence share its keys: to cross-attention they are queries of one row.
             queries = z.reshape(keys_values[0].shape[0], -1, z.shape[-1])
             key = site_key(layer.key, Site.CROSS_PROBABILITIES)
@@ -147,7 +152,7 @@ class DecoderBlock(Block):
         return x_BTD, new[0]
 
 
-def write_cache(cached: KeysValues, new: KeysValues, position: jax.Array | None) -> KeysValues:
+def write_cache(cached: KeysValues, new: KeysValues, position: jax.Array) -> KeysValues:
     """Writes the keys and values of one position, [..., 1, H, K], into caches [..., T, H, K]."""
 
     def write(cache: jax.Array, entry: jax.Array) -> jax.Array:

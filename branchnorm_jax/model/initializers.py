@@ -68,7 +68,7 @@ BASES: dict[str, Base] = {
     # fairseq since 0.10: feed-forward as torch.nn.Linear, and random biases but for o.
     "fairseq": Base(
         kernel=_base(torch_default, o=xavier_uniform(1.0), **_qkv).kernel,
-        bias=_base(zeros, bias=torch_default).bias | {"o": zeros},
+        bias={**_base(zeros, bias=torch_default).bias, "o": zeros},
     ),
 }
 

@@ -16,7 +16,15 @@ import jax
 import jax.numpy as jnp
 
 from branchnorm_jax.config import PAD, ModelConfig
-from branchnorm_jax.model.blocks import Block, Cache, DecoderBlock, EncoderBlock, LayerInput, make_attention, write_cache
+from branchnorm_jax.model.blocks import (
+    Block,
+    Cache,
+    DecoderBlock,
+    EncoderBlock,
+    LayerInput,
+    make_attention,
+    write_cache,
+)
 from branchnorm_jax.model.dropout import dropout
 from branchnorm_jax.model.embedding import embed, init_table, sinusoids
 from branchnorm_jax.model.initializers import get_base
@@ -128,7 +136,7 @@ class Transformer:
         mask_B1S = source_mask(source_BS)
         block = self._block("encoder")
 
-        def layer(x: jax.Array, inputs: tuple[Params, LayerInput]) -> tuple[jax.Array, None]:
+        def layer(x: jax.Array, inputs: tuple[Params, LayerInput]) -> tuple[Any, None]:
             layer_params, layer_input = inputs
             return block.apply({"params": layer_params}, x, layer_input, mask_B1S), None
 
@@ -186,7 +194,7 @@ class Transformer:
         c = self.config
         attention = make_attention(c, self.init_base)
 
-        def keys_values(cross_params: Params) -> tuple[jax.Array, jax.Array]:
+        def keys_values(cross_params: Params) -> Any:
             return attention.apply({"params": cross_params}, memory_BSD, method="keys_values")
 
         cross = jax.vmap(keys_values)(params["decoder"]["cross"])

@@ -42,7 +42,7 @@ def is_first() -> bool:
 
 
 class Preemption:
-    """While entered, SIGTERM, SIGINT and SIGUSR1 ask the run to stop after the current update; a second SIGINT kills it."""
+    """While entered, SIGTERM, SIGINT and SIGUSR1 ask the run to stop after its update; a second SIGINT kills it."""
 
     SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
@@ -55,7 +55,9 @@ class Preemption:
             self._previous[number] = signal.signal(number, self._receive)
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
         for number, handler in self._previous.items():
             signal.signal(number, handler)  # type: ignore[arg-type]
 

@@ -34,8 +34,8 @@ def make_mesh(config: ParallelConfig, row_multiple: int) -> Mesh:
         )
     if row_multiple % data:
         raise UserError(
-            f"config: {data} data-parallel devices must divide data.row_multiple / train.accumulation = {row_multiple}; "
-            f"set data.row_multiple to a multiple of {data} x train.accumulation"
+            f"config: {data} data-parallel devices must divide data.row_multiple / train.accumulation = {row_multiple}"
+            f"; set data.row_multiple to a multiple of {data} x train.accumulation"
         )
     return jax.make_mesh((data, config.model), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
 

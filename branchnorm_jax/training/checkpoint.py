@@ -10,7 +10,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import jax
 import orbax.checkpoint as ocp
 from orbax.checkpoint.checkpoint_managers import preservation_policy
 
@@ -118,9 +117,13 @@ class Checkpoints:
             except BranchNormError:
                 raise
             except Exception as error:
-                self._warn(f"checkpoint {step} in {self._directory} is damaged ({_summary(error)}): trying the one before")
+                self._warn(
+                    f"checkpoint {step} in {self._directory} is damaged ({_summary(error)}): trying the one before"
+                )
         if steps:
-            raise UserError(f"{self._directory}: none of the checkpoints {steps} can be read; delete them to start anew")
+            raise UserError(
+                f"{self._directory}: none of the checkpoints {steps} can be read; delete them to start anew"
+            )
         return None
 
     def restore_params(self, which: str, abstract: Params) -> tuple[Params, int]:
@@ -148,7 +151,8 @@ class Checkpoints:
         for step in candidates:
             try:
                 restored = self._manager.restore(
-                    step, args=ocp.args.Composite(params=ocp.args.StandardRestore(abstract), memory=ocp.args.JsonRestore())
+                    step,
+                    args=ocp.args.Composite(params=ocp.args.StandardRestore(abstract), memory=ocp.args.JsonRestore()),
                 )
                 _check("parameters", restored["params"], restored["memory"]["checksums"]["params"])
                 return restored["params"], step
@@ -194,8 +198,3 @@ def _summary(error: Exception) -> str:
     """The first line of an exception, short enough for one line of a message."""
     text = str(error).strip().splitlines()
     return f"{type(error).__name__}: {text[0][:160]}" if text else type(error).__name__
-
-
-def place(tree: Any, split: jax.sharding.Sharding) -> Any:
-    """Abstract arrays that all lie as `split` says."""
-    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=split), tree)

@@ -17,7 +17,6 @@ from branchnorm_jax.data.prepare import Corpus, prepare
 from branchnorm_jax.decoding.translate import Translator
 from branchnorm_jax.errors import BranchNormError, Preempted
 from branchnorm_jax.evaluation.bleu import corpus_bleu
-from branchnorm_jax.model.losses import LossSums
 from branchnorm_jax.model.transformer import Transformer
 from branchnorm_jax.parallel import hosts
 from branchnorm_jax.parallel.mesh import make_mesh, sharding, to_devices
@@ -126,7 +125,7 @@ class Run:
                 return
             step, metrics, batch = pending
             pending = None
-            metrics = Metrics(*(float(value) for value in jax.device_get(metrics)))
+            metrics = jax.tree.map(float, jax.device_get(metrics))
             seconds = time.perf_counter() - self.clock
             self.clock = time.perf_counter()
             self.memory.train_seconds += seconds
@@ -211,7 +210,7 @@ class Run:
         update = jax.jit(train_step, donate_argnums=0, out_shardings=(state_shardings, sharding(self.mesh)))
         split = sharding(self.mesh, "batch")
         for shape in self._shapes():
-            tokens = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=split)
+            tokens: Any = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=split)
             self.compiled[shape] = update.lower(self.abstract, Batch(tokens, tokens)).compile()
         self.compile_seconds = time.perf_counter() - begin
         logs.say(f"compiled {len(self.compiled)} batch shapes in {self.compile_seconds:.1f} s")
@@ -225,8 +224,7 @@ class Run:
         c = self.config.train
         sums = [self.eval_step(self.state, Batch(*to_devices(self.mesh, b))) for b in self.valid_plan.in_order()]
         total = jax.tree.map(lambda *parts: float(sum(parts)), *jax.device_get(sums))
-        assert isinstance(total, LossSums)
-        line = {"step": self.step, "loss": total.loss / total.tokens, "nll": total.nll / total.tokens}
+        line: dict[str, float] = {"step": self.step, "loss": total.loss / total.tokens, "nll": total.nll / total.tokens}
         if c.eval_bleu_sentences:
             line["bleu"] = self._bleu(c.eval_bleu_sentences)
         memory = self.memory
@@ -261,12 +259,13 @@ class Run:
         count = sum(leaf.size for leaf in jax.tree.leaves(self.abstract.params))
         c = self.config.model
         logs.say(
-            f"{c.method} {c.encoder_layers}L-{c.decoder_layers}L, {count:,} parameters, state {state_bytes / 1e6:,.1f} MB, "
-            f"on {jax.device_count()} x {jax.devices()[0].device_kind}"
+            f"{c.method} {c.encoder_layers}L-{c.decoder_layers}L, {count:,} parameters, "
+            f"state {state_bytes / 1e6:,.1f} MB, on {jax.device_count()} x {jax.devices()[0].device_kind}"
         )
         logs.say(
             f"{len(self.corpus.train):,} sentence pairs, {self.plan.batches_per_epoch} updates per epoch, batches of "
-            f"{', '.join(f'{rows}x{length}' for rows, length in self._shapes())} ({100 * self.plan.fill:.1f} % real tokens)"
+            f"{', '.join(f'{rows}x{length}' for rows, length in self._shapes())} "
+            f"({100 * self.plan.fill:.1f} % real tokens)"
         )
         logs.say(f"from step {self.step} to {self.total}")
 

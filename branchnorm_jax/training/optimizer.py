@@ -14,7 +14,7 @@ from branchnorm_jax.errors import UserError
 class FairseqAdamState(NamedTuple):
     """State of `scale_by_fairseq_adam`: completed updates, int32 [], and both moments, shaped like the parameters."""
 
-    count: jax.Array
+    count: jax.Array  # type: ignore[assignment]  # hides tuple.count, as in optax's own states
     mu: optax.Updates
     nu: optax.Updates
 

@@ -43,11 +43,12 @@ def abstract_state(model: Transformer, optimizer: optax.GradientTransformation, 
         optimizer.init, lambda _, split: split, opt_state, param_shardings, transform_non_params=lambda _: whole
     )
 
-    def place(leaf: jax.ShapeDtypeStruct, split: NamedSharding) -> jax.ShapeDtypeStruct:
+    # Any, for it stands where an array will be.
+    def place(leaf: jax.ShapeDtypeStruct, split: NamedSharding) -> Any:
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=split)
 
     return TrainState(
-        step=jax.ShapeDtypeStruct((), jnp.int32, sharding=whole),
+        step=place(jax.ShapeDtypeStruct((), jnp.int32), whole),
         params=jax.tree.map(place, params, param_shardings),
         opt_state=jax.tree.map(place, opt_state, opt_shardings),
     )

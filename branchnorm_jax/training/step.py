@@ -43,7 +43,7 @@ def loss_sums(
     smoothing: float,
     key: jax.Array | None = None,
 ) -> LossSums:
-    """Smoothed cross-entropy of a batch under teacher forcing; the decoder reads EOS, then the target shifted by one."""
+    """Smoothed cross-entropy of a batch under teacher forcing: the decoder reads EOS, then the target shifted by 1."""
     inputs = jnp.pad(batch.target[:, :-1], ((0, 0), (1, 0)), constant_values=EOS)
     logits = model(params, batch.source, inputs, branch_scale, key)
     return smoothed_cross_entropy(logits, batch.target, batch.target != PAD, smoothing)
@@ -78,7 +78,9 @@ def make_train_step(
         if parts == 1:
             (loss, nll), grads = gradient(state.params, batch, keys[0])
         else:
-            zero = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(gradient, state.params, batch, key))
+            zero = jax.tree.map(
+                lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(gradient, state.params, batch, key)
+            )
             ((loss, nll), grads), _ = jax.lax.scan(add_part, zero, (split, keys))
         directions, opt_state = optimizer.update(grads, state.opt_state, state.params)
         params = jax.tree.map(lambda p, d: p - rate * d, state.params, directions)

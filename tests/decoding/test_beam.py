@@ -1,6 +1,7 @@
 """Beam search against a plain-Python reference with explicit lists, and against exhaustive search."""
 
 import itertools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -57,36 +58,32 @@ def log_softmax(x: np.ndarray) -> np.ndarray:
     return x - x.max() - np.log(np.exp(x - x.max()).sum())
 
 
-def reference(
-    seed: int, sentence: int, limit: int, beam: int, min_length: int, penalty: float, kind: str
+def reference_beam(
+    log_probs: Callable[[list[int]], np.ndarray], limit: int, beam: int, min_length: int, penalty: float, kind: str
 ) -> list[tuple[list[int], float]]:
-    """fairseq's rules on Python lists: (tokens with EOS, score), best first."""
-    logits = table(seed)
-    live: list[tuple[list[int], float, int]] = [([], 0.0, next_state(sentence, EOS))]
+    """fairseq's rules on Python lists: (tokens with EOS, score), best first. `log_probs` gives those after a prefix."""
+    live: list[tuple[list[int], float]] = [([], 0.0)]
     finished: list[tuple[list[int], float]] = []
     for position in itertools.count():
         candidates = []
-        for rank, (tokens, total, state) in enumerate(live):
-            log_p = log_softmax(logits[state])
-            for token in range(VOCABULARY):
-                if token == PAD or (token == EOS and position < min_length and position < limit):
+        for rank, (tokens, total) in enumerate(live):
+            for token, log_p in enumerate(log_probs(tokens)):
+                at_limit = position >= limit
+                if token == PAD or (token == EOS and position < min_length and not at_limit):
                     continue
-                if position >= limit and token != EOS:
+                if at_limit and token != EOS:
                     continue
-                candidates.append((total + log_p[token], -rank, -token, tokens, state))
+                candidates.append((total + log_p, -rank, -token, tokens))
         candidates.sort(key=lambda c: c[:3], reverse=True)
         candidates = candidates[: 2 * beam]
         divisor = (position + 1) ** penalty if kind == "fairseq" else ((5 + position + 1) / 6) ** penalty
-        for total, _, token, tokens, _ in candidates[:beam]:
+        for total, _, token, tokens in candidates[:beam]:
             if -token == EOS and len(finished) < beam:
                 finished.append(([*tokens, EOS], total / divisor))
-        live = [
-            ([*tokens, -token], total, next_state(state, -token))
-            for total, _, token, tokens, state in candidates
-            if -token != EOS
-        ][:beam]
+        live = [([*tokens, -token], total) for total, _, token, tokens in candidates if -token != EOS][:beam]
         if len(finished) == beam or position >= limit:
-            return sorted(finished, key=lambda found: -found[1])
+            break
+    return sorted(finished, key=lambda found: -found[1])
 
 
 @settings(max_examples=25, deadline=None)
@@ -100,7 +97,14 @@ def test_equals_the_reference(seed: int, beam: int, min_length: int, penalty: tu
     limits = [5, 8, 2]
     found = search(seed, limits, beam, min_length=min_length, penalty=penalty[0], penalty_kind=penalty[1])
     for sentence, limit in enumerate(limits):
-        expected = reference(seed, sentence, limit, beam, min_length, *penalty)
+
+        def log_probs(prefix: list[int], sentence: int = sentence) -> np.ndarray:
+            state = sentence
+            for token in (EOS, *prefix):
+                state = next_state(state, token)
+            return log_softmax(table(seed)[state])
+
+        expected = reference_beam(log_probs, limit, beam, min_length, *penalty)
         for rank, (tokens, score) in enumerate(expected):
             row = found.tokens[sentence, rank]
             assert row[: len(tokens)].tolist() == tokens

@@ -38,5 +38,5 @@ def test_sites_and_keys_draw_different_masks() -> None:
     key = jax.random.key(0)
     masks = {tuple(np.asarray(dropout(jnp.ones(64), 0.5, site_key(key, site)) != 0)) for site in Site}
     assert len(masks) == len(Site)
-    same = [np.asarray(dropout(jnp.ones(64), 0.5, site_key(key, Site.FFN_BRANCH))) for _ in range(2)]
-    np.testing.assert_array_equal(*same)
+    once, again = (dropout(jnp.ones(64), 0.5, site_key(key, Site.FFN_BRANCH)) for _ in range(2))
+    np.testing.assert_array_equal(once, again)

@@ -34,9 +34,7 @@ def test_equals_cross_entropy_with_the_smoothed_distribution(seed: int, eps: flo
     assert float(sums.tokens) == weights.sum()
 
 
-@pytest.mark.parametrize(
-    ("vocabulary", "floor"), [(10_000, 1.246107), (32_768, 1.364801), (40_000, 1.384744)], ids=str
-)
+@pytest.mark.parametrize(("vocabulary", "floor"), [(10_000, 1.246107), (32_768, 1.364801), (40_000, 1.384744)], ids=str)
 def test_floor_of_the_smoothed_loss(vocabulary: int, floor: float) -> None:
     """A model that predicts q itself reaches the entropy of q, no less."""
     eps = 0.1

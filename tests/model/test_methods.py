@@ -127,7 +127,7 @@ def test_embedding_starts_with_width_as_variance_and_a_zero_row_for_padding() ->
 
 
 def test_unknown_names_are_one_clear_line() -> None:
-    with pytest.raises(UserError, match="postln.*post_ln"):
+    with pytest.raises(UserError, match=r"postln.*post_ln"):
         get_recipe("postln")
     with pytest.raises(UserError, match="xavier_normal"):
         get_base("normal")

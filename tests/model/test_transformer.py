@@ -44,7 +44,7 @@ def randomised(params: Any, scale: float = 0.3) -> Any:
     )
 
 
-def copy_to_torch(layer: torch.nn.Module, params: Any, index: int, method: str) -> None:
+def copy_to_torch(layer: Any, params: Any, index: int, method: str) -> None:
     """Writes layer `index` of our stacked parameters into a torch Transformer layer."""
     kind = "pre" if METHODS[method].pre else "post"
 
@@ -76,8 +76,8 @@ def copy_to_torch(layer: torch.nn.Module, params: Any, index: int, method: str) 
 def test_stacks_equal_pytorch(method: str, activation: str) -> None:
     model = small(method=method, activation=activation)
     params = randomised(init(model, KEY))
-    options = dict(d_model=32, nhead=4, dim_feedforward=48, dropout=0.0, activation=activation, batch_first=True)
-    options["norm_first"] = method == "pre_ln"
+    options: dict[str, Any] = dict(d_model=32, nhead=4, dim_feedforward=48, dropout=0.0, batch_first=True)
+    options |= dict(activation=activation, norm_first=method == "pre_ln")
     padding = torch.tensor(np.asarray(SOURCE == 0))
 
     def embedded(tokens: jax.Array) -> torch.Tensor:
@@ -94,23 +94,25 @@ def test_stacks_equal_pytorch(method: str, activation: str) -> None:
     with torch.no_grad():
         x = embedded(SOURCE)
         for index in range(3):
-            layer = torch.nn.TransformerEncoderLayer(**options)
-            copy_to_torch(layer, params["encoder"], index, method)
-            x = layer(x, src_key_padding_mask=padding)
+            encoder_layer = torch.nn.TransformerEncoderLayer(**options)
+            copy_to_torch(encoder_layer, params["encoder"], index, method)
+            x = encoder_layer(x, src_key_padding_mask=padding)
         memory = final("encoder", x)
         causal = torch.nn.Transformer.generate_square_subsequent_mask(TARGET.shape[1])
         x = embedded(TARGET)
         for index in range(2):
-            layer = torch.nn.TransformerDecoderLayer(**options)
-            copy_to_torch(layer, params["decoder"], index, method)
-            x = layer(x, memory, tgt_mask=causal, memory_key_padding_mask=padding)
+            decoder_layer = torch.nn.TransformerDecoderLayer(**options)
+            copy_to_torch(decoder_layer, params["decoder"], index, method)
+            x = decoder_layer(x, memory, tgt_mask=causal, memory_key_padding_mask=padding)
         logits = final("decoder", x) @ torch.tensor(np.asarray(params["embedding"]["shared"])).T
 
     ours_memory = encode(model, params, SOURCE, ONE)
     real = np.asarray(SOURCE != 0)
     np.testing.assert_allclose(np.asarray(ours_memory)[real], memory.numpy()[real], atol=1e-5, rtol=1e-5)
     scale = float(logits.abs().max())
-    np.testing.assert_allclose(forward(model, params, SOURCE, TARGET, ONE), logits.numpy(), atol=1e-5 * scale, rtol=1e-5)
+    np.testing.assert_allclose(
+        forward(model, params, SOURCE, TARGET, ONE), logits.numpy(), atol=1e-5 * scale, rtol=1e-5
+    )
 
 
 def test_swiglu_equals_its_formula() -> None:
@@ -123,7 +125,8 @@ def test_swiglu_equals_its_formula() -> None:
     gate = np.asarray(x) @ p["gate"]["kernel"] + p["gate"]["bias"]
     hidden = gate / (1 + np.exp(-gate)) * (np.asarray(x) @ p["fc1"]["kernel"] + p["fc1"]["bias"])
     expected = hidden @ p["fc2"]["kernel"] + p["fc2"]["bias"]
-    np.testing.assert_allclose(layer.apply({"params": params}, x), expected, atol=1e-5)
+    ours: Any = layer.apply({"params": params}, x)
+    np.testing.assert_allclose(ours, expected, atol=1e-5)
 
 
 def test_branchnorm_at_alpha_one_is_post_ln_bit_for_bit() -> None:
@@ -281,5 +284,6 @@ def test_sinusoids() -> None:
 def test_layer_norm_equals_pytorch_far_from_zero() -> None:
     x = np.random.default_rng(0).normal(100, 1, (4, 16)).astype(np.float32)
     scale, bias = np.linspace(0.5, 2, 16, dtype=np.float32), np.linspace(-1, 1, 16, dtype=np.float32)
-    theirs = torch.nn.functional.layer_norm(*(torch.tensor(a) for a in (x,)), (16,), torch.tensor(scale), torch.tensor(bias))
-    np.testing.assert_allclose(layer_norm(jnp.asarray(x), scale, bias), theirs.numpy(), atol=2e-4)
+    theirs = torch.nn.functional.layer_norm(torch.tensor(x), (16,), torch.tensor(scale), torch.tensor(bias))
+    ours = layer_norm(jnp.asarray(x), jnp.asarray(scale), jnp.asarray(bias))
+    np.testing.assert_allclose(ours, theirs.numpy(), atol=2e-4)

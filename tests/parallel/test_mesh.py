@@ -16,7 +16,9 @@ from branchnorm_jax.parallel.mesh import LOGICAL_RULES, make_mesh, shard_tree, t
 def test_every_parameter_has_a_name_for_each_axis(method: str) -> None:
     params = Transformer(ModelConfig(method=method, activation="swiglu"), 100, 100).abstract_params()
     for leaf, names in zip(
-        jax.tree.leaves(params), jax.tree.leaves(logical_axes(params), is_leaf=lambda x: isinstance(x, tuple)), strict=True
+        jax.tree.leaves(params),
+        jax.tree.leaves(logical_axes(params), is_leaf=lambda x: isinstance(x, tuple)),
+        strict=True,
     ):
         assert len(names) == leaf.ndim
         assert set(names) <= set(LOGICAL_RULES)

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from branchnorm_jax.config import Config, DataConfig, ModelConfig, ParallelConfig, TrainConfig
+from branchnorm_jax.data.batches import TextBatch
 from branchnorm_jax.model.transformer import Transformer
 from branchnorm_jax.parallel.mesh import make_mesh, sharding, to_devices
 from branchnorm_jax.training.optimizer import make_optimizer
@@ -29,7 +30,7 @@ CONFIG = Config(
 )
 
 
-def batches(count: int) -> list[Batch]:
+def batches(count: int) -> list[TextBatch]:
     """Sentences of 3 to 9 tokens in two shapes, the target the source reversed."""
     random = np.random.default_rng(0)
     found = []
@@ -40,7 +41,7 @@ def batches(count: int) -> list[Batch]:
             words = random.integers(3, 40, random.integers(2, length))
             source[row, : len(words) + 1] = [*words, 1]
             target[row, : len(words) + 1] = [*words[::-1], 1]
-        found.append(Batch(source, target))
+        found.append(TextBatch(source, target))
     return found
 
 
@@ -50,7 +51,7 @@ def losses(config: Config, count: int = 20) -> tuple[list[float], Any, int]:
     model, optimizer = Transformer(config.model, 40, 40), make_optimizer(config.train)
     state = init_state(model, optimizer, mesh, config.train.seed)
     shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract_state(model, optimizer, mesh))
-    update = jax.jit(
+    update: Any = jax.jit(
         make_train_step(model, optimizer, config), donate_argnums=0, out_shardings=(shardings, sharding(mesh))
     )
     found = []
@@ -101,7 +102,7 @@ def test_digest_covers_parameters_and_optimiser() -> None:
     state = init_state(model, optimizer, mesh, 0)
     assert sha256(state) == sha256(init_state(model, optimizer, mesh, 0))
     assert sha256(state) != sha256(init_state(model, optimizer, mesh, 1))
-    moved = state.replace(opt_state=jax.tree.map(lambda leaf: leaf + 1, state.opt_state))
+    moved = dataclasses.replace(state, opt_state=jax.tree.map(lambda leaf: leaf + 1, state.opt_state))
     assert sha256(state) != sha256(moved)
 
 

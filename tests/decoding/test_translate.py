@@ -1,0 +1,132 @@
+"""Translation with a real, tiny model: against searches that run the whole model on every prefix."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from branchnorm_jax.config import EOS, DataConfig, DecodeConfig, ModelConfig
+from branchnorm_jax.data.tokenizer import Tokenizer, train_tokenizer
+from branchnorm_jax.decoding.translate import LENGTHS, Translator, padded_length
+from branchnorm_jax.model.transformer import Transformer
+from tests.decoding.test_beam import log_softmax, reference_beam
+
+forward = jax.jit(Transformer.__call__, static_argnums=0)
+ALPHA = jnp.float32(0.7)
+WORDS = ["red", "green", "blue", "one", "two", "three", "four", "five", "six", "seven"]
+LINES = [" ".join(WORDS[(7 * i + j) % 10] for j in range(1 + i % 5)) for i in range(9)] + ["", " "]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    text = [(" ".join(np.roll(WORDS, i)), " ".join(np.roll(WORDS, -i)[::-1])) for i in range(10)]
+    return train_tokenizer(DataConfig(vocab_size=30), text, tmp_path_factory.mktemp("vocabulary") / "v")
+
+
+@pytest.fixture(scope="module")
+def translator(tokenizer: Tokenizer) -> tuple[Translator, dict]:
+    config = ModelConfig(width=16, heads=2, ffn_width=16, encoder_layers=2, decoder_layers=2)
+    model = Transformer(config, tokenizer.source_size, tokenizer.target_size)
+    params = jax.jit(model.init)(jax.random.key(1))
+    # Larger weights than at the start, so that translations differ and depend on the source.
+    params = jax.tree.map(lambda leaf: 2.0 * leaf, params)
+    decode = DecodeConfig(beam_size=4, nbest=4, max_length_a=1.0, max_length_b=3, batch_tokens=128)
+    return Translator(model, tokenizer, decode), params
+
+
+def log_probs(translator: Translator, params: dict, source: list[int], prefix: list[int]) -> np.ndarray:
+    """Of the token after `prefix`, by teacher forcing on the whole prefix, without a cache."""
+    inputs = np.zeros((1, 16), np.int32)
+    inputs[0, : len(prefix) + 1] = [EOS, *prefix]
+    logits = forward(translator.model, params, jnp.asarray([source]), jnp.asarray(inputs), ALPHA)
+    return log_softmax(np.asarray(logits[0, len(prefix)]))
+
+
+def test_beam_equals_the_reference_beam_on_whole_prefixes(translator: tuple[Translator, dict]) -> None:
+    engine, params = translator
+    found = engine.translate(params, ALPHA, LINES[:4])
+    for line, hypotheses in zip(LINES[:4], found, strict=True):
+        (source,) = engine.tokenizer.encode_source([line])
+        limit = len(source) + 3
+        after = functools.partial(log_probs, engine, params, source)
+        expected = reference_beam(after, limit, 4, 1, 0.6, "fairseq")
+        for hypothesis, (tokens, score) in zip(hypotheses, expected, strict=True):
+            assert hypothesis.text == engine.tokenizer.decode_target(tokens)
+            assert hypothesis.score == pytest.approx(score, abs=1e-4)
+    assert len({hypotheses[0].text for hypotheses in found}) > 1
+
+
+def test_beam_one_is_greedy_is_teacher_forced_argmax(translator: tuple[Translator, dict]) -> None:
+    engine, params = translator
+    greedy = dataclasses.replace(engine, config=dataclasses.replace(engine.config, beam_size=1, nbest=1))
+    for line, hypotheses in zip(LINES[:4], greedy.translate(params, ALPHA, LINES[:4]), strict=True):
+        (source,) = engine.tokenizer.encode_source([line])
+        tokens: list[int] = []
+        for position in range(len(source) + 3):
+            scores = log_probs(engine, params, source, tokens)
+            scores[0] = -np.inf
+            if position == 0:
+                scores[EOS] = -np.inf
+            tokens.append(int(scores.argmax()))
+            if tokens[-1] == EOS:
+                break
+        assert hypotheses[0].text == engine.tokenizer.decode_target(tokens)
+
+
+@pytest.mark.parametrize("batch_tokens", [1, 64, 100_000])
+def test_results_do_not_depend_on_batch_or_order(translator: tuple[Translator, dict], batch_tokens: int) -> None:
+    engine, params = translator
+    expected = engine.translate(params, ALPHA, LINES)
+    other = dataclasses.replace(engine, config=dataclasses.replace(engine.config, batch_tokens=batch_tokens))
+    order = np.random.default_rng(batch_tokens).permutation(len(LINES))
+    found = other.translate(params, ALPHA, [LINES[index] for index in order])
+    for place, index in enumerate(order):
+        assert [h.text for h in found[place]] == [h.text for h in expected[index]]
+        np.testing.assert_allclose([h.score for h in found[place]], [h.score for h in expected[index]], atol=1e-5)
+
+
+def test_empty_lines_stay_empty_and_nothing_is_lost(translator: tuple[Translator, dict]) -> None:
+    engine, params = translator
+    seen: list[int] = []
+    found = engine.translate(params, ALPHA, LINES, progress=seen.append)
+    assert len(found) == len(LINES) == sum(seen)
+    assert [h.text for h in found[-1]] == [h.text for h in found[-2]] == [""] * 4
+    assert engine.translate(params, ALPHA, []) == []
+
+
+def test_long_lines_are_cut_with_a_warning_that_names_them(translator: tuple[Translator, dict]) -> None:
+    engine, params = translator
+    warnings: list[str] = []
+    short = dataclasses.replace(
+        engine, config=dataclasses.replace(engine.config, max_input_length=6), warn=warnings.append
+    )
+    found = short.translate(params, ALPHA, ["red", " ".join(WORDS)], first_line=41)
+    assert len(warnings) == 1
+    assert "line 42" in warnings[0]
+    ids = engine.tokenizer.encode_source([" ".join(WORDS)])[0]
+    assert f"from {len(ids)} to 6 tokens" in warnings[0]
+    cut = short.tokenizer.decode_source(ids[:5])
+    assert found[1] == short.translate(params, ALPHA, [cut])[0]
+
+
+def test_scores_are_sums_of_teacher_forced_log_probabilities(translator: tuple[Translator, dict]) -> None:
+    engine, params = translator
+    pairs = [("red green", "one two three"), ("blue", ""), ("", "six")]
+    for (source, target), (score, tokens) in zip(pairs, engine.score(params, ALPHA, pairs), strict=True):
+        (source_ids,) = engine.tokenizer.encode_source([source])
+        (target_ids,) = engine.tokenizer.encode_target([target])
+        expected = sum(
+            log_probs(engine, params, source_ids, target_ids[:position])[token]
+            for position, token in enumerate(target_ids)
+        )
+        assert tokens == len(target_ids)
+        np.testing.assert_allclose(score, expected, atol=1e-3)
+
+
+def test_padded_lengths_hold_their_sentences() -> None:
+    for length in (1, 8, 9, 1024, 1025, 3000):
+        assert padded_length(length) >= length
+    assert {padded_length(length) for length in range(1, 1025)} == set(LENGTHS)

@@ -5,15 +5,17 @@ Flags, start-up and dispatch; what happens then is in `branchnorm_jax/`.
 
 import os
 import re
+import signal
 import sys
 from pathlib import Path
+from types import FrameType
 
 from absl import flags
 from ml_collections import config_flags
 
 from branchnorm_jax import config as configs
 from branchnorm_jax.config import Config
-from branchnorm_jax.errors import BranchNormError, UserError
+from branchnorm_jax.errors import BranchNormError, Preempted, StorageError, UserError
 from branchnorm_jax.workdir import Workdir
 
 MODES = {
@@ -40,6 +42,8 @@ config_flags.DEFINE_config_file(
 
 def main(argv: list[str]) -> int:
     """Runs one mode and returns the exit code; every error a user can meet is one line on stderr."""
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, stop)
     try:
         config, workdir = parse(argv)
         run(FLAGS.mode, config, workdir)
@@ -52,7 +56,15 @@ def main(argv: list[str]) -> int:
     except BrokenPipeError:
         # The reader of our output went away, as `head` does: nobody is left to tell.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except OSError as error:
+        print(f"StorageError: {error}", file=sys.stderr)
+        return StorageError.exit_code
     return 0
+
+
+def stop(number: int, frame: FrameType | None) -> None:
+    """What a signal does while there is nothing to save; the training loop has its own answer."""
+    raise Preempted(f"stopped by signal {number}", number)
 
 
 def parse(argv: list[str]) -> tuple[Config, Workdir]:
@@ -64,9 +76,13 @@ def parse(argv: list[str]) -> tuple[Config, Workdir]:
     for name in ("config", "workdir", "mode"):
         flags.DEFINE_string(name, None, "", flag_values=early)
     try:
-        early(argv, known_only=True)
+        early([argument for argument in argv if argument not in ("-h", "--help", "--helpfull")], known_only=True)
     except flags.Error as error:
         raise UserError(str(error)) from error
+    if {"-h", "--help", "--helpfull"} & set(argv):
+        return parse([argv[0], "--mode=help"])
+    if early.mode not in (None, *MODES):
+        raise UserError(f"--mode={early.mode}: the modes are {', '.join(MODES)}")
     file, workdir = early.config, early.workdir
     if workdir is None and file is not None:
         workdir = str(Path("runs", re.sub(r"\.py(:|$)", "-", Path(file).name).rstrip("-")))
@@ -87,8 +103,13 @@ def parse(argv: list[str]) -> tuple[Config, Workdir]:
             config = configs.from_config_dict(configs.with_one_length(FLAGS.config, set(given)))
     except BranchNormError:
         raise
-    except (flags.Error, OSError, ImportError, SyntaxError) as error:
-        raise UserError(str(error).replace("\n", " ")) from error
+    except flags.Error as error:
+        hint = "; a whole number is expected" if "literal for int" in str(error) else ""
+        raise UserError(str(error).replace("\n", " ") + hint) from error
+    except Exception as error:
+        raise UserError(
+            f"--config={file}: {type(error).__name__} in this file: {str(error).splitlines()[-1]}"
+        ) from error
     if len(rest) > 1:
         raise UserError(f"what is {rest[1]!r}? Options are written --name=value")
     return config, Workdir(Path(workdir or "."))
@@ -102,8 +123,14 @@ def config_files() -> str:
 def check_names(argv: list[str]) -> None:
     """Raises `UserError`, with the nearest valid name, for the first --config.section.name that does not exist."""
     known = {name for name, _ in configs.fields()}
+    if sum(re.match(r"--?config(=|$)", argument) is not None for argument in argv) > 1:
+        raise UserError(
+            "--config is given twice; options of the file are changed by --config.<section>.<option>=<value>"
+        )
     for argument in argv[1:]:
         name = re.match(r"--?(?:no)?config\.([^=]*)", argument)
+        if name and name[1] in vars(Config()):
+            raise UserError(f"config: {name[1]!r} is a section; write --config.{name[1]}.<option>=<value>")
         if name and name[1] not in known:
             hint = configs.nearest_name(name[1])
             raise UserError(f"config: no option {name[1]!r}" + (f"; did you mean {hint!r}?" if hint else ""))

@@ -119,8 +119,8 @@ class DataConfig:
 class TrainConfig:
     """One update, then many."""
 
-    steps: int = option(100_000, "length of the run; 0: see epochs", unit="updates", minimum=0, free=True)
-    epochs: float = option(0.0, "length of the run instead of steps", unit="epochs", minimum=0, free=True)
+    steps: int = option(100_000, "length of the run; 0: see epochs", unit="updates", minimum=0, maximum=1e9, free=True)
+    epochs: float = option(0.0, "length of the run instead of steps", unit="epochs", minimum=0, maximum=1e6, free=True)
     seed: int = option(0, "seed of initialisation, batches and dropout", minimum=0)
     batch_tokens: int = option(
         4096,
@@ -153,7 +153,7 @@ class TrainConfig:
     )
     keep_last: int = option(2, "newest checkpoints to keep", minimum=1, free=True)
     keep_best: int = option(1, "best checkpoints to keep", minimum=0, free=True)
-    best_metric: str = option("bleu", "validation metric of the best checkpoint", choices=("bleu", "loss"), free=True)
+    best_metric: str = option("bleu", "validation metric of the best checkpoint", choices=("bleu", "loss"))
     patience: int = option(
         0, "stop after this many validations without a better one; 0: never", unit="validations", minimum=0, free=True
     )
@@ -183,12 +183,14 @@ class DecodeConfig:
         free=True,
     )
     max_length_a: float = option(
-        2.0, "a of the longest translation a*x+b, x source tokens with EOS", minimum=0, free=True
+        2.0, "a of the longest translation a*x+b, x source tokens with EOS", minimum=0, maximum=100, free=True
     )
-    max_length_b: int = option(20, "b of the longest translation a*x+b", unit="tokens", minimum=1, free=True)
+    max_length_b: int = option(
+        20, "b of the longest translation a*x+b", unit="tokens", minimum=1, maximum=100_000, free=True
+    )
     min_length: int = option(1, "shortest translation", unit="tokens", minimum=0, free=True)
     max_input_length: int = option(
-        1024, "longer input lines are cut, with a warning", unit="tokens", minimum=4, free=True
+        1024, "longer input lines are cut, with a warning", unit="tokens", minimum=4, maximum=100_000, free=True
     )
     nbest: int = option(
         1, "hypotheses printed per line; more than 1 prints `line ||| text ||| score`", minimum=1, free=True
@@ -335,7 +337,7 @@ def _validate(config: Config) -> None:
         raise UserError(
             f"config: decode.nbest={config.decode.nbest} is more than decode.beam_size={config.decode.beam_size}"
         )
-    for split in config.evaluate.splits.split(","):
+    for split in config.evaluate.splits.replace(" ", "").split(","):
         if split not in ("valid", "test"):
             raise UserError(f"config: evaluate.splits names {split!r}; it takes valid and test, comma-separated")
 
@@ -355,20 +357,22 @@ def difference(a: Config, b: Config, *, free: bool) -> list[str]:
     ]
 
 
-def save(config: Config, path: Path) -> None:
-    """Writes `config.json`."""
-    path.write_text(json.dumps(dataclasses.asdict(config), indent=2) + "\n")
+def to_json(config: Config) -> str:
+    """The content of `config.json`."""
+    return json.dumps(dataclasses.asdict(config), indent=2) + "\n"
 
 
 def load(path: Path) -> Config:
-    """Reads what `save` wrote. Raises `UserError` if the file is missing or not a config."""
+    """Reads what `to_json` wrote. Raises `UserError` if the file is missing or not a config."""
     try:
         values = json.loads(path.read_text())
         if not isinstance(values, dict):
             raise ValueError("not a JSON object")
         return from_config_dict(values)
     except (OSError, ValueError, UserError) as error:
-        raise UserError(f"{path}: cannot read the config of this workdir ({error})") from error
+        raise UserError(
+            f"{path}: cannot read the config of this workdir ({error}); delete the file and give --config again"
+        ) from error
 
 
 def help_text() -> str:

@@ -6,7 +6,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from queue import Empty, SimpleQueue
-from typing import BinaryIO, NamedTuple
+from typing import BinaryIO, NamedTuple, TextIO
 
 import jax
 
@@ -24,7 +24,7 @@ from branchnorm_jax.parallel.mesh import make_mesh, shard_tree
 from branchnorm_jax.training import logs, schedules
 from branchnorm_jax.training.checkpoint import Checkpoints
 from branchnorm_jax.training.loop import train
-from branchnorm_jax.workdir import Workdir
+from branchnorm_jax.workdir import Workdir, write_atomically
 
 CHUNK = 10_000
 """Lines of a file that are sorted by length and translated together."""
@@ -45,14 +45,16 @@ def load(config: Config, workdir: Workdir) -> Trained:
         raise UserError(f"{workdir.path}: no training run in this workdir; train first (--mode=train)")
     tokenizer = load_tokenizer(workdir / "vocabulary")
     model = Transformer(config.model, tokenizer.source_size, tokenizer.target_size)
-    mesh = make_mesh(config.parallel, config.data.row_multiple)
+    if tokenizer.sha256 != workdir.data_identity().get("vocabulary"):
+        raise UserError(f"{workdir / 'vocabulary'}: not the vocabulary that this run was trained with; restore it")
+    mesh = make_mesh(config.parallel, 0)
     abstract = model.abstract_params()
     abstract = jax.tree.map(
         lambda leaf, split: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=split),
         abstract,
         shard_tree(mesh, abstract, logical_axes(abstract)),
     )
-    params, step = Checkpoints(workdir / "checkpoints", config.train, logs.say).restore_params(
+    params, step = Checkpoints(workdir / "checkpoints", config.train, logs.say, read_only=True).restore_params(
         config.decode.checkpoint, abstract
     )
     translator = Translator(model, tokenizer, config.decode, warn=logs.say)
@@ -62,9 +64,10 @@ def load(config: Config, workdir: Workdir) -> Trained:
 def evaluate(config: Config, workdir: Workdir) -> None:
     """Translates the splits of `evaluate.splits`, scores them, writes results.json and evaluation/."""
     workdir.check_config(config)
+    workdir.create()
     trained = load(config, workdir)
     directory, results = workdir / "evaluation", {}
-    for split in config.evaluate.splits.split(","):
+    for split in config.evaluate.splits.replace(" ", "").split(","):
         pairs = list(read_pairs(config.data, split))
         with logs.progress_bar(len(pairs), 0, "line", split) as bar:
             results[split] = evaluate_split(
@@ -86,7 +89,7 @@ def translate(config: Config, workdir: Workdir) -> None:
     workdir.check_config(config)
     trained = load(config, workdir)
     done = 0
-    for lines in read_chunks(sys.stdin.buffer):
+    for lines in read_chunks(sys.stdin):
         with logs.progress_bar(len(lines), 0, "line", "translate") as bar:
             found = trained.translator.translate(
                 trained.params, trained.branch_scale, lines, first_line=done + 1, progress=bar.update
@@ -109,7 +112,7 @@ def score(config: Config, workdir: Workdir) -> None:
     workdir.check_config(config)
     trained = load(config, workdir)
     done = 0
-    for lines in read_chunks(sys.stdin.buffer):
+    for lines in read_chunks(sys.stdin):
         pairs = []
         for index, line in enumerate(lines):
             sides = line.split("\t")
@@ -129,7 +132,7 @@ def plan(config: Config, workdir: Workdir) -> None:
     found = planning.make_plan(config)
     print(planning.format_plan(config, found))
     workdir.create()
-    (workdir / "plan.json").write_text(planning.to_json(found))
+    write_atomically(workdir / "plan.json", planning.to_json(found))
 
 
 def analyze(config: Config, workdir: Workdir) -> None:
@@ -137,18 +140,24 @@ def analyze(config: Config, workdir: Workdir) -> None:
     print(draw_curves(workdir))
 
 
-def read_chunks(stream: BinaryIO) -> Iterator[list[str]]:
+def read_chunks(text: TextIO | None) -> Iterator[list[str]]:
     """Lines of a stream in lists: a file's in chunks of `CHUNK`; a pipe's or terminal's as soon as they are there.
 
     Raises:
       UserError: for invalid UTF-8, naming the line.
     """
+    if text is None:
+        raise UserError("stdin is closed; give the text with < file or through a pipe")
+    stream = text.buffer
     patient = stat.S_ISREG(_mode(stream))
-    queue: SimpleQueue[bytes | None] = SimpleQueue()
+    queue: SimpleQueue[bytes | OSError | None] = SimpleQueue()
 
     def read() -> None:
-        for line in stream:
-            queue.put(line)
+        try:
+            for line in stream:
+                queue.put(line)
+        except OSError as error:
+            queue.put(error)
         queue.put(None)
 
     threading.Thread(target=read, daemon=True, name="stdin").start()
@@ -163,6 +172,8 @@ def read_chunks(stream: BinaryIO) -> Iterator[list[str]]:
             if raw is None:
                 ended = True
                 break
+            if isinstance(raw, OSError):
+                raise UserError(f"stdin, after line {number}: {raw.strerror or raw}")
             number += 1
             try:
                 lines.append(raw.decode("utf-8").rstrip("\r\n"))

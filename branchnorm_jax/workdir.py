@@ -29,15 +29,26 @@ class Workdir:
 
     def create(self) -> None:
         """Makes the folder. Raises `UserError` if it cannot be made or written to."""
+        probe = self.path / f".probe.{os.getpid()}"
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            probe = self.path / f".probe.{os.getpid()}"
             probe.write_bytes(b"\0" * 65536)
-            probe.unlink()
         except OSError as error:
             raise UserError(
                 f"{self.path}: cannot write in this workdir ({error.strerror}); choose another --workdir"
             ) from error
+        finally:
+            with contextlib.suppress(OSError):
+                probe.unlink()
+        for name in ("checkpoints", "vocabulary", "corpus", "evaluation"):
+            if (self / name).exists() and not (self / name).is_dir():
+                raise UserError(f"{self / name}: this must be a folder; move the file away")
+
+    @property
+    def has_checkpoints(self) -> bool:
+        """Whether anything was trained here: a finished checkpoint exists."""
+        folder = self / "checkpoints"
+        return folder.is_dir() and any(entry.name.isdecimal() for entry in folder.iterdir())
 
     def need_space(self, needed: int) -> None:
         """Raises `UserError` unless `needed` bytes are free."""
@@ -73,15 +84,26 @@ class Workdir:
                 )
 
     def agree_on_config(self, config: Config) -> None:
-        """Checks the config against that of the run so far, then saves it."""
-        self.check_config(config)
-        configs.save(config, self / "config.json")
+        """Checks the config against that of the run so far, then saves it.
+
+        Until the first checkpoint nothing is lost by another config: then the run starts over, with the vocabulary that
+        the new config asks for.
+        """
+        if not self.has_checkpoints:
+            path = self / "config.json"
+            if path.exists() and configs.difference(configs.load(path), config, free=False):
+                shutil.rmtree(self / "vocabulary", ignore_errors=True)
+            for name in ("data.json", "metrics.jsonl", "validation.jsonl"):
+                (self / name).unlink(missing_ok=True)
+        else:
+            self.check_config(config)
+        write_atomically(self / "config.json", configs.to_json(config))
 
     def agree_on_data(self, identity: dict[str, str]) -> None:
         """The same for what the run learns from: hashes of corpus and vocabulary by name."""
         path = self / "data.json"
         if path.exists():
-            known = json.loads(path.read_text())
+            known = self.data_identity()
             changed = [
                 f"{name}: {known.get(name, 'none')[:12]} -> {value[:12]}"
                 for name, value in identity.items()
@@ -92,4 +114,26 @@ class Workdir:
                     f"{self.path}: the data of this run changed ({'; '.join(changed)}); restore the old files or "
                     f"choose another --workdir"
                 )
-        path.write_text(json.dumps(identity, indent=2) + "\n")
+        write_atomically(path, json.dumps(identity, indent=2) + "\n")
+
+    def data_identity(self) -> dict[str, str]:
+        """The hashes that `agree_on_data` saved. Raises `UserError` if they are missing or broken."""
+        path = self / "data.json"
+        try:
+            known = json.loads(path.read_text())
+            return {str(name): str(value) for name, value in known.items()}
+        except (OSError, ValueError, AttributeError) as error:
+            raise UserError(
+                f"{path}: cannot read the hashes of this run's data ({error}); if text and vocabulary are those of the "
+                f"run, delete the file and train on: they will be taken as they are"
+            ) from error
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Replaces a file's content: readers and crashes see the old text or the new, never a part."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)

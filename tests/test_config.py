@@ -228,7 +228,7 @@ def test_save_and_load_round_trip(tmp_path_factory, data):
     except UserError:
         reject()  # a rule that ties it to another option
     path = tmp_path_factory.getbasetemp() / "config.json"
-    options.save(config, path)
+    path.write_text(options.to_json(config))
     loaded = options.load(path)
     assert loaded == config
     assert {n: type(v) for n, v in options.to_flat(loaded).items()} == {
@@ -251,7 +251,7 @@ def test_a_missing_config_file_is_named(tmp_path):
 
 
 def test_what_is_saved_is_plain_json_with_every_option(tmp_path):
-    options.save(Config(), tmp_path / "config.json")
+    (tmp_path / "config.json").write_text(options.to_json(Config()))
     saved = json.loads((tmp_path / "config.json").read_text())
     assert [f"{section}.{name}" for section in saved for name in saved[section]] == [n for n, _ in options.fields()]
 

@@ -74,7 +74,9 @@ def _encode(processor: sentencepiece.SentencePieceProcessor, lines: list[str]) -
 
 def _decode(processor: sentencepiece.SentencePieceProcessor, ids: Iterable[int]) -> str:
     before_eos = itertools.takewhile(lambda token: token != EOS, ids)
-    return processor.decode([int(token) for token in before_eos])  # which drops control symbols: PAD
+    text = processor.decode([int(token) for token in before_eos])  # which drops control symbols: PAD
+    # Bytes (byte_fallback) can spell a line break, and one line in must stay one line out.
+    return " ".join(text.splitlines())
 
 
 def train_tokenizer(config: DataConfig, pairs: Iterable[tuple[str, str]], directory: Path) -> Tokenizer:

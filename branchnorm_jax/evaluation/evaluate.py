@@ -1,5 +1,6 @@
 """Translates whole splits and writes hypotheses and scores beside each other."""
 
+import contextlib
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -10,6 +11,7 @@ import jax
 from branchnorm_jax.decoding.translate import Translator
 from branchnorm_jax.evaluation.bleu import Score, scores
 from branchnorm_jax.model.transformer import Params
+from branchnorm_jax.workdir import write_atomically
 
 
 def evaluate_split(
@@ -34,8 +36,15 @@ def evaluate_split(
 
 
 def write_results(path: Path, results: dict[str, list[Score]], directory: Path, extra: dict[str, Any]) -> None:
-    """Writes results.json: {split: {metric: {score, signature, hypotheses}}}, and what was decoded how under "run"."""
-    table: dict[str, Any] = {
+    """Writes results.json: {split: {metric: {score, signature, hypotheses}}}, and what was decoded how under "run".
+
+    Splits that were scored before stay, if they were decoded from the same checkpoint in the same way.
+    """
+    table: dict[str, Any] = {}
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        before = json.loads(path.read_text(encoding="utf-8"))
+        table = before if before.pop("run") == json.loads(json.dumps(extra)) else {}
+    table |= {
         split: {
             score.name: {
                 "score": score.score,
@@ -46,7 +55,7 @@ def write_results(path: Path, results: dict[str, list[Score]], directory: Path, 
         }
         for split, found in results.items()
     }
-    path.write_text(json.dumps(table | {"run": extra}, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    write_atomically(path, json.dumps(table | {"run": extra}, indent=2, ensure_ascii=False) + "\n")
 
 
 def format_table(results: dict[str, list[Score]]) -> str:

@@ -24,15 +24,16 @@ def make_mesh(config: ParallelConfig, row_multiple: int) -> Mesh:
 
     Args:
       config: sizes of the axes; data=0 takes what `model` leaves.
-      row_multiple: rows of a microbatch are a multiple of this, so the data axis must divide it.
+      row_multiple: rows of a microbatch are a multiple of this, and the data axis must divide it; 0: it need not.
     """
     devices = jax.device_count()
     data = config.data or devices // config.model
     if data * config.model != devices:
         raise UserError(
-            f"config: parallel.data={config.data} x parallel.model={config.model} does not match {devices} devices"
+            f"config: parallel.data={config.data or 'rest'} x parallel.model={config.model} does not match the "
+            f"{devices} devices"
         )
-    if row_multiple % data:
+    if row_multiple and row_multiple % data:
         raise UserError(
             f"config: {data} data-parallel devices must divide data.row_multiple / train.accumulation = {row_multiple}"
             f"; set data.row_multiple to a multiple of {data} x train.accumulation"

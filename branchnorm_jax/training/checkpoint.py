@@ -6,8 +6,10 @@ the loop remembers. Nothing is restored whose checksums differ: Orbax itself doe
 
 import errno
 import logging
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import orbax.checkpoint as ocp
@@ -25,10 +27,16 @@ Memory = dict[str, Any]
 class Checkpoints:
     """The checkpoints of one workdir."""
 
-    def __init__(self, directory: Path, train: TrainConfig, warn: Callable[[str], None]) -> None:
-        """Opens or creates `directory`. `warn` receives one line for each checkpoint that cannot be used."""
+    def __init__(
+        self, directory: Path, train: TrainConfig, warn: Callable[[str], None], *, read_only: bool = False
+    ) -> None:
+        """Opens `directory`; the one training that holds the workdir may create it and clean up in it.
+
+        `warn` receives one line for each checkpoint that cannot be used.
+        """
         # Orbax narrates through absl, hundreds of lines on a bad file: what matters is said here.
         logging.getLogger("absl").setLevel(logging.CRITICAL)
+        sys.excepthook = _without_storage_threads
         self._directory = directory.absolute()
         self._warn = warn
         keep = [preservation_policy.LatestN(train.keep_last)]
@@ -41,7 +49,10 @@ class Checkpoints:
                 )
             )
         options = ocp.CheckpointManagerOptions(
-            preservation_policy=preservation_policy.AnyPreservationPolicy(keep), cleanup_tmp_directories=True
+            preservation_policy=preservation_policy.AnyPreservationPolicy(keep),
+            cleanup_tmp_directories=not read_only,
+            create=not read_only,
+            read_only=read_only,
         )
         self._manager = ocp.CheckpointManager(
             self._directory, options=options, item_names=("params", "training", "memory")
@@ -148,16 +159,19 @@ class Checkpoints:
             candidates = ([best] if best is not None else []) + [step for step in reversed(steps) if step != best]
         else:
             raise UserError(f"config: decode.checkpoint={which!r} is neither best, nor last, nor a step")
-        for step in candidates:
+        for place, step in enumerate(candidates):
             try:
                 restored = self._manager.restore(
                     step,
                     args=ocp.args.Composite(params=ocp.args.StandardRestore(abstract), memory=ocp.args.JsonRestore()),
                 )
                 _check("parameters", restored["params"], restored["memory"]["checksums"]["params"])
-                return restored["params"], step
             except Exception as error:
                 self._warn(f"checkpoint {step} in {self._directory} is damaged ({_summary(error)})")
+                continue
+            if place:
+                self._warn(f"using checkpoint {step} instead")
+            return restored["params"], step
         raise UserError(f"{self._directory}: checkpoint {which!r} cannot be read")
 
     def _restore(self, step: int, abstract: TrainState) -> tuple[TrainState, Memory]:
@@ -192,6 +206,12 @@ class Checkpoints:
 def _check(what: str, tree: Any, expected: list[int]) -> None:
     if checksums(tree).tolist() != expected:
         raise ValueError(f"the checksums of its {what} do not match")
+
+
+def _without_storage_threads(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """Python's way of reporting, but for the storage library's threads that end after a save or restore has failed."""
+    if not (isinstance(error, RuntimeError) and "Event loop is closed" in str(error)):
+        sys.__excepthook__(kind, error, trace)
 
 
 def _summary(error: Exception) -> str:

@@ -1,7 +1,7 @@
 """What a run writes for people and programs: JSON lines, TensorBoard, a progress line, status.json."""
 
+import contextlib
 import json
-import os
 import resource
 import subprocess
 import sys
@@ -13,6 +13,8 @@ from typing import Any
 import jax
 from tqdm import tqdm
 
+from branchnorm_jax.workdir import write_atomically
+
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "sentencepiece", "sacrebleu")
 
 
@@ -21,7 +23,10 @@ class JsonLines:
 
     def __init__(self, path: Path, first_step: int) -> None:
         """Opens `path` to append; lines of `first_step` and later, which will be written again, are dropped."""
-        kept = [line for line in read_lines(path) if line["step"] < first_step]
+        lines = read_lines(path)
+        if path.exists() and (broken := len(path.read_bytes().splitlines()) - len(lines)) > 1:
+            say(f"{path}: {broken} lines are broken and were dropped")
+        kept = [line for line in lines if line["step"] < first_step]
         write_atomically(path, "".join(json.dumps(line) + "\n" for line in kept))
         self._file = path.open("a")
 
@@ -36,15 +41,13 @@ class JsonLines:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The lines of a `JsonLines` file; an unfinished last line is ignored, a missing file is empty."""
-    if not path.exists():
-        return []
+    """The lines of a `JsonLines` file; an unfinished or broken line is left out, a missing file is empty."""
     lines = []
-    for text in path.read_text().splitlines():
-        try:
-            lines.append(json.loads(text))
-        except ValueError:
-            break
+    for text in path.read_bytes().splitlines() if path.exists() else []:
+        with contextlib.suppress(ValueError):
+            line = json.loads(text)
+            if isinstance(line, dict) and isinstance(line.get("step"), int):
+                lines.append(line)
     return lines
 
 
@@ -67,6 +70,18 @@ class TensorBoard:
         self._writer.close()
 
 
+class _Lines:
+    """stderr where it is not a terminal: a progress bar's redrawing becomes lines of their own."""
+
+    def write(self, text: str) -> None:
+        for line in text.replace("\r", "\n").split("\n"):
+            if line.strip():
+                sys.stderr.write(line.rstrip() + "\n")
+
+    def flush(self) -> None:
+        sys.stderr.flush()
+
+
 def progress_bar(total: int, done: int, unit: str, description: str) -> tqdm:
     """A live line on stderr with rate and ETA; one line every half minute where stderr is not a terminal."""
     live = sys.stderr.isatty()
@@ -75,9 +90,10 @@ def progress_bar(total: int, done: int, unit: str, description: str) -> tqdm:
         initial=done,
         unit=unit,
         desc=description,
-        file=sys.stderr,
+        file=sys.stderr if live else _Lines(),
         dynamic_ncols=live,
         mininterval=0.2 if live else 30,
+        delay=0 if live else 1,
         leave=False,
     )
 
@@ -85,13 +101,6 @@ def progress_bar(total: int, done: int, unit: str, description: str) -> tqdm:
 def say(line: str) -> None:
     """One line on stderr that does not tear a progress line."""
     tqdm.write(line, file=sys.stderr)
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Replaces a file's content: readers and crashes see the old text or the new, never a part."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(text)
-    os.replace(temporary, path)
 
 
 def environment() -> dict[str, Any]:

@@ -1,22 +1,27 @@
 """The training loop. The order of its parts is a contract: what is saved, evaluated and logged belongs together."""
 
+import contextlib
 import dataclasses
 import json
 import math
 import time
+from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 
 from branchnorm_jax.config import Config
 from branchnorm_jax.data.batches import Shape, TextBatch, make_plans, prefetch
 from branchnorm_jax.data.corpus import read_pairs
 from branchnorm_jax.data.prepare import Corpus, prepare
 from branchnorm_jax.decoding.translate import Translator
-from branchnorm_jax.errors import BranchNormError, Preempted
+from branchnorm_jax.errors import BranchNormError, Preempted, StorageError
 from branchnorm_jax.evaluation.bleu import corpus_bleu
+from branchnorm_jax.model.initializers import get_base
+from branchnorm_jax.model.methods import get_recipe
 from branchnorm_jax.model.transformer import Transformer
 from branchnorm_jax.parallel import hosts
 from branchnorm_jax.parallel.mesh import make_mesh, sharding, to_devices
@@ -26,7 +31,7 @@ from branchnorm_jax.training.optimizer import make_optimizer
 from branchnorm_jax.training.state import abstract_state, init_state, sha256
 from branchnorm_jax.training.step import Batch, Metrics, make_eval_step, make_train_step
 from branchnorm_jax.training.watch import check_finite
-from branchnorm_jax.workdir import Workdir
+from branchnorm_jax.workdir import Workdir, write_atomically
 
 
 @dataclasses.dataclass
@@ -50,6 +55,7 @@ def train(config: Config, workdir: Workdir) -> None:
     Raises:
       UserError, DivergedError, StorageError, HostError, Preempted: as their names say, after `status.json` was written.
     """
+    check_names(config)
     workdir.create()
     with workdir.locked():
         workdir.agree_on_config(config)
@@ -58,12 +64,23 @@ def train(config: Config, workdir: Workdir) -> None:
         run = Run(config, workdir, corpus)
         try:
             run.loop()
-        except BranchNormError as error:
-            run.write_status(error.status, str(error))
-            raise
         except BaseException as error:
-            run.write_status("failed", f"{type(error).__name__}: {error}")
-            raise
+            failure = error
+            if isinstance(error, OSError):
+                failure = StorageError(f"{workdir.path}: {error.strerror or error}; what was saved before is kept")
+            status = failure.status if isinstance(failure, BranchNormError) else "failed"
+            # A disk that cannot take the results may not take the status either: the first error is the one to tell.
+            with contextlib.suppress(OSError):
+                run.write_status(status, str(failure) or type(failure).__name__)
+            raise failure from error
+
+
+def check_names(config: Config) -> None:
+    """Raises `UserError` for names that only the rooms know (method, init, optimizer, schedule), before any work."""
+    get_base(config.model.init or get_recipe(config.model.method).init)
+    make_optimizer(config.train)
+    schedules.learning_rate(config.train, config.model.width)
+    make_mesh(config.parallel, config.data.row_multiple // config.train.accumulation)
 
 
 class Run:
@@ -83,6 +100,8 @@ class Run:
         self.eval_step = jax.jit(make_eval_step(self.model, config))
         self.compiled: dict[tuple[int, int], Any] = {}
         self.compile_seconds = 0.0
+        self.stop = ""
+        """Why to stop before the last update, once there is a reason."""
 
         state_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(self.abstract))
         self.checkpoints = Checkpoints(workdir / "checkpoints", train, logs.say)
@@ -106,8 +125,19 @@ class Run:
         dispatch the update; read the metrics of the update before (so the device never waits for the host); poll for
         signals.
         """
+        with hosts.Preemption() as preemption:
+            self._loop(preemption)
+        self.checkpoints.close()
+        if jax.process_count() > 1:
+            from jax.experimental import multihost_utils
+
+            multihost_utils.sync_global_devices("done")
+        self.write_status("done", self.stop or f"reached {self.total} updates")
+
+    def _loop(self, preemption: hosts.Preemption) -> None:
         c = self.config.train
-        start, signal_number, stop = self.step, 0, ""
+        start, signal_number = self.step, 0
+        self.write_status("running", "a run that ends writes another status")
         if start < self.total:
             self._compile()
         metrics_log = logs.JsonLines(self.workdir / "metrics.jsonl", start)
@@ -117,6 +147,7 @@ class Run:
         bar = logs.progress_bar(self.total, start, "update", "train")
         pending: tuple[int, Metrics, TextBatch] | None = None
         self.clock = time.perf_counter()
+        recent: deque[tuple[int, float]] = deque(maxlen=20)
 
         def read() -> None:
             """Waits for the update in flight, checks it, logs it."""
@@ -130,56 +161,51 @@ class Run:
             self.clock = time.perf_counter()
             self.memory.train_seconds += seconds
             self.memory.target_tokens += int(metrics.target_tokens)
-            check_finite(step, metrics)
+            recent.append((int(metrics.target_tokens), seconds))
+            check_finite(step, "loss", metrics.loss)
+            check_finite(step, "gradient norm", metrics.grad_norm)
             if c.log_every and (step % c.log_every == 0 or step == self.total - 1):
                 line = {"step": step, **metrics._asdict(), "seconds": seconds, "batch": batch.digest()}
                 line["target_tokens"] = int(metrics.target_tokens)
                 metrics_log.write(line)
                 self.tensorboard.write(step, metrics._asdict())
+            rate = sum(tokens for tokens, _ in recent) / sum(seconds for _, seconds in recent)
             bar.set_postfix_str(
-                f"loss {metrics.loss:.3f} lr {metrics.learning_rate:.2e} alpha {metrics.alpha:.3f} "
-                f"{metrics.target_tokens / seconds:,.0f} tok/s",
+                f"loss {metrics.loss:.3f} lr {metrics.learning_rate:.2e} alpha {metrics.alpha:.3f} {rate:,.0f} tok/s",
                 refresh=False,
             )
             bar.update()
 
         try:
-            with hosts.Preemption() as preemption:
-                while True:
-                    at_end = self.step >= self.total or bool(stop)
-                    if _due(self.step, start, c.eval_every) or at_end:
-                        read()
-                        if self.memory.evaluated != self.step:
-                            stop = self._validate()
-                            at_end = at_end or bool(stop)
-                    best = c.keep_best and self.memory.evaluated == self.step and self.memory.since_best == 0
-                    if _due(self.step, start, c.checkpoint_every) or at_end or signal_number or best:
-                        read()
-                        self._save()
-                    if signal_number and not at_end:
-                        self.checkpoints.wait()
-                        raise Preempted(f"stopped by signal {signal_number}, saved at step {self.step}", signal_number)
-                    if at_end:
-                        break
-                    batch = next(batches)
-                    update = self.compiled[batch.source.shape]
-                    self.state, metrics = update(self.state, Batch(*to_devices(self.mesh, batch)))
+            while True:
+                at_end = self.step >= self.total or bool(self.stop)
+                if _due(self.step, start, c.eval_every) or at_end:
                     read()
-                    pending = (self.step, metrics, batch)
-                    self.step += 1
-                    signal_number = preemption.requested(self.step)
+                    if self.memory.evaluated != self.step:
+                        self.stop = self._validate()
+                        at_end = at_end or bool(self.stop)
+                best = c.keep_best and self.memory.evaluated == self.step and self.memory.since_best == 0
+                if _due(self.step, start, c.checkpoint_every) or at_end or signal_number or best:
+                    read()
+                    self._save()
+                if signal_number and not at_end:
+                    self.checkpoints.wait()
+                    raise Preempted(f"stopped by signal {signal_number}, saved at step {self.step}", signal_number)
+                if at_end:
+                    break
+                batch = next(batches)
+                update = self.compiled[batch.source.shape]
+                self.state, metrics = update(self.state, Batch(*to_devices(self.mesh, batch)))
+                read()
+                pending = (self.step, metrics, batch)
+                self.step += 1
+                signal_number = preemption.requested(self.step)
         finally:
             batches.close()
             bar.close()
             metrics_log.close()
             self.validation_log.close()
             self.tensorboard.close()
-        self.checkpoints.close()
-        if jax.process_count() > 1:
-            from jax.experimental import multihost_utils
-
-            multihost_utils.sync_global_devices("done")
-        self.write_status("done", stop or f"reached {self.total} updates")
 
     def write_status(self, status: str, reason: str) -> None:
         """Writes `status.json`: how the run ended, and what it cost."""
@@ -200,7 +226,7 @@ class Run:
             "peak_memory_bytes": logs.peak_memory_bytes(),
             **logs.environment(),
         }
-        logs.write_atomically(self.workdir / "status.json", json.dumps(fields, indent=2) + "\n")
+        write_atomically(self.workdir / "status.json", json.dumps(fields, indent=2) + "\n")
 
     def _compile(self) -> None:
         """Compiles the update for every batch shape, before the first one."""
@@ -225,12 +251,14 @@ class Run:
         sums = [self.eval_step(self.state, Batch(*to_devices(self.mesh, b))) for b in self.valid_plan.in_order()]
         total = jax.tree.map(lambda *parts: float(sum(parts)), *jax.device_get(sums))
         line: dict[str, float] = {"step": self.step, "loss": total.loss / total.tokens, "nll": total.nll / total.tokens}
+        check_finite(self.step, "validation loss", line["loss"])
         if c.eval_bleu_sentences:
             line["bleu"] = self._bleu(c.eval_bleu_sentences)
         memory = self.memory
         memory.evaluated = self.step
         memory.score = line["bleu"] if c.best_metric == "bleu" else -line["loss"]
-        if memory.best_score is None or memory.score > memory.best_score:
+        # Of equal validations the latest is the best: it has seen more, and its checkpoint is the one that is kept.
+        if memory.best_score is None or memory.score >= memory.best_score:
             memory.best_score, memory.since_best = memory.score, 0
         else:
             memory.since_best += 1
@@ -251,6 +279,7 @@ class Run:
 
     def _save(self) -> None:
         memory = self.memory
+        check_finite(self.step, "norm of the parameters", float(optax.tree.norm(self.state.params)))
         score = memory.score if memory.evaluated == self.step else None
         self.checkpoints.save(self.state, dataclasses.asdict(memory), score)
         self.clock = time.perf_counter()

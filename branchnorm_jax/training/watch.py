@@ -3,16 +3,12 @@
 import math
 
 from branchnorm_jax.errors import DivergedError
-from branchnorm_jax.training.step import Metrics
 
 
-def check_finite(step: int, metrics: Metrics) -> None:
-    """Raises `DivergedError` if the update made at `step` has a loss or gradient that is not finite."""
-    for name in ("loss", "grad_norm"):
-        value = float(getattr(metrics, name))
-        if not math.isfinite(value):
-            raise DivergedError(
-                f"diverged: {name} is {value} in the update at step {step} (alpha {float(metrics.alpha):.4g}, learning "
-                f"rate {float(metrics.learning_rate):.3g}); lower train.learning_rate, lengthen train.warmup_steps or "
-                f"model.alpha_steps, or set train.clip_norm"
-            )
+def check_finite(step: int, name: str, value: float) -> None:
+    """Raises `DivergedError` if a figure of the update made at `step`, or of the state before it, is not finite."""
+    if not math.isfinite(value):
+        raise DivergedError(
+            f"diverged: the {name} is {value} at step {step}; in a new --workdir, lower train.learning_rate, lengthen "
+            f"train.warmup_steps or model.alpha_steps, or set train.clip_norm"
+        )

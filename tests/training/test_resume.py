@@ -1,6 +1,7 @@
 """Killed runs, with real processes and real signals: nothing is lost and nothing differs."""
 
 import random
+import resource
 import signal
 import subprocess
 from collections.abc import Callable
@@ -103,6 +104,24 @@ def test_damaged_checkpoints_fall_back_and_say_so(
     assert "Traceback" not in resumed.stderr
     assert read_status(workdir)["state_sha256"] == straight[0]
     assert read_metrics(workdir) == straight[1]
+
+
+def test_a_save_that_fails_ends_the_run_and_keeps_what_was_saved(trained: Path, tmp_path: Path) -> None:
+    """The operating system refuses files of more than 100 kB, as a full disk refuses any."""
+    workdir = tmp_path / "run"
+    subprocess.run(["cp", "-r", trained, workdir], check=True)
+    longer = (*TINY, f"--workdir={workdir}", "--config.train.steps=150")
+    refused = start_main(
+        *longer, preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))
+    )
+    _, error = refused.communicate()
+    assert refused.returncode == 5, error
+    assert "could not be written" in error.strip().splitlines()[-1]
+    assert "Traceback" not in error
+    assert read_status(workdir)["status"] == "failed"
+    resumed = run_main(*longer)
+    assert resumed.returncode == 0, resumed.stderr
+    assert "from step 120 to 150" in resumed.stderr
 
 
 def test_no_good_checkpoint_left_is_an_error_not_a_fresh_start(trained: Path, tmp_path: Path) -> None:

@@ -47,6 +47,9 @@ class Memory:
     best_score: float | None = None
     since_best: int = 0
     """Validations since the best one."""
+    compile_seconds: float = 0.0
+    """Of the last process that compiled the update: trace, lower and compile, all shapes."""
+    compiled_shapes: int = 0
 
 
 def train(config: Config, workdir: Workdir) -> None:
@@ -99,7 +102,6 @@ class Run:
         self.translator = Translator(self.model, corpus.tokenizer, config.decode)
         self.eval_step = jax.jit(make_eval_step(self.model, config))
         self.compiled: dict[tuple[int, int], Any] = {}
-        self.compile_seconds = 0.0
         self.stop = ""
         """Why to stop before the last update, once there is a reason."""
 
@@ -218,8 +220,8 @@ class Run:
             "reason": reason,
             "step": self.step,
             "state_sha256": digest,
-            "compile_seconds": self.compile_seconds,
-            "compiled_shapes": len(self.compiled),
+            "compile_seconds": memory.compile_seconds,
+            "compiled_shapes": memory.compiled_shapes,
             "batch_fill": self.plan.fill,
             "train_seconds": memory.train_seconds,
             "target_tokens_per_second": memory.target_tokens / memory.train_seconds if memory.train_seconds else 0.0,
@@ -238,8 +240,8 @@ class Run:
         for shape in self._shapes():
             tokens: Any = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=split)
             self.compiled[shape] = update.lower(self.abstract, Batch(tokens, tokens)).compile()
-        self.compile_seconds = time.perf_counter() - begin
-        logs.say(f"compiled {len(self.compiled)} batch shapes in {self.compile_seconds:.1f} s")
+        self.memory.compile_seconds, self.memory.compiled_shapes = time.perf_counter() - begin, len(self.compiled)
+        logs.say(f"compiled {len(self.compiled)} batch shapes in {self.memory.compile_seconds:.1f} s")
 
     def _shapes(self) -> Iterator[Shape]:
         """The shapes that some training sentence needs."""

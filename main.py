@@ -159,4 +159,10 @@ def run(mode: str, config: Config, workdir: Workdir) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv))
+    code = main(sys.argv)
+    if code == StorageError.exit_code:
+        # Threads of the storage library would go on to print what became of each of their files.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)

@@ -32,7 +32,7 @@ class Workdir:
         probe = self.path / f".probe.{os.getpid()}"
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            probe.write_bytes(b"\0" * 65536)
+            probe.write_bytes(b"\0" * 4096)
         except OSError as error:
             raise UserError(
                 f"{self.path}: cannot write in this workdir ({error.strerror}); choose another --workdir"

@@ -6,10 +6,8 @@ the loop remembers. Nothing is restored whose checksums differ: Orbax itself doe
 
 import errno
 import logging
-import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import orbax.checkpoint as ocp
@@ -34,9 +32,9 @@ class Checkpoints:
 
         `warn` receives one line for each checkpoint that cannot be used.
         """
-        # Orbax narrates through absl, hundreds of lines on a bad file: what matters is said here.
-        logging.getLogger("absl").setLevel(logging.CRITICAL)
-        sys.excepthook = _without_storage_threads
+        # Orbax narrates through these, hundreds of lines on a bad file: what matters is said here.
+        for name in ("absl", "asyncio"):
+            logging.getLogger(name).setLevel(logging.CRITICAL)
         self._directory = directory.absolute()
         self._warn = warn
         keep = [preservation_policy.LatestN(train.keep_last)]
@@ -85,8 +83,8 @@ class Checkpoints:
             "params": checksums(state.params).tolist(),
             "training": checksums(rest).tolist(),
         }
+        self.wait()
         try:
-            self._manager.wait_until_finished()
             if step in self._manager.all_steps():
                 return
             saved = self._manager.save(
@@ -206,12 +204,6 @@ class Checkpoints:
 def _check(what: str, tree: Any, expected: list[int]) -> None:
     if checksums(tree).tolist() != expected:
         raise ValueError(f"the checksums of its {what} do not match")
-
-
-def _without_storage_threads(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """Python's way of reporting, but for the storage library's threads that end after a save or restore has failed."""
-    if not (isinstance(error, RuntimeError) and "Event loop is closed" in str(error)):
-        sys.__excepthook__(kind, error, trace)
 
 
 def _summary(error: Exception) -> str:

@@ -51,11 +51,12 @@ def main() -> None:
     seconds = time.monotonic() - started
 
     print(f"\n{SHOWN} sentences that training never saw:")
-    for source, reference, hypothesis in held_out(Path(workdir)):
+    shown = held_out(Path(workdir))
+    for source, reference, hypothesis in shown:
         print(f"\n  source       {source}\n  reference    {reference}\n  translation  {hypothesis}")
     translate = [os.path.relpath(sys.executable), os.path.relpath(ROOT / "main.py"), "--mode=translate"]
     print("\nTranslate a line of your own:")
-    print(f'  echo "twenty-one" | {shlex.join([*translate, f"--workdir={workdir}"])}\n')
+    print(f"  echo {shlex.quote(shown[0][0])} | {shlex.join([*translate, f'--workdir={workdir}'])}\n")
     bleu = json.loads((Path(workdir) / "results.json").read_text(encoding="utf-8"))["test"]["bleu"]
     print(bleu["signature"])
     print(f"quickstart: BLEU {bleu['score']:.1f} in {seconds:.0f} s")

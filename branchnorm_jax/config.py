@@ -204,6 +204,11 @@ class EvaluateConfig:
 
     splits: str = option("test", "comma-separated: valid, test", free=True)
 
+    @property
+    def split_names(self) -> list[str]:
+        """`splits` as a list."""
+        return [name.strip() for name in self.splits.split(",")]
+
 
 @dataclasses.dataclass(frozen=True)
 class Config:
@@ -337,7 +342,7 @@ def _validate(config: Config) -> None:
         raise UserError(
             f"config: decode.nbest={config.decode.nbest} is more than decode.beam_size={config.decode.beam_size}"
         )
-    for split in config.evaluate.splits.replace(" ", "").split(","):
+    for split in config.evaluate.split_names:
         if split not in ("valid", "test"):
             raise UserError(f"config: evaluate.splits names {split!r}; it takes valid and test, comma-separated")
 

@@ -18,12 +18,12 @@ from branchnorm_jax.data.tokenizer import load_tokenizer
 from branchnorm_jax.decoding.translate import Translation, Translator
 from branchnorm_jax.errors import UserError
 from branchnorm_jax.evaluation.evaluate import evaluate_split, format_table, write_results
-from branchnorm_jax.model.axes import logical_axes
 from branchnorm_jax.model.transformer import Params, Transformer
-from branchnorm_jax.parallel.mesh import make_mesh, shard_tree
+from branchnorm_jax.parallel.mesh import make_mesh
 from branchnorm_jax.training import logs, schedules
 from branchnorm_jax.training.checkpoint import Checkpoints
 from branchnorm_jax.training.loop import train
+from branchnorm_jax.training.state import abstract_params
 from branchnorm_jax.workdir import Workdir, write_atomically
 
 CHUNK = 10_000
@@ -47,13 +47,7 @@ def load(config: Config, workdir: Workdir) -> Trained:
     model = Transformer(config.model, tokenizer.source_size, tokenizer.target_size)
     if tokenizer.sha256 != workdir.data_identity().get("vocabulary"):
         raise UserError(f"{workdir / 'vocabulary'}: not the vocabulary that this run was trained with; restore it")
-    mesh = make_mesh(config.parallel, 0)
-    abstract = model.abstract_params()
-    abstract = jax.tree.map(
-        lambda leaf, split: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=split),
-        abstract,
-        shard_tree(mesh, abstract, logical_axes(abstract)),
-    )
+    abstract = abstract_params(model, make_mesh(config.parallel, 0))
     params, step = Checkpoints(workdir / "checkpoints", config.train, logs.say, read_only=True).restore_params(
         config.decode.checkpoint, abstract
     )
@@ -67,7 +61,7 @@ def evaluate(config: Config, workdir: Workdir) -> None:
     workdir.create()
     trained = load(config, workdir)
     directory, results = workdir / "evaluation", {}
-    for split in config.evaluate.splits.replace(" ", "").split(","):
+    for split in config.evaluate.split_names:
         pairs = list(read_pairs(config.data, split))
         with logs.progress_bar(len(pairs), 0, "line", split) as bar:
             results[split] = evaluate_split(

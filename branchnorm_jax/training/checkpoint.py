@@ -97,7 +97,7 @@ class Checkpoints:
                 metrics=None if score is None else {"score": score},
             )
         except Exception as error:
-            raise self._storage_error(step, error) from error
+            raise self._storage_error(f"checkpoint {step}", error) from error
         if not saved:
             raise StorageError(f"{self._directory}: checkpoint {step} was not written")
 
@@ -106,7 +106,7 @@ class Checkpoints:
         try:
             self._manager.wait_until_finished()
         except Exception as error:
-            raise self._storage_error(-1, error) from error
+            raise self._storage_error("the last checkpoint", error) from error
 
     def close(self) -> None:
         """Waits for the last save and frees the threads."""
@@ -194,8 +194,7 @@ class Checkpoints:
             if newer > step:
                 self._manager.delete(newer)
 
-    def _storage_error(self, step: int, error: Exception) -> StorageError:
-        what = f"checkpoint {step}" if step >= 0 else "the last checkpoint"
+    def _storage_error(self, what: str, error: Exception) -> StorageError:
         full = getattr(error, "errno", None) == errno.ENOSPC or "No space" in str(error)
         reason = "no space left on the device" if full else _summary(error)
         return StorageError(f"{self._directory}: {what} could not be written: {reason}; earlier checkpoints are kept")

@@ -30,27 +30,34 @@ class TrainState:
     opt_state: optax.OptState
 
 
+def abstract_params(model: Transformer, mesh: Mesh) -> Params:
+    """Shapes, dtypes and shardings of the parameters; nothing is allocated."""
+    params = model.abstract_params()
+    return jax.tree.map(_place, params, shard_tree(mesh, params, logical_axes(params)))
+
+
+# Any, for it stands where an array will be.
+def _place(leaf: jax.ShapeDtypeStruct, split: NamedSharding) -> Any:
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=split)
+
+
 def abstract_state(model: Transformer, optimizer: optax.GradientTransformation, mesh: Mesh) -> TrainState:
     """Shapes, dtypes and shardings of the state; nothing is allocated.
 
     The optimiser's moments are split as the parameters that they belong to; all else is on every device.
     """
-    params = model.abstract_params()
+    params = abstract_params(model, mesh)
     opt_state = jax.eval_shape(optimizer.init, params)
     whole = sharding(mesh)
-    param_shardings = shard_tree(mesh, params, logical_axes(params))
+    param_shardings = jax.tree.map(lambda leaf: leaf.sharding, params)
     opt_shardings = optax.tree.map_params(
         optimizer.init, lambda _, split: split, opt_state, param_shardings, transform_non_params=lambda _: whole
     )
 
-    # Any, for it stands where an array will be.
-    def place(leaf: jax.ShapeDtypeStruct, split: NamedSharding) -> Any:
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=split)
-
     return TrainState(
-        step=place(jax.ShapeDtypeStruct((), jnp.int32), whole),
-        params=jax.tree.map(place, params, param_shardings),
-        opt_state=jax.tree.map(place, opt_state, opt_shardings),
+        step=_place(jax.ShapeDtypeStruct((), jnp.int32), whole),
+        params=params,
+        opt_state=jax.tree.map(_place, opt_state, opt_shardings),
     )
 
 

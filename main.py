@@ -16,6 +16,7 @@ from ml_collections import config_flags
 from branchnorm_jax import config as configs
 from branchnorm_jax.config import Config
 from branchnorm_jax.errors import BranchNormError, Preempted, StorageError, UserError
+from branchnorm_jax.model.methods import get_recipe
 from branchnorm_jax.workdir import Workdir
 
 MODES = {
@@ -23,7 +24,9 @@ MODES = {
     "evaluate": "translate the test split and score it: <workdir>/results.json",
     "translate": "translate stdin to stdout, line by line",
     "score": "log-probabilities of `source<TAB>target` lines from stdin",
-    "analyze": "draw the run's curves: <workdir>/curves.png",
+    "analyze": "draw a run's curves, and how signals pass an untrained or trained model: <workdir>/*.png, signal.csv",
+    "methods": "every method: equation, parameters, what depends on depth, recommended options, citation",
+    "sweep": "methods x depths x seeds, one after the other, as a table and a figure",
     "plan": "parameters, operations and bytes, before anything is allocated",
     "help": "every option with its default and unit",
 }
@@ -89,7 +92,7 @@ def parse(argv: list[str]) -> tuple[Config, Workdir]:
     saved = Path(workdir, "config.json") if workdir else None
     if file is None and saved and saved.exists():
         argv = [argv[0], f"--config={ROOT / 'configs' / 'saved.py'}:{saved}", *argv[1:]]
-    elif file is None and early.mode != "help":
+    elif file is None and early.mode not in ("help", "methods"):
         where = f"and no {saved} of an earlier run" if saved else "and no --workdir of an earlier run"
         raise UserError(f"no --config {where}; give --config=<file>; configs/ has {config_files()}")
     if file is not None and not Path(file.split(".py:")[0].removesuffix(".py") + ".py").is_file():
@@ -99,8 +102,11 @@ def parse(argv: list[str]) -> tuple[Config, Workdir]:
         rest = FLAGS(argv)
         config = Config()
         if FLAGS.config is not None:
-            given = config_flags.get_override_values(FLAGS["config"])
-            config = configs.from_config_dict(configs.with_one_length(FLAGS.config, set(given)))
+            given = set(config_flags.get_override_values(FLAGS["config"]))
+            options = configs.with_one_length(FLAGS.config, given)
+            if file is not None:  # What an earlier run saved was complete.
+                options = configs.with_recommended(options, given, get_recipe(options.model.method).recommended)
+            config = configs.from_config_dict(options)
     except BranchNormError:
         raise
     except flags.Error as error:
@@ -150,8 +156,12 @@ def run(mode: str, config: Config, workdir: Workdir) -> None:
     jax.config.update("jax_compilation_cache_dir", cache)
     if mode == "train":
         print(f"{workdir.path}: differences from the defaults", file=sys.stderr)
+        recommended = get_recipe(config.model.method).recommended
+        chosen = configs.to_flat(config)
         for line in configs.difference(Config(), config, free=True):
-            print(f"  {line}", file=sys.stderr)
+            name = line.split(":")[0]
+            why = f"  (recommended for {config.model.method})" if recommended.get(name) == chosen[name] else ""
+            print(f"  {line}{why}", file=sys.stderr)
 
     from branchnorm_jax import modes
 

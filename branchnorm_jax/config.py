@@ -10,7 +10,7 @@ import difflib
 import json
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +69,21 @@ class ModelConfig:
     )
     alpha_schedule: str = option("linear", "growth of BranchNorm's alpha", choices=("linear", "exp", "sigmoid"))
     alpha_steps: int = option(4000, "T: the update at which alpha reaches 1", unit="updates", minimum=1)
+    norm: str = option(
+        "layer_norm",
+        "kind of every norm that the method has; scale_norm_fixed learns only the last one's g",
+        choices=("layer_norm", "rms_norm", "scale_norm", "scale_norm_fixed", "dyt", "none"),
+    )
+    embedding: str = option(
+        "standard", "embedding tables: as they are, or rows of length 1 (fixnorm)", choices=("standard", "fixnorm")
+    )
+    output_bias: bool = option(False, "learn a bias of the output logits")
+    mask_unused: bool = option(
+        False, "give no probability to pieces that the target side of the training text never uses"
+    )
+    word_dropout: float = option(
+        0.0, "input words replaced by <unk> in training, both sides", unit="probability", minimum=0, maximum=0.99
+    )
     init: str = option("", "base initialisation, see branchnorm_jax/model/initializers.py; empty: the method's own")
     dtype: str = option("float32", "data type of the matrix products", choices=("float32", "bfloat16"))
     carry_dtype: str = option(
@@ -142,6 +157,15 @@ class TrainConfig:
     schedule: str = option("inverse_sqrt", "learning-rate schedule, see branchnorm_jax/training/schedules.py")
     warmup_steps: int = option(4000, "updates until the peak learning rate", unit="updates", minimum=0)
     warmup_init: float = option(1e-7, "learning rate of the first update", minimum=0)
+    decay_steps: int = option(
+        4000, "inverse_sqrt_nowarmup: P of sqrt(P / (P + step)); polynomial: update that it ends at", unit="updates"
+    )
+    decay_power: float = option(1.0, "polynomial: power", minimum=0)
+    end_learning_rate: float = option(0.0, "polynomial: learning rate at its end", minimum=0)
+    decay_factor: float = option(0.8, "val_decay: factor on the learning rate", minimum=0, maximum=1)
+    decay_patience: int = option(
+        3, "val_decay: when the score of a validation is below that of each of so many before it", minimum=1
+    )
     label_smoothing: float = option(0.1, "probability given to the other words", minimum=0, maximum=0.99)
     log_every: int = option(10, "interval of metrics.jsonl lines; 0: never", unit="updates", minimum=0, free=True)
     eval_every: int = option(1000, "interval of validations; 0: only at the end", unit="updates", minimum=0, free=True)
@@ -260,6 +284,24 @@ def with_one_length(config: ml_collections.ConfigDict, given: set[str]) -> ml_co
     for name, other in (("steps", "epochs"), ("epochs", "steps")):
         if f"train.{name}" in given and f"train.{other}" not in given and config.train[name]:
             config.train[other] = type(config.train[other])(0)
+    return config
+
+
+def with_recommended(
+    config: ml_collections.ConfigDict, given: set[str], recommended: Mapping[str, Any]
+) -> ml_collections.ConfigDict:
+    """Takes over what a method's authors recommend, where neither command line nor config file chose something else.
+
+    Args:
+      config: all options.
+      given: names of those that the command line set.
+      recommended: "section.name" -> value.
+    """
+    defaults = to_flat(Config())
+    for full, value in recommended.items():
+        section, name = full.split(".")
+        if full not in given and config[section][name] == defaults[full]:
+            config[section][name] = value
     return config
 
 

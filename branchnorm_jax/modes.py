@@ -5,20 +5,22 @@ import stat
 import sys
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import BinaryIO, NamedTuple, TextIO
 
 import jax
 
+from branchnorm_jax.analysis import methods_table
 from branchnorm_jax.analysis import plan as planning
 from branchnorm_jax.analysis.report import draw_curves
 from branchnorm_jax.config import Config
 from branchnorm_jax.data.corpus import read_pairs
 from branchnorm_jax.data.tokenizer import load_tokenizer
-from branchnorm_jax.decoding.translate import Translation, Translator
+from branchnorm_jax.decoding.translate import Translation, Translator, make_model
 from branchnorm_jax.errors import UserError
 from branchnorm_jax.evaluation.evaluate import evaluate_split, format_table, write_results
-from branchnorm_jax.model.transformer import Params, Transformer
+from branchnorm_jax.model.transformer import Params
 from branchnorm_jax.parallel.mesh import make_mesh
 from branchnorm_jax.training import logs, schedules
 from branchnorm_jax.training.checkpoint import Checkpoints
@@ -26,6 +28,7 @@ from branchnorm_jax.training.loop import train
 from branchnorm_jax.training.state import abstract_params
 from branchnorm_jax.workdir import Workdir, write_atomically
 
+DOCS = Path(__file__).parent.parent / "docs"
 CHUNK = 10_000
 """Lines of a file that are sorted by length and translated together."""
 
@@ -44,7 +47,7 @@ def load(config: Config, workdir: Workdir) -> Trained:
     if not (workdir / "config.json").exists():
         raise UserError(f"{workdir.path}: no training run in this workdir; train first (--mode=train)")
     tokenizer = load_tokenizer(workdir / "vocabulary")
-    model = Transformer(config.model, tokenizer.source_size, tokenizer.target_size)
+    model = make_model(config.model, tokenizer)
     if tokenizer.sha256 != workdir.data_identity().get("vocabulary"):
         raise UserError(f"{workdir / 'vocabulary'}: not the vocabulary that this run was trained with; restore it")
     abstract = abstract_params(model, make_mesh(config.parallel, 0))
@@ -121,6 +124,15 @@ def score(config: Config, workdir: Workdir) -> None:
         done += len(lines)
 
 
+def methods(config: Config, workdir: Workdir) -> None:
+    """Prints the table of all methods; in a checkout also writes it to docs/methods.md."""
+    table = methods_table.rows()
+    if DOCS.is_dir():
+        write_atomically(DOCS / "methods.md", methods_table.to_markdown(table))
+        logs.say(f"wrote {DOCS / 'methods.md'}")
+    print(methods_table.to_text(table))
+
+
 def plan(config: Config, workdir: Workdir) -> None:
     """Prints what the run will cost and writes it to plan.json."""
     found = planning.make_plan(config)
@@ -186,4 +198,4 @@ def _mode(stream: BinaryIO) -> int:
         return 0
 
 
-__all__ = ["analyze", "evaluate", "plan", "score", "train", "translate"]
+__all__ = ["analyze", "evaluate", "methods", "plan", "score", "train", "translate"]

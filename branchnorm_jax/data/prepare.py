@@ -4,10 +4,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
+
 from branchnorm_jax.config import DataConfig
 from branchnorm_jax.data.corpus import read_pairs
 from branchnorm_jax.data.store import TokenStore, build_store, describe_counts
-from branchnorm_jax.data.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
+from branchnorm_jax.data.tokenizer import UNUSED, Tokenizer, load_tokenizer, note_unused, train_tokenizer
 
 
 class Corpus(NamedTuple):
@@ -38,4 +40,6 @@ def prepare(config: DataConfig, directory: Path, say: Callable[[str], None]) -> 
     for split in ("train", "valid"):
         stores[split] = build_store(config, tokenizer, split, directory / "corpus", filter=split == "train")
         say(describe_counts(split, stores[split]))
+    if not (vocabulary / UNUSED).exists() or not stores["train"].reused:
+        tokenizer = note_unused(tokenizer, np.unique(stores["train"].target_tokens), vocabulary)
     return Corpus(tokenizer, stores["train"], stores["valid"])

@@ -14,12 +14,17 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
+import numpy as np
 import sentencepiece
 
 from branchnorm_jax.config import EOS, PAD, UNK, DataConfig
 from branchnorm_jax.errors import StorageError, UserError
+from branchnorm_jax.workdir import write_atomically
 
 T = TypeVar("T")
+
+UNUSED = "unused_target.txt"
+"""File beside a vocabulary: a piece id per line."""
 
 
 # Unigram training adds floats up thread by thread: a fixed number of threads gives the same vocabulary on any machine.
@@ -35,11 +40,19 @@ _RESERVED = str.maketrans("\0\u2585", "  ")  # SentencePiece silently leaves out
 
 @dataclasses.dataclass(frozen=True)
 class Tokenizer:
-    """Text to token ids and back; may be used by several threads at once. `sha256` identifies the vocabulary."""
+    """Text to token ids and back; may be used by several threads at once.
+
+    Attributes:
+      source_processor: SentencePiece of the source.
+      target_processor: of the target; the same object where the vocabulary is shared.
+      sha256: identifies the vocabulary.
+      unused_target: pieces that the target side of the training text never uses, ascending; empty if unknown.
+    """
 
     source_processor: sentencepiece.SentencePieceProcessor
-    target_processor: sentencepiece.SentencePieceProcessor  # the same object where the vocabulary is shared
+    target_processor: sentencepiece.SentencePieceProcessor
     sha256: str
+    unused_target: tuple[int, ...] = ()
 
     @property
     def source_size(self) -> int:
@@ -115,7 +128,20 @@ def load_tokenizer(directory: Path) -> Tokenizer:
         wanted = "neither vocab.model nor source.model and target.model can be read"
         raise UserError(f"{directory}: no vocabulary here, {wanted} ({error.strerror})") from error
     processors = [_processor(model, path) for model, path in zip(models, paths, strict=True)]
-    return Tokenizer(processors[0], processors[-1], hashlib.sha256(b"".join(models)).hexdigest())
+    unused: tuple[int, ...] = ()
+    if (directory / UNUSED).exists():
+        try:
+            unused = tuple(int(line) for line in (directory / UNUSED).read_text().split())
+        except (OSError, ValueError) as error:
+            raise UserError(f"{directory / UNUSED}: cannot read it ({error}); delete it and train on") from error
+    return Tokenizer(processors[0], processors[-1], hashlib.sha256(b"".join(models)).hexdigest(), unused)
+
+
+def note_unused(tokenizer: Tokenizer, used_target: np.ndarray, directory: Path) -> Tokenizer:
+    """Writes to `directory` which target pieces are not among `used_target`, and returns the tokenizer with them."""
+    ids = np.setdiff1d(np.arange(tokenizer.target_size), [*used_target, PAD, EOS, UNK])
+    write_atomically(directory / UNUSED, "".join(f"{piece}\n" for piece in ids))
+    return dataclasses.replace(tokenizer, unused_target=tuple(ids.tolist()))
 
 
 def _processor(model: bytes, path: Path) -> sentencepiece.SentencePieceProcessor:

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from branchnorm_jax.config import EOS, PAD, DecodeConfig
+from branchnorm_jax.config import EOS, PAD, DecodeConfig, ModelConfig
 from branchnorm_jax.data.tokenizer import Tokenizer
 from branchnorm_jax.decoding.beam import Hypotheses, beam_search
 from branchnorm_jax.model.blocks import Cache
@@ -17,6 +17,12 @@ from branchnorm_jax.model.transformer import Params, Transformer, source_mask
 
 LENGTHS = (8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 """Source lengths that batches are padded to, so that few shapes are compiled; beyond, multiples of 512."""
+
+
+def make_model(config: ModelConfig, tokenizer: Tokenizer) -> Transformer:
+    """The network of a config for a vocabulary."""
+    unused = tokenizer.unused_target if config.mask_unused else ()
+    return Transformer(config, tokenizer.source_size, tokenizer.target_size, unused)
 
 
 class Translation(NamedTuple):

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 
 from branchnorm_jax.model.dropout import dropout
 from branchnorm_jax.model.linear import Linear
+from branchnorm_jax.model.norms import Norm
 
 # Finite, so that a row whose keys are all padding gives a mean and not NaN.
 MASKED = -1e9
@@ -31,28 +32,40 @@ def attend(
       [B, T, H, K] in the values' dtype.
     """
     q_BTHK = q_BTHK * q_BTHK.shape[-1] ** -0.5
-    scores_BHTS = jnp.einsum("bthk,bshk->bhts", q_BTHK, k_BSHK, preferred_element_type=jnp.float32)
+    exact = jnp.promote_types(q_BTHK.dtype, jnp.float32)
+    scores_BHTS = jnp.einsum("bthk,bshk->bhts", q_BTHK, k_BSHK, preferred_element_type=exact)
     scores_BHTS = jnp.where(mask_BTS[:, None], scores_BHTS, MASKED)
     probabilities_BHTS = dropout(jax.nn.softmax(scores_BHTS), rate, key).astype(v_BSHK.dtype)
     return jnp.einsum("bhts,bshk->bthk", probabilities_BHTS, v_BSHK)
 
 
 class Attention(nn.Module):
-    """Projections q, k, v, o [D, D] with biases around `attend`."""
+    """Projections q, k, v, o [D, D] around `attend`.
+
+    Hooks of some methods: `inner_norm`, the kind of a norm before o (Sub-LN); `head_scale`, a learned factor per head,
+    "before" o or "after" it on the features that would be the head's (NormFormer).
+    """
 
     width: int
     heads: int
     dropout: float
     init_base: str
     dtype: jnp.dtype
+    biases: bool = True
+    inner_norm: str = ""
+    head_scale: str = ""
 
     def setup(self) -> None:
-        """Declares the four projections."""
+        """Declares the four projections and what the hooks learn."""
 
         def linear(role: str) -> Linear:
-            return Linear(self.width, role, self.init_base, self.dtype)
+            return Linear(self.width, role, self.init_base, self.dtype, self.biases)
 
         self.q, self.k, self.v, self.o = linear("q"), linear("k"), linear("v"), linear("o")
+        if self.inner_norm:
+            self.norm = Norm(self.inner_norm, name="inner_norm")
+        if self.head_scale:
+            self.heads_H = self.param("head_scale", nn.initializers.ones, (self.heads,))
 
     def _heads(self, x: jax.Array) -> jax.Array:
         return x.reshape(*x.shape[:-1], self.heads, self.width // self.heads)
@@ -70,4 +83,10 @@ class Attention(nn.Module):
     ) -> jax.Array:
         """Attends from x to given keys and values: [B, T, D] -> [B, T, D]."""
         out_BTHK = attend(self._heads(self.q(x_BTD)), *keys_values, mask_BTS, self.dropout, key)
-        return self.o(out_BTHK.reshape(*x_BTD.shape))
+        if self.head_scale == "before":
+            out_BTHK = out_BTHK * self.heads_H[:, None].astype(out_BTHK.dtype)
+        out_BTD = out_BTHK.reshape(*x_BTD.shape)
+        out_BTD = self.o(self.norm(out_BTD) if self.inner_norm else out_BTD)
+        if self.head_scale == "after":
+            out_BTD = (self._heads(out_BTD) * self.heads_H[:, None].astype(out_BTD.dtype)).reshape(out_BTD.shape)
+        return out_BTD

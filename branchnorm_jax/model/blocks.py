@@ -11,8 +11,8 @@ from branchnorm_jax.config import ModelConfig
 from branchnorm_jax.model.attention import Attention
 from branchnorm_jax.model.dropout import Site, dropout, site_key
 from branchnorm_jax.model.feedforward import FeedForward
-from branchnorm_jax.model.methods import Recipe
-from branchnorm_jax.model.norms import LayerNorm
+from branchnorm_jax.model.norms import Norm
+from branchnorm_jax.model.recipe import ONE, Recipe, Weight
 
 KeysValues = tuple[jax.Array, jax.Array]
 """Keys and values, [B, S, H, K] each."""
@@ -22,21 +22,47 @@ class LayerInput(NamedTuple):
     """What differs between the layers of one stack; the stack scans over the leading axis L."""
 
     skip: jax.Array
-    """a: float32 [] (in the stack [L])."""
+    """a where it is not learned: float32 [] (in the stack [L])."""
     branch: jax.Array
-    """b: float32 [] (in the stack [L])."""
-    key: jax.Array | None
+    """b where it is not learned: float32 [] (in the stack [L])."""
+    pre_scale: jax.Array
+    """c: float32 [] (in the stack [L])."""
+    post: jax.Array
+    """Whether this is a Post-norm layer, where the recipe mixes: bool [] (in the stack [L])."""
+    key: jax.Array | None = None
     """Dropout key [] (in the stack [L]); None switches dropout off."""
+    probe: jax.Array | None = None
+    """Added to the layer's input, [B, T, D] (in the stack [L, B, T, D])."""
 
 
-def make_attention(config: ModelConfig, init_base: str, name: str | None = None) -> Attention:
-    """The attention sub-layer that a config asks for."""
-    dtype = jnp.dtype(config.dtype)
-    return Attention(config.width, config.heads, config.attention_dropout, init_base, dtype, name=name)
+class Stream(NamedTuple):
+    """What a layer passes on to the next."""
+
+    x: jax.Array
+    """The residual stream, [B, T, D]."""
+    total: jax.Array | None = None
+    """Sum of the embedding and of all branches so far, float32 [B, T, D], in a dual stream."""
+    spread: jax.Array | None = None
+    """Standard deviation of that sum, float32 [], while profiling."""
 
 
-def make_feed_forward(config: ModelConfig, init_base: str) -> FeedForward:
-    """The feed-forward sub-layer that a config asks for."""
+def make_attention(config: ModelConfig, recipe: Recipe, init_base: str, name: str) -> Attention:
+    """The attention of sub-layer `name` that config and recipe ask for."""
+    return Attention(
+        config.width,
+        config.heads,
+        config.attention_dropout,
+        init_base,
+        jnp.dtype(config.dtype),
+        biases=recipe.biases,
+        inner_norm=config.norm if name in recipe.inner_norm else "",
+        head_scale=("after" if recipe.head_scale_last else "before") if name in recipe.head_scale else "",
+        name=name,
+    )
+
+
+def make_feed_forward(config: ModelConfig, recipe: Recipe, init_base: str) -> FeedForward:
+    """The feed-forward sub-layer that config and recipe ask for."""
     return FeedForward(
         config.width,
         config.ffn_width,
@@ -44,6 +70,9 @@ def make_feed_forward(config: ModelConfig, init_base: str) -> FeedForward:
         config.activation_dropout,
         init_base,
         jnp.dtype(config.dtype),
+        biases=recipe.biases,
+        inner_norm=config.norm if "ffn" in recipe.inner_norm else "",
+        shifts=recipe.shifts,
         name="ffn",
     )
 
@@ -56,32 +85,81 @@ class Block(nn.Module):
     init_base: str
 
     def _residual(
-        self, name: str, x: jax.Array, branch: Callable[[jax.Array], jax.Array], layer: LayerInput, site: Site
-    ) -> jax.Array:
-        """x' = P(a x + b Dropout(F(Q(x)))), summed in float32, returned in the type of the residual stream."""
-        z = LayerNorm(name=f"{name}_pre_norm")(x) if self.recipe.pre else x
-        h = dropout(branch(z), self.config.dropout, site_key(layer.key, site))
-        y = layer.skip * x.astype(jnp.float32) + layer.branch * h.astype(jnp.float32)
-        y = LayerNorm(name=f"{name}_post_norm")(y) if self.recipe.post else y
-        return y.astype(self.config.carry_dtype)
+        self,
+        name: str,
+        stream: Stream,
+        branch: Callable[[jax.Array], jax.Array],
+        layer: LayerInput,
+        site: Site,
+        bottom: jax.Array | None = None,
+    ) -> Stream:
+        """x' = P(a x + b Dropout(G(F(c Q(x)))) + bottom), summed in float32, returned in the stream's type."""
+        recipe, x = self.recipe, stream.x.astype(jnp.promote_types(stream.x.dtype, jnp.float32))
+        if recipe.post_layers is None:
+            z = self._norm(f"{name}_pre_norm", x) if recipe.pre else stream.x
+        else:
+            norm = Norm(self.config.norm, name=f"{name}_norm")
+            z = jnp.where(layer.post, x, norm(x))
+        if recipe.pre_scale is not ONE:
+            z = z * layer.pre_scale
+        if recipe.shifts:
+            z = z - self.param(f"{name}_shift", nn.initializers.zeros, ())
+        h = branch(z)
+        h = self._norm(f"{name}_branch_norm", h) if name in recipe.branch_norm else h
+        h = dropout(h, self.config.dropout, site_key(layer.key, site)).astype(x.dtype)
+        a = self._weight("skip", name, layer.skip) if stream.spread is None else stream.spread
+        h = self._weight("branch", name, layer.branch) * h
+        y = a * x + h if bottom is None else a * x + h + bottom
+        if recipe.post_layers is not None:
+            y = jnp.where(layer.post, norm(y), y)
+        elif recipe.post:
+            y = self._norm(f"{name}_post_norm", y)
+        if stream.total is not None:
+            stream = stream._replace(total=stream.total + h)
+        if stream.spread is not None:
+            self.sow("profile", f"{name}_skip", stream.spread)
+            stream = stream._replace(spread=jnp.sqrt(jnp.var(a * x) + jnp.var(h)))
+        return stream._replace(x=y.astype(self.config.carry_dtype))
+
+    def _norm(self, name: str, x: jax.Array) -> jax.Array:
+        return Norm(self.config.norm, name=name)(x)
+
+    def _weight(self, which: str, sublayer: str, constant: jax.Array) -> jax.Array:
+        """a ("skip") or b ("branch") of a sub-layer. Where it is learned, `Transformer.init` gives it its start."""
+        weight: Weight = getattr(self.recipe, which)
+        if sublayer not in weight.on:
+            return jnp.ones(())
+        if not weight.learned:
+            return constant
+        name = which if weight.learned == "layer" else f"{sublayer}_{which}"
+        if self.has_variable("params", name):  # One of a whole layer is asked for by each of its sub-layers.
+            return self.get_variable("params", name)
+        return self.param(name, nn.initializers.ones, (self.config.width,) if weight.learned == "vector" else ())
+
+    def _begin(self, stream: Stream, layer: LayerInput) -> tuple[Stream, jax.Array | None]:
+        """The stream as the first sub-layer sees it, and what the last one adds beside skip and branch."""
+        if layer.probe is not None:
+            stream = stream._replace(x=stream.x + layer.probe)
+        return stream, stream.x if self.recipe.stream == "bottom_to_top" else None
 
 
 class EncoderBlock(Block):
     """Self-attention, then feed-forward."""
 
     @nn.compact
-    def __call__(self, x_BSD: jax.Array, layer: LayerInput, mask_BTS: jax.Array) -> jax.Array:
-        """[B, S, D] -> [B, S, D]; mask_BTS [B, 1, S] is True at real tokens."""
-        attention = make_attention(self.config, self.init_base, "self")
-        feed_forward = make_feed_forward(self.config, self.init_base)
+    def __call__(self, stream: Stream, layer: LayerInput, mask_BTS: jax.Array) -> tuple[Stream, None]:
+        """One layer; mask_BTS [B, 1, S] is True at real tokens."""
+        stream, bottom = self._begin(stream, layer)
+        attention = make_attention(self.config, self.recipe, self.init_base, "self")
+        feed_forward = make_feed_forward(self.config, self.recipe, self.init_base)
 
         def self_attention(z: jax.Array) -> jax.Array:
             key = site_key(layer.key, Site.SELF_PROBABILITIES)
             return attention(z, attention.keys_values(z), mask_BTS, key)
 
-        x_BSD = self._residual("self", x_BSD, self_attention, layer, Site.SELF_BRANCH)
+        stream = self._residual("self", stream, self_attention, layer, Site.SELF_BRANCH)
         ffn_key = site_key(layer.key, Site.FFN_ACTIVATION)
-        return self._residual("ffn", x_BSD, lambda z: feed_forward(z, ffn_key), layer, Site.FFN_BRANCH)
+        return self._residual("ffn", stream, lambda z: feed_forward(z, ffn_key), layer, Site.FFN_BRANCH, bottom), None
 
 
 class Cache(NamedTuple):
@@ -99,18 +177,18 @@ class DecoderBlock(Block):
     @nn.compact
     def __call__(
         self,
-        x_BTD: jax.Array,
+        stream: Stream,
         layer: LayerInput,
         memory_BSD: jax.Array | None,
         self_mask: jax.Array,
         cross_mask: jax.Array,
         cache: Cache | None = None,
         position: jax.Array | None = None,
-    ) -> tuple[jax.Array, KeysValues]:
+    ) -> tuple[Stream, KeysValues]:
         """Whole targets (cache None) or one step.
 
         Args:
-          x_BTD: targets so far, or [B, 1, D] of the current position.
+          stream: its x is of the targets so far, or [B, 1, D] of the current position.
           layer: this layer's coefficients and dropout key.
           memory_BSD: the encoder's output; None with a cache.
           self_mask: [B or 1, T or 1, T], True where a query may look.
@@ -121,9 +199,10 @@ class DecoderBlock(Block):
         Returns:
           The layer's output, and the self-attention's keys and values of x for the caller's cache.
         """
-        self_attention = make_attention(self.config, self.init_base, "self")
-        cross_attention = make_attention(self.config, self.init_base, "cross")
-        feed_forward = make_feed_forward(self.config, self.init_base)
+        stream, bottom = self._begin(stream, layer)
+        self_attention = make_attention(self.config, self.recipe, self.init_base, "self")
+        cross_attention = make_attention(self.config, self.recipe, self.init_base, "cross")
+        feed_forward = make_feed_forward(self.config, self.recipe, self.init_base)
         new: list[KeysValues] = []
 
         def attend_self(z: jax.Array) -> jax.Array:
@@ -145,11 +224,11 @@ class DecoderBlock(Block):
             key = site_key(layer.key, Site.CROSS_PROBABILITIES)
             return cross_attention(queries, keys_values, cross_mask, key).reshape(z.shape)
 
-        x_BTD = self._residual("self", x_BTD, attend_self, layer, Site.SELF_BRANCH)
-        x_BTD = self._residual("cross", x_BTD, attend_cross, layer, Site.CROSS_BRANCH)
+        stream = self._residual("self", stream, attend_self, layer, Site.SELF_BRANCH)
+        stream = self._residual("cross", stream, attend_cross, layer, Site.CROSS_BRANCH)
         ffn_key = site_key(layer.key, Site.FFN_ACTIVATION)
-        x_BTD = self._residual("ffn", x_BTD, lambda z: feed_forward(z, ffn_key), layer, Site.FFN_BRANCH)
-        return x_BTD, new[0]
+        stream = self._residual("ffn", stream, lambda z: feed_forward(z, ffn_key), layer, Site.FFN_BRANCH, bottom)
+        return stream, new[0]
 
 
 def write_cache(cached: KeysValues, new: KeysValues, position: jax.Array) -> KeysValues:

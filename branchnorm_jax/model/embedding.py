@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from branchnorm_jax.config import PAD
+from branchnorm_jax.config import EOS, PAD, UNK
 
 
 def sinusoids(length: int, width: int, layout: str = "marian") -> np.ndarray:
@@ -32,9 +32,25 @@ def sinusoids(length: int, width: int, layout: str = "marian") -> np.ndarray:
     return np.concatenate([np.sin(angles), np.cos(angles)], axis=1).astype(np.float32)
 
 
-def init_table(key: jax.Array, rows: int, width: int) -> jax.Array:
-    """N(0, std = width^-1/2), the row of padding zero: float32 [rows, width]."""
+def init_table(key: jax.Array, rows: int, width: int, kind: str = "standard") -> jax.Array:
+    """N(0, std = width^-1/2), the row of padding zero; "fixnorm": U(-0.01, 0.01). float32 [rows, width]."""
+    if kind == "fixnorm":
+        return jax.random.uniform(key, (rows, width), jnp.float32, -0.01, 0.01)
     return (width**-0.5 * jax.random.normal(key, (rows, width), jnp.float32)).at[PAD].set(0.0)
+
+
+def fix_norm(table_VD: jax.Array) -> jax.Array:
+    """FixNorm: every row w as w / max(|w|, 1e-12) (Nguyen and Salazar, 2019)."""
+    squares = jnp.square(table_VD).sum(-1, keepdims=True)
+    return table_VD * jax.lax.rsqrt(jnp.maximum(squares, 1e-24))
+
+
+def drop_words(tokens_BT: jax.Array, rate: float, key: jax.Array | None) -> jax.Array:
+    """Word dropout: each word becomes UNK with probability `rate`; PAD and EOS stay. The identity without a key."""
+    if key is None or rate == 0.0:
+        return tokens_BT
+    drop = jax.random.bernoulli(key, rate, tokens_BT.shape) & (tokens_BT != PAD) & (tokens_BT != EOS)
+    return jnp.where(drop, UNK, tokens_BT)
 
 
 def embed(tokens_BT: jax.Array, table_VD: jax.Array, positions_TD: jax.Array) -> jax.Array:

@@ -34,6 +34,11 @@ def xavier_normal(gain: float) -> Initializer:
     return draw
 
 
+def small_init(key: jax.Array, shape: tuple[int, ...], d_in: int, d_out: int) -> jax.Array:
+    """N(0, 2 / (5 D)) for a [D, D] matrix of attention (Nguyen and Salazar, 2019)."""
+    return (2 / (5 * d_in)) ** 0.5 * jax.random.normal(key, shape, jnp.float32)
+
+
 def torch_default(key: jax.Array, shape: tuple[int, ...], d_in: int, d_out: int) -> jax.Array:
     """U(-1/sqrt(d_in), +1/sqrt(d_in)): what PyTorch's Linear draws, for its kernel and for its bias."""
     return jax.random.uniform(key, shape, jnp.float32, -(d_in**-0.5), d_in**-0.5)
@@ -65,6 +70,10 @@ BASES: dict[str, Base] = {
     "xavier_uniform": _base(xavier_uniform(1.0), **_qkv),
     # DeepNet, BranchNorm.
     "xavier_normal": _base(xavier_normal(1.0)),
+    # Transformers without Tears.
+    "small": _base(xavier_normal(1.0), **dict.fromkeys(("q", "k", "v", "o"), small_init)),
+    # torchscale: torch.nn.Linear everywhere.
+    "torch": _base(torch_default, bias=torch_default),
     # fairseq since 0.10: feed-forward as torch.nn.Linear, and random biases but for o.
     "fairseq": Base(
         kernel=_base(torch_default, o=xavier_uniform(1.0), **_qkv).kernel,

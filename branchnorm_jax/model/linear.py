@@ -8,7 +8,7 @@ from branchnorm_jax.model.initializers import get_base
 
 
 class Linear(nn.Module):
-    """y = x W + b with W [d_in, d_out] and b [d_out] in float32, multiplied in `dtype`.
+    """y = x W + b with W [d_in, d_out] and b [d_out], if `biases`, in float32, multiplied in `dtype`.
 
     `role` (q, k, v, o, fc1, ...) chooses the initialisers from the base named `init`.
     """
@@ -17,6 +17,7 @@ class Linear(nn.Module):
     role: str
     init_base: str
     dtype: jnp.dtype
+    biases: bool = True
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -24,5 +25,8 @@ class Linear(nn.Module):
         d_in, d_out = x.shape[-1], self.features
         base = get_base(self.init_base)
         kernel = self.param("kernel", lambda key: base.kernel[self.role](key, (d_in, d_out), d_in, d_out))
+        y = x.astype(self.dtype) @ kernel.astype(self.dtype)
+        if not self.biases:
+            return y
         bias = self.param("bias", lambda key: base.bias[self.role](key, (d_out,), d_in, d_out))
-        return x.astype(self.dtype) @ kernel.astype(self.dtype) + bias.astype(self.dtype)
+        return y + bias.astype(self.dtype)

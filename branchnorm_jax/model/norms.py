@@ -1,8 +1,15 @@
-"""Normalisation layers. Statistics are float32 whatever the input's type."""
+"""Normalisation layers. Statistics are float32 whatever the input's type (float64 stays float64)."""
+
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+
+
+def _exact(x: jax.Array) -> jax.Array:
+    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
 
 
 def layer_norm(x: jax.Array, scale: jax.Array, bias: jax.Array, epsilon: float = 1e-5) -> jax.Array:
@@ -11,20 +18,81 @@ def layer_norm(x: jax.Array, scale: jax.Array, bias: jax.Array, epsilon: float =
     The variance is the biased one, computed from the centred values: the one-pass form E[x^2] - E[x]^2 loses digits
     that a thousand layers would add up.
     """
-    x = x.astype(jnp.float32)
+    x = _exact(x)
     centred = x - x.mean(-1, keepdims=True)
     variance = jnp.square(centred).mean(-1, keepdims=True)
     return centred * jax.lax.rsqrt(variance + epsilon) * scale + bias
 
 
-class LayerNorm(nn.Module):
-    """`layer_norm` with learned scale (1 at first) and bias (0 at first)."""
+def rms_norm(x: jax.Array, scale: jax.Array, epsilon: float = 1e-5) -> jax.Array:
+    """x / sqrt(mean(x^2) + epsilon) * scale over the last axis (Zhang and Sennrich, 2019)."""
+    x = _exact(x)
+    return x * jax.lax.rsqrt(jnp.square(x).mean(-1, keepdims=True) + epsilon) * scale
 
-    epsilon: float = 1e-5
+
+def scale_norm(x: jax.Array, scale: jax.Array | float | None = None, epsilon: float = 1e-5) -> jax.Array:
+    """g x / max(|x|, epsilon), one scalar g per norm, sqrt(D) if not given (Nguyen and Salazar, 2019)."""
+    x = _exact(x)
+    scale = x.shape[-1] ** 0.5 if scale is None else scale
+    squares = jnp.square(x).sum(-1, keepdims=True)
+    # max(|x|, eps) = sqrt(max(x.x, eps^2)), whose gradient is finite at x = 0.
+    return scale * x * jax.lax.rsqrt(jnp.maximum(squares, epsilon**2))
+
+
+def dynamic_tanh(x: jax.Array, alpha: jax.Array, scale: jax.Array, bias: jax.Array, epsilon: float = 0.0) -> jax.Array:
+    """tanh(alpha x) * scale + bias: no statistics at all (Zhu et al., 2025)."""
+    return jnp.tanh(alpha * _exact(x)) * scale + bias
+
+
+def identity(x: jax.Array, epsilon: float = 0.0) -> jax.Array:
+    """x, in float32."""
+    return _exact(x)
+
+
+class Kind(NamedTuple):
+    """A norm: its function, and its learned parameters as name -> (initial value, or None for sqrt(D); is it a [D])."""
+
+    function: Callable[..., jax.Array]
+    params: Mapping[str, tuple[float | None, bool]] = {}
+
+
+_SCALE, _BIAS = (1.0, True), (0.0, True)
+NORMS: dict[str, Kind] = {
+    "layer_norm": Kind(layer_norm, {"scale": _SCALE, "bias": _BIAS}),
+    "rms_norm": Kind(rms_norm, {"scale": _SCALE}),
+    "scale_norm": Kind(scale_norm, {"scale": (None, False)}),
+    "scale_norm_fixed": Kind(scale_norm),
+    "dyt": Kind(dynamic_tanh, {"alpha": (0.5, False), "scale": _SCALE, "bias": _BIAS}),
+    "none": Kind(identity),
+}
+
+
+def final_kind(kind: str) -> str:
+    """The kind of a stack's last norm: with fixed g everywhere else, the last one still learns the logits' scale."""
+    return "scale_norm" if kind == "scale_norm_fixed" else kind
+
+
+def init_norm(kind: str, width: int, leading: tuple[int, ...] = ()) -> dict[str, jax.Array]:
+    """Fresh parameters of a norm over `width` features, with `leading` axes before each."""
+    return {
+        name: jnp.full((*leading, width) if vector else leading, width**0.5 if start is None else start, jnp.float32)
+        for name, (start, vector) in NORMS[kind].params.items()
+    }
+
+
+def apply_norm(kind: str, params: Mapping[str, jax.Array], x: jax.Array, epsilon: float = 1e-5) -> jax.Array:
+    """[..., D] -> [..., D] float32."""
+    return NORMS[kind].function(x, **params, epsilon=epsilon)
+
+
+class Norm(nn.Module):
+    """The norm that `kind` names, as a part of a layer."""
+
+    kind: str
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         """[..., D] -> [..., D] float32."""
-        scale = self.param("scale", nn.initializers.ones, (x.shape[-1],), jnp.float32)
-        bias = self.param("bias", nn.initializers.zeros, (x.shape[-1],), jnp.float32)
-        return layer_norm(x, scale, bias, self.epsilon)
+        start = init_norm(self.kind, x.shape[-1])
+        params = {name: self.param(name, lambda key, name=name: start[name]) for name in start}
+        return apply_norm(self.kind, params, x)

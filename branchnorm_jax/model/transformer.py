@@ -6,14 +6,17 @@ Parameters:
     encoder/{self/{q,k,v,o}, ffn/{fc1,fc2}, ...}     [L, ...] per leaf: axis 0 is the layer
     decoder/{self, cross, ffn, ...}                  [L, ...]
     {encoder,decoder}_norm                           [D], if the method ends its stacks with a norm
+    {encoder,decoder}_{embedding_norm,combination}   what a few methods learn beside the layers
 """
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from branchnorm_jax.config import PAD, ModelConfig
 from branchnorm_jax.model.blocks import (
@@ -22,18 +25,22 @@ from branchnorm_jax.model.blocks import (
     DecoderBlock,
     EncoderBlock,
     LayerInput,
+    Stream,
     make_attention,
     write_cache,
 )
+from branchnorm_jax.model.combination import combined, init_combination
 from branchnorm_jax.model.dropout import dropout
-from branchnorm_jax.model.embedding import embed, init_table, sinusoids
-from branchnorm_jax.model.initializers import get_base
-from branchnorm_jax.model.methods import Depth, PerStack, Recipe, get_recipe
-from branchnorm_jax.model.norms import layer_norm
+from branchnorm_jax.model.embedding import drop_words, embed, fix_norm, init_table, sinusoids
+from branchnorm_jax.model.methods import get_recipe
+from branchnorm_jax.model.norms import apply_norm, final_kind, init_norm
+from branchnorm_jax.model.recipe import ONE, Depth, Recipe, Rule, Weight
 from branchnorm_jax.model.stack import run_stack
 
 Params = dict[str, Any]
 STACKS = ("encoder", "decoder")
+UNUSED = -50.0
+"""Logits of unused words, relative to the best."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,11 +54,13 @@ class Transformer:
       config: the network's options.
       source_vocab: rows of the source embedding.
       target_vocab: rows of the target embedding.
+      unused: target words that get no probability.
     """
 
     config: ModelConfig
     source_vocab: int
     target_vocab: int
+    unused: tuple[int, ...] = ()
 
     @property
     def recipe(self) -> Recipe:
@@ -72,54 +81,73 @@ class Transformer:
 
     def init(self, key: jax.Array) -> Params:
         """Fresh float32 parameters; layer l of a stack depends on (key, stack, l) alone."""
-        get_base(self.init_base)
+        c, recipe = self.config, self.recipe
         tables = {
             "all": {"shared": self.source_vocab},
             "decoder": {"source": self.source_vocab, "target": self.target_vocab},
             "none": {"source": self.source_vocab, "target": self.target_vocab, "output": self.target_vocab},
-        }[self.config.shared_embeddings]
+        }[c.shared_embeddings]
         embedding_key, *stack_keys = (jax.random.fold_in(key, index) for index in range(3))
         params: Params = {
             "embedding": {
-                name: init_table(jax.random.fold_in(embedding_key, index), rows, self.config.width)
+                name: self._table_gain(name)
+                * init_table(jax.random.fold_in(embedding_key, index), rows, c.width, c.embedding)
                 for index, (name, rows) in enumerate(tables.items())
             }
         }
+        if c.output_bias:
+            params["embedding"]["bias"] = jnp.zeros(self.target_vocab)
         for stack, stack_key, layers in zip(STACKS, stack_keys, self.depth, strict=True):
             params[stack] = self._init_stack(stack, stack_key, layers)
-            if self.recipe.final:
-                width = (self.config.width,)
-                params[f"{stack}_norm"] = {"scale": jnp.ones(width), "bias": jnp.zeros(width)}
+            if recipe.embedding_norm:
+                params[f"{stack}_embedding_norm"] = init_norm(c.norm, c.width)
+            if recipe.stream.startswith("combination"):
+                params[f"{stack}_combination"] = init_combination(layers, c.width, c.norm)
+            if recipe.final == "norm":
+                params[f"{stack}_norm"] = init_norm(final_kind(c.norm), c.width)
+            elif recipe.final == "shift":
+                scale = {"scale": jnp.ones(())} if stack == "encoder" else {}
+                params[f"{stack}_norm"] = {"shift": jnp.zeros(())} | scale
         return params
 
     def _init_stack(self, stack: str, key: jax.Array, layers: int) -> Params:
-        x = jnp.zeros((1, 1, self.config.width), self.config.carry_dtype)
-        mask = jnp.ones((1, 1, 1), bool)
-        inputs = (LayerInput(jnp.ones(()), jnp.ones(()), None), *((mask,) if stack == "encoder" else (x, mask, mask)))
+        stream = Stream(jnp.zeros((1, 1, self.config.width), self.config.carry_dtype))
+        mask, one = jnp.ones((1, 1, 1), bool), jnp.ones(())
+        inputs = (
+            LayerInput(one, one, one, one > 0),
+            *((mask,) if stack == "encoder" else (stream.x, mask, mask)),
+        )
 
         def init_layer(layer_key: jax.Array) -> Params:
-            return self._block(stack).init(layer_key, x, *inputs)["params"]
+            return self._block(stack).init(layer_key, stream, *inputs)["params"]
 
         keys = jax.vmap(functools.partial(jax.random.fold_in, key))(jnp.arange(layers))
-        return self._with_gains(stack, jax.vmap(init_layer)(keys))
+        params = jax.vmap(init_layer)(keys)
+        return jax.tree_util.tree_map_with_path(lambda path, leaf: self._scaled(stack, path, leaf), params)
 
-    def _with_gains(self, stack: str, params: Params) -> Params:
-        """Multiplies each kernel by the recipe's gain for its sub-layer and matrix."""
+    def _scaled(self, stack: str, path: Any, leaf: jax.Array) -> jax.Array:
+        """A fresh leaf times what the recipe says: matrices by their gain, learned weights by their start."""
+        name, *rest = (entry.key for entry in path)
+        recipe, rule = self.recipe, None
+        if name.endswith("skip"):
+            rule = recipe.skip.start
+        elif name.endswith("branch"):
+            rule = recipe.branch.start
+        elif rest and rest[-1] in ("kernel", "bias"):
+            matrix = rest[0]
+            rule = recipe.gain.get(f"{name}/{matrix}", recipe.gain.get("fc1" if matrix == "gate" else matrix))
+        return leaf if rule is None else leaf * self._by_layer(stack, rule).reshape(-1, *(1,) * (leaf.ndim - 1))
 
-        def gain(sublayer: str, matrix: str) -> float:
-            gains = self.recipe.gain
-            rule = gains.get(f"{sublayer}/{matrix}", gains.get("fc1" if matrix == "gate" else matrix))
-            return getattr(rule(self.depth), stack) if rule else 1.0
+    def _by_layer(self, stack: str, rule: Rule) -> jax.Array:
+        """The numbers of a rule for a stack's layers, [L] in float32 (float64 where the stream is)."""
+        exact = jnp.promote_types(self.config.carry_dtype, jnp.float32)
+        return jnp.broadcast_to(jnp.asarray(getattr(rule(self.depth), stack), exact), (getattr(self.depth, stack),))
 
-        return {
-            sublayer: {
-                matrix: leaf | {"kernel": leaf["kernel"] * gain(sublayer, matrix)} if "kernel" in leaf else leaf
-                for matrix, leaf in group.items()
-            }
-            if not sublayer.endswith("_norm")
-            else group
-            for sublayer, group in params.items()
-        }
+    def _table_gain(self, table: str) -> float:
+        rule = self.recipe.gain.get(f"embedding/{table}", ONE)
+        gain = rule(self.depth)[0 if table in ("source", "shared") else 1]
+        assert isinstance(gain, float)
+        return gain
 
     def abstract_params(self) -> Params:
         """Shapes and dtypes of the parameters; nothing is allocated."""
@@ -128,21 +156,23 @@ class Transformer:
     # Forward
 
     def encode(
-        self, params: Params, source_BS: jax.Array, branch_scale: jax.Array, key: jax.Array | None = None
+        self,
+        params: Params,
+        source_BS: jax.Array,
+        branch_scale: jax.Array,
+        key: jax.Array | None = None,
+        probes: jax.Array | None = None,
     ) -> jax.Array:
-        """Memory [B, S, D] of source token ids [B, S]; `key` switches dropout on."""
-        key = _fold(key, 0)
-        x_BSD = self._embed(params, "source", source_BS, self._positions(source_BS.shape[1]), key)
-        mask_B1S = source_mask(source_BS)
-        block = self._block("encoder")
+        """Memory [B, S, D] of source token ids [B, S].
 
-        def layer(x: jax.Array, inputs: tuple[Params, LayerInput]) -> tuple[Any, None]:
-            layer_params, layer_input = inputs
-            return block.apply({"params": layer_params}, x, layer_input, mask_B1S), None
-
-        per_layer = (params["encoder"], self._layer_inputs("encoder", branch_scale, key))
-        x_BSD, _ = run_stack(layer, x_BSD, per_layer, scan=self.config.scan, remat=self.config.remat)
-        return self._final_norm(params, "encoder", x_BSD)
+        Args:
+          params: the parameters.
+          source_BS: token ids.
+          branch_scale: alpha_t.
+          key: switches dropout on.
+          probes: [N, B, S, D], added to the layers' inputs: with zeros, the gradient by them is that of the stream.
+        """
+        return self.run_encoder(params, source_BS, branch_scale, key, probes)[0]
 
     def decode(
         self,
@@ -152,27 +182,61 @@ class Transformer:
         inputs_BT: jax.Array,
         branch_scale: jax.Array,
         key: jax.Array | None = None,
+        probes: jax.Array | None = None,
     ) -> jax.Array:
         """Decoder output [B, T, D] for given decoder inputs (EOS, then the target without its last token)."""
+        return self.run_decoder(params, memory_BSD, mask_B1S, inputs_BT, branch_scale, key, probes)[0]
+
+    def run_encoder(
+        self,
+        params: Params,
+        source_BS: jax.Array,
+        branch_scale: jax.Array,
+        key: jax.Array | None,
+        probes: jax.Array | None = None,
+        profile: bool = False,
+    ) -> tuple[jax.Array, Any]:
+        """`encode`, and what its blocks return: with `profile`, the spread before each sub-layer (see `admin.py`)."""
+        key = _fold(key, 0)
+        x_BSD = self._embed(params, "encoder", source_BS, self._positions(source_BS.shape[1]), key)
+        inputs = self._layer_inputs("encoder", branch_scale, key, probes)
+        arguments = (source_mask(source_BS),)
+        return self._run(params, "encoder", x_BSD, inputs, lambda _: arguments, profile=profile)
+
+    def run_decoder(
+        self,
+        params: Params,
+        memory_BSD: jax.Array,
+        mask_B1S: jax.Array,
+        inputs_BT: jax.Array,
+        branch_scale: jax.Array,
+        key: jax.Array | None,
+        probes: jax.Array | None = None,
+        profile: bool = False,
+    ) -> tuple[jax.Array, Any]:
+        """`decode`, and what its blocks return: with `profile`, the spread before each sub-layer (see `admin.py`)."""
         key = _fold(key, 1)
         length = inputs_BT.shape[1]
-        x_BTD = self._embed(params, "target", inputs_BT, self._positions(length), key)
-        causal_1TT = jnp.tri(length, dtype=bool)[None]
-        block = self._block("decoder")
-
-        def layer(x: jax.Array, inputs: tuple[Params, LayerInput]) -> tuple[jax.Array, None]:
-            layer_params, layer_input = inputs
-            x, _ = block.apply({"params": layer_params}, x, layer_input, memory_BSD, causal_1TT, mask_B1S)
-            return x, None
-
-        per_layer = (params["decoder"], self._layer_inputs("decoder", branch_scale, key))
-        x_BTD, _ = run_stack(layer, x_BTD, per_layer, scan=self.config.scan, remat=self.config.remat)
-        return self._final_norm(params, "decoder", x_BTD)
+        x_BTD = self._embed(params, "decoder", inputs_BT, self._positions(length), key)
+        inputs = self._layer_inputs("decoder", branch_scale, key, probes)
+        arguments = (memory_BSD, jnp.tri(length, dtype=bool)[None], mask_B1S)
+        return self._run(params, "decoder", x_BTD, inputs, lambda _: arguments, profile=profile)
 
     def logits(self, params: Params, x: jax.Array) -> jax.Array:
         """Scores of the target vocabulary, float32: [..., D] -> [..., V]."""
-        table_VD = self._table(params, "output").astype(self.config.dtype)
-        return jnp.einsum("...d,vd->...v", x.astype(self.config.dtype), table_VD, preferred_element_type=jnp.float32)
+        dtype = jnp.dtype(self.config.dtype)
+        table_VD = self._table(params, "output").astype(dtype)
+        exact = jnp.promote_types(dtype, jnp.float32)
+        logits = jnp.einsum("...d,vd->...v", x.astype(dtype), table_VD, preferred_element_type=exact)
+        if self.config.output_bias:
+            logits = logits + params["embedding"]["bias"]
+        if self.unused:
+            # So far below the best that they add nothing to a softmax, near enough that their own loss stays finite.
+            used = np.ones(self.target_vocab, bool)
+            used[list(self.unused)] = False
+            best = jnp.where(used, logits, -jnp.inf).max(-1, keepdims=True)
+            logits = jnp.where(used, logits, jax.lax.stop_gradient(best) + UNUSED)
+        return logits
 
     def __call__(
         self,
@@ -192,7 +256,7 @@ class Transformer:
     def start_cache(self, params: Params, memory_BSD: jax.Array, rows: int, capacity: int) -> Cache:
         """Empty self-attention caches [L, rows, capacity, H, K] and the source's keys and values [L, B, S, H, K]."""
         c = self.config
-        attention = make_attention(c, self.init_base)
+        attention = make_attention(c, self.recipe, self.init_base, "cross")
 
         def keys_values(cross_params: Params) -> Any:
             return attention.apply({"params": cross_params}, memory_BSD, method="keys_values")
@@ -213,21 +277,88 @@ class Transformer:
         """Logits [N, V] of the tokens at `position` + 1, given those at `position`; N is a multiple of B."""
         capacity = cache.self[0].shape[2]
         positions_1D = jax.lax.dynamic_slice_in_dim(self._positions(capacity), position, 1)
-        x_N1D = self._embed(params, "target", tokens_N[:, None], positions_1D, None)
+        x_N1D = self._embed(params, "decoder", tokens_N[:, None], positions_1D, None)
         seen_11T = (jnp.arange(capacity) <= position)[None, None]
-        block = self._block("decoder")
 
-        def layer(x: jax.Array, inputs: tuple[Params, LayerInput, Cache]) -> tuple[jax.Array, Any]:
-            layer_params, layer_input, layer_cache = inputs
-            arguments = (x, layer_input, None, seen_11T, mask_B1S, layer_cache, position)
-            return block.apply({"params": layer_params}, *arguments)
+        def arguments(layer_cache: Cache) -> tuple[Any, ...]:
+            return None, seen_11T, mask_B1S, layer_cache, position
 
-        per_layer = (params["decoder"], self._layer_inputs("decoder", branch_scale, None), cache)
-        x_N1D, new = run_stack(layer, x_N1D, per_layer, scan=self.config.scan, remat=False)
-        x_ND = self._final_norm(params, "decoder", x_N1D)[:, 0]
-        return self.logits(params, x_ND), cache._replace(self=write_cache(cache.self, new, position))
+        inputs = self._layer_inputs("decoder", branch_scale, None)
+        x_N1D, new = self._run(params, "decoder", x_N1D, inputs, arguments, cache)
+        return self.logits(params, x_N1D[:, 0]), cache._replace(self=write_cache(cache.self, new, position))
 
     # Parts
+
+    def _run(
+        self,
+        params: Params,
+        stack: str,
+        x: jax.Array,
+        inputs: LayerInput,
+        arguments: Callable[[Any], tuple[Any, ...]],
+        per_layer: Any = None,
+        profile: bool = False,
+    ) -> tuple[jax.Array, Any]:
+        """Runs embeddings x [B, T, D] through the layers of a stack and what follows them.
+
+        `arguments` maps a layer's entry of `per_layer` to what its block takes beside stream and `LayerInput`. Returns
+        the stack's output, and its blocks' outputs stacked over layers.
+        """
+        c, recipe, block = self.config, self.recipe, self._block(stack)
+
+        def layer(stream: Stream, scanned: tuple[Params, LayerInput, Any]) -> tuple[Stream, Any]:
+            layer_params, layer_input, extra = scanned
+            variables, given = {"params": layer_params}, arguments(extra)
+            if profile:
+                (stream, _), found = block.apply(variables, stream, layer_input, *given, mutable=["profile"])
+                return stream, found["profile"]
+            return block.apply(variables, stream, layer_input, *given)
+
+        scanned = (params[stack], inputs, per_layer)
+        run = functools.partial(run_stack, scan=c.scan, remat=c.remat and per_layer is None)
+        if recipe.stream.startswith("combination"):
+            layer, carry, scanned = combined(
+                layer, params[f"{stack}_combination"], x, scanned, norm=c.norm, post=recipe.stream.endswith("post")
+            )
+            (stream, _), outputs = run(layer, carry, scanned)
+        else:
+            total = x.astype(jnp.promote_types(x.dtype, jnp.float32)) if recipe.stream == "dual" else None
+            stream, outputs = run(layer, Stream(x, total, jnp.ones(()) if profile else None), scanned)
+        return self._end(params, stack, stream), outputs
+
+    def _end(self, params: Params, stack: str, stream: Stream) -> jax.Array:
+        """What follows the last layer."""
+        recipe = self.recipe
+        if not recipe.final:
+            return stream.x
+        end = params[f"{stack}_norm"]
+        if recipe.final == "shift":
+            return (stream.x - end["shift"]) * end.get("scale", 1.0)
+        kind = final_kind(self.config.norm)
+        if stream.total is not None:
+            return stream.x + apply_norm(kind, end, stream.total, recipe.final_epsilon)
+        return apply_norm(kind, end, stream.x, recipe.final_epsilon)
+
+    def _layer_inputs(
+        self, stack: str, branch_scale: jax.Array, key: jax.Array | None, probes: jax.Array | None = None
+    ) -> LayerInput:
+        """Coefficients and keys of a stack's layers, [L] each. Key 0 of a stack is the embedding's."""
+        recipe = self.recipe
+        layers: int = getattr(self.depth, stack)
+        alpha = jnp.asarray(branch_scale)
+
+        def value(weight: Weight) -> jax.Array:
+            start = self._by_layer(stack, weight.start)
+            return start if weight.end is None else start + (self._by_layer(stack, weight.end) - start) * alpha
+
+        return LayerInput(
+            skip=value(recipe.skip),
+            branch=value(recipe.branch),
+            pre_scale=self._by_layer(stack, recipe.pre_scale),
+            post=self._by_layer(stack, recipe.post_layers or ONE) > 0,
+            key=None if key is None else jax.vmap(functools.partial(jax.random.fold_in, key))(1 + jnp.arange(layers)),
+            probe=probes,
+        )
 
     def _block(self, stack: str) -> Block:
         kind = EncoderBlock if stack == "encoder" else DecoderBlock
@@ -235,29 +366,22 @@ class Transformer:
 
     def _table(self, params: Params, side: str) -> jax.Array:
         tables = params["embedding"]
-        return tables.get("shared", tables.get(side, tables.get("target")))
+        table = tables.get("shared", tables.get(side, tables.get("target")))
+        return fix_norm(table) if self.config.embedding == "fixnorm" else table
 
     def _positions(self, length: int) -> jax.Array:
         return jnp.asarray(sinusoids(length, self.config.width, self.config.positions))
 
     def _embed(
-        self, params: Params, side: str, tokens_BT: jax.Array, positions_TD: jax.Array, key: jax.Array | None
+        self, params: Params, stack: str, tokens_BT: jax.Array, positions_TD: jax.Array, key: jax.Array | None
     ) -> jax.Array:
+        c, side = self.config, "source" if stack == "encoder" else "target"
+        key = _fold(key, 0)
+        tokens_BT = drop_words(tokens_BT, c.word_dropout, _fold(key, 1))
         x_BTD = embed(tokens_BT, self._table(params, side), positions_TD)
-        return dropout(x_BTD, self.config.dropout, _fold(key, 0)).astype(self.config.carry_dtype)
-
-    def _layer_inputs(self, stack: str, branch_scale: jax.Array, key: jax.Array | None) -> LayerInput:
-        """Coefficients and keys of a stack's layers, [L] each. Key 0 of a stack is the embedding's."""
-        layers: int = getattr(self.depth, stack)
-        skip: PerStack = self.recipe.skip(self.depth)
-        branch = jnp.asarray(branch_scale, jnp.float32) if self.recipe.scheduled else jnp.float32(1.0)
-        keys = None if key is None else jax.vmap(functools.partial(jax.random.fold_in, key))(1 + jnp.arange(layers))
-        return LayerInput(
-            skip=jnp.full(layers, getattr(skip, stack), jnp.float32), branch=jnp.broadcast_to(branch, layers), key=keys
-        )
-
-    def _final_norm(self, params: Params, stack: str, x: jax.Array) -> jax.Array:
-        return layer_norm(x, **params[f"{stack}_norm"]) if self.recipe.final else x
+        if self.recipe.embedding_norm:
+            x_BTD = apply_norm(c.norm, params[f"{stack}_embedding_norm"], x_BTD)
+        return dropout(x_BTD, c.dropout, key).astype(c.carry_dtype)
 
 
 def source_mask(source_BS: jax.Array) -> jax.Array:

@@ -18,6 +18,9 @@ from branchnorm_jax.errors import BranchNormError, StorageError, UserError
 from branchnorm_jax.model.transformer import Params
 from branchnorm_jax.training.state import TrainState, checksums
 
+TRAINING = ("step", "opt_state", "rate_scale")
+"""Fields of the train state beside the parameters."""
+
 Memory = dict[str, Any]
 """What the loop remembers between runs, JSON."""
 
@@ -78,7 +81,7 @@ class Checkpoints:
           score: validation score of exactly this state (more is better), if there is one.
         """
         step = int(state.step)
-        rest = {"step": state.step, "opt_state": state.opt_state}
+        rest = {name: getattr(state, name) for name in TRAINING}
         sums = {
             "params": checksums(state.params).tolist(),
             "training": checksums(rest).tolist(),
@@ -173,7 +176,7 @@ class Checkpoints:
         raise UserError(f"{self._directory}: checkpoint {which!r} cannot be read")
 
     def _restore(self, step: int, abstract: TrainState) -> tuple[TrainState, Memory]:
-        rest = {"step": abstract.step, "opt_state": abstract.opt_state}
+        rest = {name: getattr(abstract, name) for name in TRAINING}
         restored = self._manager.restore(
             step,
             args=ocp.args.Composite(
@@ -186,7 +189,7 @@ class Checkpoints:
         _check("parameters", restored["params"], saved["checksums"]["params"])
         _check("optimiser state", restored["training"], saved["checksums"]["training"])
         training = restored["training"]
-        return TrainState(training["step"], restored["params"], training["opt_state"]), saved["memory"]
+        return TrainState(params=restored["params"], **training), saved["memory"]
 
     def forget_after(self, step: int) -> None:
         """Deletes checkpoints newer than `step`, which were found damaged, so that they can be written again."""

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import json
 import math
 import time
@@ -17,19 +18,27 @@ from branchnorm_jax.config import Config
 from branchnorm_jax.data.batches import Shape, TextBatch, make_plans, prefetch
 from branchnorm_jax.data.corpus import read_pairs
 from branchnorm_jax.data.prepare import Corpus, prepare
-from branchnorm_jax.decoding.translate import Translator
+from branchnorm_jax.decoding.translate import Translator, make_model
 from branchnorm_jax.errors import BranchNormError, Preempted, StorageError
 from branchnorm_jax.evaluation.bleu import corpus_bleu
+from branchnorm_jax.model import admin
 from branchnorm_jax.model.initializers import get_base
 from branchnorm_jax.model.methods import get_recipe
-from branchnorm_jax.model.transformer import Transformer
+from branchnorm_jax.model.transformer import STACKS
 from branchnorm_jax.parallel import hosts
 from branchnorm_jax.parallel.mesh import make_mesh, sharding, to_devices
 from branchnorm_jax.training import logs, schedules
 from branchnorm_jax.training.checkpoint import Checkpoints
 from branchnorm_jax.training.optimizer import make_optimizer
 from branchnorm_jax.training.state import abstract_state, init_state, sha256
-from branchnorm_jax.training.step import Batch, Metrics, make_eval_step, make_train_step
+from branchnorm_jax.training.step import (
+    PROFILE_STREAM,
+    Batch,
+    Metrics,
+    decoder_inputs,
+    make_eval_step,
+    make_train_step,
+)
 from branchnorm_jax.training.watch import check_finite
 from branchnorm_jax.workdir import Workdir, write_atomically
 
@@ -50,6 +59,8 @@ class Memory:
     compile_seconds: float = 0.0
     """Of the last process that compiled the update: trace, lower and compile, all shapes."""
     compiled_shapes: int = 0
+    recent_scores: list[float] = dataclasses.field(default_factory=list)
+    """Of the last validations, oldest first: what `val_decay` looks at."""
 
 
 def train(config: Config, workdir: Workdir) -> None:
@@ -96,7 +107,7 @@ class Run:
         self.mesh = make_mesh(config.parallel, config.data.row_multiple // train.accumulation)
         self.plan, self.valid_plan = make_plans(config.data, corpus.train, corpus.valid, train.batch_tokens, train.seed)
         self.total = train.steps or math.ceil(train.epochs * self.plan.batches_per_epoch)
-        self.model = Transformer(config.model, corpus.tokenizer.source_size, corpus.tokenizer.target_size)
+        self.model = make_model(config.model, corpus.tokenizer)
         self.optimizer = make_optimizer(train)
         self.abstract = abstract_state(self.model, self.optimizer, self.mesh)
         self.translator = Translator(self.model, corpus.tokenizer, config.decode)
@@ -113,6 +124,8 @@ class Run:
         if restored is None:
             self.state = init_state(self.model, self.optimizer, self.mesh, train.seed)
             self.memory = Memory()
+            if self.model.recipe.profiled:
+                self._profile()
         else:
             self.state, memory = restored
             self.memory = Memory(**memory)
@@ -230,6 +243,17 @@ class Run:
         }
         write_atomically(self.workdir / "status.json", json.dumps(fields, indent=2) + "\n")
 
+    def _profile(self) -> None:
+        """Sets Admin's skip weights from one batch, the first of the run."""
+        batch = Batch(*to_devices(self.mesh, self.plan.batch_at(0)))
+        key = jax.random.fold_in(jax.random.key(self.config.train.seed), PROFILE_STREAM)
+        shardings = jax.tree.map(lambda leaf: leaf.sharding, self.abstract.params)
+        set_skips = jax.jit(functools.partial(admin.profile, self.model), out_shardings=shardings)
+        params = set_skips(self.state.params, batch.source, decoder_inputs(batch), key)
+        self.state = dataclasses.replace(self.state, params=params)
+        last = {stack: float(params[stack]["ffn_skip"][-1].mean()) for stack in STACKS}
+        logs.say("profiled: last skip weights " + ", ".join(f"{stack} {value:.3f}" for stack, value in last.items()))
+
     def _compile(self) -> None:
         """Compiles the update for every batch shape, before the first one."""
         begin = time.perf_counter()
@@ -264,6 +288,13 @@ class Run:
             memory.best_score, memory.since_best = memory.score, 0
         else:
             memory.since_best += 1
+        if c.schedule == "val_decay":
+            memory.recent_scores = [*memory.recent_scores, memory.score][-1 - c.decay_patience :]
+            if schedules.val_decay(memory.recent_scores, c.decay_patience):
+                scale = float(self.state.rate_scale) * c.decay_factor
+                rate_scale = jax.device_put(jnp.float32(scale), sharding(self.mesh))
+                self.state = dataclasses.replace(self.state, rate_scale=rate_scale)
+                logs.say(f"step {self.step}: learning rate x {scale:.3g}")
         self.validation_log.write(line)
         self.tensorboard.write(self.step, {f"valid/{name}": value for name, value in line.items() if name != "step"})
         figures = " ".join(f"{name} {value:.3f}" for name, value in line.items() if name != "step")

@@ -1,7 +1,7 @@
 """Optimisers as optax transformations of gradients into directions; `step.py` multiplies by the learning rate."""
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +9,7 @@ import optax
 
 from branchnorm_jax.config import TrainConfig
 from branchnorm_jax.errors import UserError
+from branchnorm_jax.model.transformer import STACKS
 
 
 class FairseqAdamState(NamedTuple):
@@ -44,18 +45,51 @@ def scale_by_fairseq_adam(b1: float, b2: float, eps: float) -> optax.GradientTra
     return optax.GradientTransformation(init, update)
 
 
+def scale_by_layer_trust_ratio() -> optax.GradientTransformation:
+    """LAMB's trust ratio |p| / |u|, 1 where either is 0, one per matrix of each layer (You et al., 2020).
+
+    optax takes one ratio per array; here an array holds all layers of a stack, axis 0.
+    """
+
+    def update(
+        updates: optax.Updates, state: optax.EmptyState, params: optax.Params | None = None
+    ) -> tuple[optax.Updates, optax.EmptyState]:
+        def scale(path: Any, update: jax.Array, param: jax.Array) -> jax.Array:
+            axes = tuple(range(1 if path[0].key in STACKS else 0, param.ndim))
+            p, u = (jnp.sqrt(jnp.square(x).sum(axes, keepdims=True)) for x in (param, update))
+            return update * jnp.where((p > 0) & (u > 0), p / jnp.where(u > 0, u, 1.0), 1.0)
+
+        return jax.tree_util.tree_map_with_path(scale, updates, params), state
+
+    return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
+
+
 def _adam(train: TrainConfig) -> optax.GradientTransformation:
     if train.adam_eps_mode == "fairseq":
         return scale_by_fairseq_adam(train.adam_b1, train.adam_b2, train.adam_eps)
     return optax.scale_by_adam(train.adam_b1, train.adam_b2, train.adam_eps)
 
 
-def _adamw(train: TrainConfig) -> optax.GradientTransformation:
-    """Adam with decoupled decay of all parameters, biases and norms included, as fairseq does."""
-    return optax.chain(_adam(train), optax.add_decayed_weights(train.weight_decay))
+def _decay(train: TrainConfig) -> optax.GradientTransformation:
+    """Weight decay of all parameters, biases and norms included, as fairseq does."""
+    return optax.add_decayed_weights(train.weight_decay)
 
 
-OPTIMIZERS: dict[str, Callable[[TrainConfig], optax.GradientTransformation]] = {"adamw": _adamw, "adam": _adam}
+def _radam(train: TrainConfig) -> optax.GradientTransformation:
+    return optax.scale_by_radam(train.adam_b1, train.adam_b2, train.adam_eps)
+
+
+OPTIMIZERS: dict[str, Callable[[TrainConfig], optax.GradientTransformation]] = {
+    # Decay beside the step, not through the moments: AdamW, and what fairseq calls adam.
+    "adamw": lambda train: optax.chain(_adam(train), _decay(train)),
+    # Decay as part of the gradient: L2.
+    "adam": lambda train: optax.chain(_decay(train), _adam(train)),
+    "radam": lambda train: optax.chain(_radam(train), _decay(train)),
+    "lamb": lambda train: optax.chain(_adam(train), _decay(train), scale_by_layer_trust_ratio()),
+    # optax adds epsilon to the sum of squares, PyTorch its 1e-10 to the root.
+    "adagrad": lambda train: optax.chain(_decay(train), optax.scale_by_rss(initial_accumulator_value=0.0, eps=1e-20)),
+}
+"""name -> direction of the step. Options adam_b1, adam_b2, adam_eps and weight_decay mean the same for all."""
 
 
 def make_optimizer(train: TrainConfig) -> optax.GradientTransformation:

@@ -4,7 +4,7 @@ Both are evaluated inside the compiled update, on a traced int32 step.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -53,10 +53,45 @@ def constant(train: TrainConfig, width: int) -> Schedule:
     return schedule
 
 
+def inverse_sqrt_nowarmup(train: TrainConfig, width: int) -> Schedule:
+    """T-Fixup's schedule: peak sqrt(P / (P + step)) with P = `decay_steps`, at its peak from the first update on."""
+    period = max(train.decay_steps, 1)
+
+    def schedule(step: jax.Array) -> jax.Array:
+        return train.learning_rate * jnp.sqrt(period / (period + step.astype(jnp.float32)))
+
+    return schedule
+
+
+def polynomial(train: TrainConfig, width: int) -> Schedule:
+    """Warm-up as `constant`, then end + (peak - end) (1 - (step - W) / (P - W))^power until P = `decay_steps`."""
+    warm, peak, end, warmup = constant(train, width), train.learning_rate, train.end_learning_rate, train.warmup_steps
+    length = max(train.decay_steps - warmup, 1)
+
+    def schedule(step: jax.Array) -> jax.Array:
+        left = jnp.clip(1 - (step.astype(jnp.float32) - warmup) / length, 0.0, 1.0)
+        return jnp.where(step < warmup, warm(step), end + (peak - end) * left**train.decay_power)
+
+    return schedule
+
+
+def val_decay(scores: Sequence[float], patience: int) -> bool:
+    """Whether the learning rate should shrink, after these validation scores (more is better, oldest first).
+
+    ValDecay of Transformers without Tears (Nguyen and Salazar, 2019), as its code decides: there are more than
+    `patience` scores, and the last is below each of the `patience` ones before it.
+    """
+    return len(scores) > patience and scores[-1] < min(scores[-1 - patience : -1])
+
+
 LEARNING_RATES: dict[str, Callable[[TrainConfig, int], Schedule]] = {
     "inverse_sqrt": inverse_sqrt,
     "noam": noam,
     "constant": constant,
+    "inverse_sqrt_nowarmup": inverse_sqrt_nowarmup,
+    "polynomial": polynomial,
+    # The loop multiplies it by `decay_factor` when `val_decay` says so.
+    "val_decay": constant,
 }
 
 

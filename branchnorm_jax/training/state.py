@@ -23,11 +23,13 @@ class TrainState:
       step: completed updates, int32 [].
       params: parameters.
       opt_state: the optimiser's state.
+      rate_scale: factor on the scheduled learning rate, float32 []: what `val_decay` made of it.
     """
 
     step: jax.Array
     params: Params
     opt_state: optax.OptState
+    rate_scale: jax.Array
 
 
 def abstract_params(model: Transformer, mesh: Mesh) -> Params:
@@ -58,6 +60,7 @@ def abstract_state(model: Transformer, optimizer: optax.GradientTransformation, 
         step=_place(jax.ShapeDtypeStruct((), jnp.int32), whole),
         params=params,
         opt_state=jax.tree.map(_place, opt_state, opt_shardings),
+        rate_scale=_place(jax.ShapeDtypeStruct((), jnp.float32), whole),
     )
 
 
@@ -66,7 +69,7 @@ def init_state(model: Transformer, optimizer: optax.GradientTransformation, mesh
 
     def create() -> TrainState:
         params = model.init(jax.random.fold_in(jax.random.key(seed), 0))
-        return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params))
+        return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params), jnp.ones(()))
 
     shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract_state(model, optimizer, mesh))
     return jax.jit(create, out_shardings=shardings)()

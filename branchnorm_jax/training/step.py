@@ -15,6 +15,8 @@ from branchnorm_jax.training.state import TrainState
 
 DROPOUT_STREAM = 1
 """Folded into the run's seed; stream 0 is initialisation."""
+PROFILE_STREAM = 2
+"""For the dropout of Admin's profiling pass."""
 
 
 class Batch(NamedTuple):
@@ -35,6 +37,11 @@ class Metrics(NamedTuple):
     target_tokens: jax.Array
 
 
+def decoder_inputs(batch: Batch) -> jax.Array:
+    """What the decoder reads under teacher forcing: EOS, then the target without its last token."""
+    return jnp.pad(batch.target[:, :-1], ((0, 0), (1, 0)), constant_values=EOS)
+
+
 def loss_sums(
     model: Transformer,
     params: Params,
@@ -43,10 +50,9 @@ def loss_sums(
     smoothing: float,
     key: jax.Array | None = None,
 ) -> LossSums:
-    """Smoothed cross-entropy of a batch under teacher forcing: the decoder reads EOS, then the target shifted by 1."""
-    inputs = jnp.pad(batch.target[:, :-1], ((0, 0), (1, 0)), constant_values=EOS)
-    logits = model(params, batch.source, inputs, branch_scale, key)
-    return smoothed_cross_entropy(logits, batch.target, batch.target != PAD, smoothing)
+    """Smoothed cross-entropy of a batch under teacher forcing."""
+    logits = model(params, batch.source, decoder_inputs(batch), branch_scale, key)
+    return smoothed_cross_entropy(logits, batch.target, batch.target != PAD, smoothing, model.unused)
 
 
 def make_train_step(
@@ -59,7 +65,7 @@ def make_train_step(
     parts = train.accumulation
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-        alpha_t, rate = alpha(state.step), learning_rate(state.step)
+        alpha_t, rate = alpha(state.step), learning_rate(state.step) * state.rate_scale
         key = jax.random.fold_in(jax.random.fold_in(jax.random.key(train.seed), DROPOUT_STREAM), state.step)
         tokens = (batch.target != PAD).sum().astype(jnp.float32)
 
@@ -85,7 +91,7 @@ def make_train_step(
         directions, opt_state = optimizer.update(grads, state.opt_state, state.params)
         params = jax.tree.map(lambda p, d: p - rate * d, state.params, directions)
         metrics = Metrics(loss, nll, rate, alpha_t, optax.tree.norm(grads), tokens)
-        return TrainState(state.step + 1, params, opt_state), metrics
+        return TrainState(state.step + 1, params, opt_state, state.rate_scale), metrics
 
     return train_step
 

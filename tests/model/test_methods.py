@@ -7,8 +7,10 @@ import pytest
 
 from branchnorm_jax.config import ModelConfig
 from branchnorm_jax.errors import UserError
+from branchnorm_jax.model.depth_rules import deepnorm_alpha, deepnorm_beta
 from branchnorm_jax.model.initializers import get_base
-from branchnorm_jax.model.methods import METHODS, Depth, deepnorm_alpha, deepnorm_beta, get_recipe
+from branchnorm_jax.model.methods import METHODS, get_recipe
+from branchnorm_jax.model.recipe import Depth
 from branchnorm_jax.model.transformer import Transformer
 
 init = jax.jit(Transformer.init, static_argnums=0)

@@ -158,7 +158,8 @@ def test_branchnorm_at_alpha_zero_is_a_norm_of_the_embeddings_with_dead_branches
 
 
 def test_ratio_lemma_deepnorm_is_branchnorm_held_at_one_over_alpha() -> None:
-    from branchnorm_jax.model.methods import Depth, deepnorm_alpha
+    from branchnorm_jax.model.depth_rules import deepnorm_alpha
+    from branchnorm_jax.model.recipe import Depth
 
     deepnorm, branchnorm = small(method="deepnorm"), small(method="branchnorm")
     params = randomised(init(deepnorm, KEY), 0.05)

@@ -1,0 +1,37 @@
+"""Admin's profiling pass: initial skip weights from the variances that an untrained network shows on one batch.
+
+Understanding the Difficulty of Training Transformers (Liu et al., 2020). In each stack, with r_0 = 1, for sub-layer
+k = 1, 2, ...:
+
+    w_k = r_(k-1),  f = Dropout(F(x)),  r_k = sqrt(Var(w_k x) + Var(f)),  x <- LN(w_k x + f)
+
+Var is over all elements of the batch, padding included. Since Var(LN(...)) = 1 it makes
+w_k = sqrt(Var(x_0) + sum over j < k of Var(f_j)) for k > 1. The pass is one scan: r runs along with x.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from branchnorm_jax.model.transformer import Params, Transformer, source_mask
+
+
+def profile(model: Transformer, params: Params, source_BS: jax.Array, inputs_BT: jax.Array, key: jax.Array) -> Params:
+    """`params` with the skip weights [L, D] of both stacks set by a pass over one batch in training mode.
+
+    Args:
+      model: of a recipe with learned skip weights.
+      params: fresh parameters.
+      source_BS: int [B, S].
+      inputs_BT: decoder inputs, int [B, T].
+      key: of the dropout masks.
+    """
+    alpha = jnp.ones(())
+    memory, encoder = model.run_encoder(params, source_BS, alpha, key, profile=True)
+    _, decoder = model.run_decoder(params, memory, source_mask(source_BS), inputs_BT, alpha, key, profile=True)
+
+    def fill(weights: Params, spreads: dict[str, tuple[jax.Array, ...]]) -> Params:
+        return weights | {
+            name: jnp.broadcast_to(spread_L[:, None], weights[name].shape) for name, (spread_L,) in spreads.items()
+        }
+
+    return params | {"encoder": fill(params["encoder"], encoder), "decoder": fill(params["decoder"], decoder)}

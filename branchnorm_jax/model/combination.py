@@ -1,0 +1,62 @@
+"""Dynamic linear combination of layers (DLCL, Wang et al., 2019), in a form whose memory grows linearly with depth.
+
+    x_l = sum over k <= l of W[l,k] u_k,  u_0 = y_0 the embedding, u_k = LN_k(y_k) the output of layer k        (pre)
+    x_l = LN_l(sum over k <= l of W[l,k] y_k),  x_0 without a norm                                            (post)
+
+x_l is what layer l + 1 reads, and x_L what the stack returns. Keeping all u_k and combining them at every layer would
+make the backward pass keep a history per layer, L^2 activations in all. Here every output is pushed, as soon as it is
+there, into the sums A[m] of all later reads m: the sums are linear in what is pushed, so nothing of them is kept.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from branchnorm_jax.model.blocks import Stream
+from branchnorm_jax.model.norms import apply_norm, init_norm
+
+Params = dict[str, Any]
+
+
+def init_combination(layers: int, width: int, norm: str) -> Params:
+    """W [L+1, L+1], whose row l starts as the mean of the l + 1 outputs so far, and L norms."""
+    rows = jnp.tri(layers + 1) / jnp.arange(1, layers + 2)[:, None]
+    return {"weight": rows, "norm": init_norm(norm, width, (layers,))}
+
+
+def combined(
+    layer: Callable[[Stream, Any], tuple[Stream, Any]],
+    params: Params,
+    embedded: jax.Array,
+    per_layer: Any,
+    *,
+    norm: str,
+    post: bool,
+) -> tuple[Callable[[Any, Any], tuple[Any, Any]], Any, Any]:
+    """Wraps a stack's layers: returns (layer, carry, per_layer) for `run_stack`, whose last carry starts with x_L.
+
+    Args:
+      layer: x_l, per_layer_l -> y_(l+1), output; plain streams.
+      params: of `init_combination`.
+      embedded: y_0, [B, T, D].
+      per_layer: tree of [L, ...] leaves for `layer`.
+      norm: kind of the norms.
+      post: normalise after combining instead of before.
+    """
+    weight = jnp.tril(params["weight"]).astype(embedded.dtype)
+
+    def combine(carry: Any, inputs: Any) -> tuple[Any, Any]:
+        stream, sums = carry
+        index, column, norm_params, layer_inputs = inputs
+        (y, *_), output = layer(stream, layer_inputs)
+        pushed = y if post else apply_norm(norm, norm_params, y).astype(y.dtype)
+        sums = sums + column[:, None, None, None] * pushed
+        x = jax.lax.dynamic_index_in_dim(sums, index, keepdims=False)
+        return (Stream(apply_norm(norm, norm_params, x).astype(x.dtype) if post else x), sums), output
+
+    sums = weight[:, 0, None, None, None] * embedded
+    layers = weight.shape[0] - 1
+    inputs = (jnp.arange(1, layers + 1), weight[:, 1:].T, params["norm"], per_layer)
+    return combine, (Stream(sums[0]), sums), inputs

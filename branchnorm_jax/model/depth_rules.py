@@ -1,0 +1,87 @@
+"""How the numbers of the recipes depend on depth: each rule gives one number per stack, or one per layer.
+
+N and M are the layers of encoder and decoder, l counts the layers of a stack from 1.
+"""
+
+import math
+
+from branchnorm_jax.model.recipe import Depth, PerStack, Rule
+
+
+def deepnorm_alpha(depth: Depth) -> PerStack:
+    """DeepNorm's skip weight: 0.81 (N^4 M)^(1/16) in the encoder, (3M)^(1/4) in the decoder."""
+    n, m = depth
+    return PerStack(0.81 * (n**4 * m) ** (1 / 16), (3 * m) ** (1 / 4))
+
+
+def deepnorm_beta(depth: Depth) -> PerStack:
+    """DeepNorm's initial gain: 0.87 (N^4 M)^(-1/16) in the encoder, (12M)^(-1/4) in the decoder."""
+    n, m = depth
+    return PerStack(0.87 * (n**4 * m) ** (-1 / 16), (12 * m) ** (-1 / 4))
+
+
+def torchscale_beta(depth: Depth) -> PerStack:
+    """DeepNorm's gain as its official code computes it: the encoder's is 1.15 (N^4 M)^(-1/16), 1.32 times too large."""
+    n, m = depth
+    return PerStack(1.15 * (n**4 * m) ** (-1 / 16), (12 * m) ** (-1 / 4))
+
+
+def sub_ln_gamma(depth: Depth) -> PerStack:
+    """Sub-LN's initial gain: sqrt(ln(3M) ln(2N) / 3) in the encoder, sqrt(ln(3M)) in the decoder."""
+    n, m = depth
+    return PerStack(math.sqrt(math.log(3 * m) * math.log(2 * n) / 3), math.sqrt(math.log(3 * m)))
+
+
+def t_fixup_gain(depth: Depth) -> PerStack:
+    """T-Fixup's gain of the matrices: 0.67 N^(-1/4) in the encoder, (9M)^(-1/4) in the decoder."""
+    return PerStack(0.67 * depth.encoder**-0.25, (9 * depth.decoder) ** -0.25)
+
+
+def t_fixup_embedding_gain(depth: Depth) -> PerStack:
+    """T-Fixup's gain of the embeddings: (9N)^(-1/4) of the source (or shared), (9M)^(-1/4) of the target."""
+    return PerStack((9 * depth.encoder) ** -0.25, (9 * depth.decoder) ** -0.25)
+
+
+def branches_power(power: float) -> Rule:
+    """(2N + 3M)^power: a power of the number of residual branches of the whole model."""
+
+    def rule(depth: Depth) -> PerStack:
+        value = (2 * depth.encoder + 3 * depth.decoder) ** power
+        return PerStack(value, value)
+
+    return rule
+
+
+def depth_power(power: float) -> Rule:
+    """N^power in the encoder, M^power in the decoder."""
+    return lambda depth: PerStack(depth.encoder**power, depth.decoder**power)
+
+
+def layer_power(power: float) -> Rule:
+    """l^power in layer l, counted from 1 in each stack."""
+    return lambda depth: PerStack(*(tuple((l + 1) ** power for l in range(layers)) for layers in depth))  # noqa: E741
+
+
+def sublayers(depth: Depth) -> PerStack:
+    """The number of residual sub-layers of a stack: 2N and 3M."""
+    return PerStack(2.0 * depth.encoder, 3.0 * depth.decoder)
+
+
+def admin_log(depth: Depth) -> PerStack:
+    """sqrt((n + 1) / ln(n + 1) - 1) for n sub-layers: Admin without profiling, output changes of order log n."""
+    return PerStack(*(math.sqrt((n + 1) / math.log(n + 1) - 1) for n in (2 * depth.encoder, 3 * depth.decoder)))
+
+
+def admin_constant(depth: Depth) -> PerStack:
+    """sqrt(n) for n sub-layers: Admin without profiling, output changes of order 1."""
+    return PerStack(math.sqrt(2 * depth.encoder), math.sqrt(3 * depth.decoder))
+
+
+def layerscale_start(depth: Depth) -> PerStack:
+    """LayerScale's initial value by depth of the stack: 0.1 up to 18 layers, 1e-5 up to 24, then 1e-6."""
+    return PerStack(*(0.1 if layers <= 18 else 1e-5 if layers <= 24 else 1e-6 for layers in depth))
+
+
+def first_quarter(depth: Depth) -> PerStack:
+    """1 in the first quarter of the layers (rounded down), 0 in the others."""
+    return PerStack(*(tuple(float(l < layers // 4) for l in range(layers)) for layers in depth))  # noqa: E741

@@ -1,0 +1,143 @@
+"""The residual algebra: what a method of the papers can say about a sub-layer, as one dataclass.
+
+    z  = c Q(x)                       Q: norm or identity, c: constant per layer
+    h  = Dropout(G(F(z)))             F: attention or feed-forward with its inner hooks, G: norm or identity
+    x' = P(a x + b h)                 a, b: constant, scheduled or learned; P: norm or identity
+
+`blocks.py` computes it and knows no method by name; `methods.py` is the table of the methods.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+SUBLAYERS = {"encoder": ("self", "ffn"), "decoder": ("self", "cross", "ffn")}
+EVERYWHERE = frozenset({"self", "cross", "ffn"})
+NOWHERE: frozenset[str] = frozenset()
+
+
+class Depth(NamedTuple):
+    """Layers of the encoder (N in the papers) and of the decoder (M)."""
+
+    encoder: int
+    decoder: int
+
+
+PerLayer = float | tuple[float, ...]
+"""One number for all layers of a stack, or one for each."""
+
+
+class PerStack(NamedTuple):
+    """Numbers for the encoder's layers and for the decoder's."""
+
+    encoder: PerLayer
+    decoder: PerLayer
+
+
+Rule = Callable[[Depth], PerStack]
+"""How a number depends on depth."""
+
+
+def always(value: float) -> Rule:
+    """The same number at any depth."""
+
+    def rule(depth: Depth) -> PerStack:
+        return PerStack(value, value)
+
+    return rule
+
+
+def scaled(rule: Rule, factor: float) -> Rule:
+    """`rule` times a factor, for rules that give one number per stack."""
+
+    def product(depth: Depth) -> PerStack:
+        encoder, decoder = rule(depth)
+        assert isinstance(encoder, float) and isinstance(decoder, float)
+        return PerStack(factor * encoder, factor * decoder)
+
+    return product
+
+
+ZERO, ONE = always(0.0), always(1.0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Weight:
+    """One factor of the algebra: `a` of the skip connection or `b` of the branch.
+
+    Attributes:
+      start: its value; where training learns it, its initial value.
+      end: if given, the factor is start + (end - start) alpha_t; alpha_t is the branch scale that training passes in.
+      learned: "" constant; "layer" one scalar per layer; "sublayer" one scalar per sub-layer; "vector" one [D] per
+        sub-layer.
+      on: the sub-layers that have it; in the others it is 1.
+    """
+
+    start: Rule = ONE
+    end: Rule | None = None
+    learned: str = ""
+    on: frozenset[str] = EVERYWHERE
+
+
+@dataclasses.dataclass(frozen=True)
+class Recipe:
+    """One method.
+
+    Attributes:
+      equation: the sub-layer update, for people.
+      citation: where it comes from.
+      note: what a reader must know beyond the equation: interpretations, differences from official code.
+      pre: Q is a norm.
+      pre_scale: c.
+      branch_norm: sub-layers where G is a norm.
+      post: P is a norm.
+      post_layers: if given, overrides `pre` and `post` by layer: 1 marks a Post-norm layer, 0 a Pre-norm layer.
+      final: what follows the last layer of each stack: "" nothing, "norm", or Fixup's scalar "shift" (the encoder's
+        with a scale).
+      final_epsilon: of the final norm.
+      embedding_norm: a norm follows the embeddings of each stack.
+      skip: a.
+      branch: b.
+      inner_norm: sub-layers with a norm before their last matrix (o or fc2).
+      head_scale: sub-layers whose attention heads have a learned factor each, before o.
+      head_scale_last: that factor multiplies the output of o instead, in groups of its features.
+      shifts: learned scalars are subtracted before each sub-layer and on both sides of the activation.
+      biases: the matrices have biases.
+      stream: what runs through the stack: "plain" x; "bottom_to_top" x, and the last sub-layer of a layer adds the
+        layer's input; "dual" x and the sum of all branches, whose norm is added at the end; "combination" learned
+        combinations of all earlier layers' outputs, normalised first ("combination_post": normalised after).
+      profiled: before the first update the learned skip weights are set by a profiling pass (`admin.py`).
+      init: base distribution of the weights, a key of `initializers.BASES`.
+      gain: factors on it, by matrix ("v"), sub-layer and matrix ("cross/v", which wins), or table
+        ("embedding/source").
+      recommended: options that its authors train with, "section.name" -> value.
+    """
+
+    equation: str
+    citation: str
+    note: str = ""
+    pre: bool = False
+    pre_scale: Rule = ONE
+    branch_norm: frozenset[str] = NOWHERE
+    post: bool = False
+    post_layers: Rule | None = None
+    final: str = ""
+    final_epsilon: float = 1e-5
+    embedding_norm: bool = False
+    skip: Weight = Weight()
+    branch: Weight = Weight()
+    inner_norm: frozenset[str] = NOWHERE
+    head_scale: frozenset[str] = NOWHERE
+    head_scale_last: bool = False
+    shifts: bool = False
+    biases: bool = True
+    stream: str = "plain"
+    profiled: bool = False
+    init: str = "xavier_uniform"
+    gain: Mapping[str, Rule] = dataclasses.field(default_factory=dict, hash=False)
+    recommended: Mapping[str, Any] = dataclasses.field(default_factory=dict, hash=False)
+
+    @property
+    def scheduled(self) -> bool:
+        """Whether anything depends on alpha_t."""
+        return bool(self.skip.end or self.branch.end)

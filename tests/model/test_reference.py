@@ -1,0 +1,122 @@
+"""Every method, forward and backward, against NumPy in float64."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from branchnorm_jax.config import ModelConfig
+from branchnorm_jax.model.methods import METHODS
+from branchnorm_jax.model.recipe import ONE, Recipe
+from branchnorm_jax.model.transformer import Transformer, source_mask
+from tests.reference import transformer as reference
+
+SOURCE = np.array([[5, 6, 7, 1, 0, 0], [9, 8, 7, 6, 5, 1]])
+TARGET = np.array([[1, 4, 5, 6, 3], [1, 7, 8, 9, 3]])
+ALPHA = 0.3
+# Deep enough that a quarter of the encoder is a layer, and different on the two sides.
+SIZES: dict[str, Any] = dict(encoder_layers=5, decoder_layers=2, width=8, ffn_width=12, heads=2, dropout=0.0)
+
+
+def away_from_start(model: Transformer, dtype: str) -> Any:
+    """Parameters of the model's shapes, random around 0 for matrices, and for all else away from both 0 and 1."""
+    rng = np.random.default_rng(0)
+
+    def draw(path: Any, leaf: jax.ShapeDtypeStruct) -> np.ndarray:
+        matrix = path[-1].key == "kernel" or path[0].key == "embedding"
+        return (rng.normal(0, 0.3, leaf.shape) if matrix else rng.normal(0.7, 0.2, leaf.shape)).astype(dtype)
+
+    return jax.tree_util.tree_map_with_path(draw, model.abstract_params())
+
+
+def outputs(model: Transformer, params: Any) -> tuple[jax.Array, jax.Array]:
+    """Encoder and decoder output."""
+    memory = model.encode(params, jnp.asarray(SOURCE), jnp.asarray(ALPHA))
+    mask = source_mask(jnp.asarray(SOURCE))
+    return memory, model.decode(params, memory, mask, jnp.asarray(TARGET), jnp.asarray(ALPHA))
+
+
+def expected(method: str, params: Any, kind: str = "layer_norm") -> tuple[np.ndarray, np.ndarray]:
+    """The same by the reference."""
+    positions = np.arange(6)[:, None] / 10000 ** (2 * np.arange(4) / 8)
+    positions = np.concatenate([np.sin(positions), np.cos(positions)], -1).astype(np.float32)  # as the model keeps it
+    table = params["embedding"]["shared"]
+    source_x, target_x = (table[ids] * np.sqrt(8) + positions[: ids.shape[1]] for ids in (SOURCE, TARGET))
+    return reference.forward(method, params, source_x, target_x, SOURCE != 0, heads=2, alpha=ALPHA, kind=kind)
+
+
+def check(method: str, kind: str = "layer_norm") -> None:
+    real = SOURCE != 0
+    rng = np.random.default_rng(1)
+    weight_memory = rng.normal(size=(2, 6, 8)) * real[..., None]
+    weight_out = rng.normal(size=(2, 5, 8))
+
+    for dtype, tolerance in (("float64", 1e-9), ("float32", 1e-5)):
+        with jax.enable_x64(dtype == "float64"):
+            model = Transformer(ModelConfig(method=method, norm=kind, dtype=dtype, carry_dtype=dtype, **SIZES), 12, 12)
+            params = away_from_start(model, dtype)
+
+            def scalar(params: Any, model: Transformer = model) -> tuple[jax.Array, Any]:
+                memory, out = outputs(model, params)
+                return (memory * weight_memory).sum() + (out * weight_out).sum(), (memory, out)
+
+            (_, found), gradient = jax.jit(jax.value_and_grad(scalar, has_aux=True))(params)
+            exact = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), params)
+            memory, out = expected(method, exact, kind)
+            scale = max(1.0, np.abs(memory[real]).max(), np.abs(out).max())
+            assert np.abs(np.asarray(found[0]) - memory)[real].max() <= tolerance * scale
+            assert np.abs(np.asarray(found[1]) - out).max() <= tolerance * scale
+
+            # Along one random direction per leaf, by a complex step.
+            leaves, tree = jax.tree.flatten(exact)
+            whole = np.sqrt(sum(np.square(leaf, dtype=np.float64).sum() for leaf in jax.tree.leaves(gradient)))
+            for index, ours in enumerate(jax.tree.leaves(gradient)):
+                direction = rng.normal(size=ours.shape)
+                stepped = [leaf + 1e-30j * direction if at == index else leaf for at, leaf in enumerate(leaves)]
+                memory, out = expected(method, jax.tree.unflatten(tree, stepped), kind)
+                theirs = ((memory * weight_memory).sum() + (out * weight_out).sum()).imag / 1e-30
+                assert abs((np.asarray(ours, np.float64) * direction).sum() - theirs) <= tolerance * whole
+
+
+def algebra(method: str) -> Recipe:
+    """What of a recipe matters after initialisation."""
+    recipe = METHODS[method]
+    return dataclasses.replace(
+        recipe,
+        equation="",
+        citation="",
+        note="",
+        init="",
+        gain={},
+        recommended={},
+        profiled=False,
+        skip=recipe.skip if not recipe.skip.learned else dataclasses.replace(recipe.skip, start=ONE),
+        branch=recipe.branch if not recipe.branch.learned else dataclasses.replace(recipe.branch, start=ONE),
+    )
+
+
+FIRST = {algebra(method): method for method in reversed(METHODS)}
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        # Variants that differ in their initial values alone compute the same function.
+        method if method in FIRST.values() else pytest.param(method, marks=pytest.mark.slow)
+        for method in METHODS
+    ],
+)
+def test_forward_and_gradient_of_every_method(method: str) -> None:
+    check(method)
+
+
+@pytest.mark.parametrize("kind", ["rms_norm", "scale_norm", "scale_norm_fixed", "dyt", "none"])
+def test_forward_and_gradient_with_other_norms(kind: str) -> None:
+    check("sub_ln", kind)
+
+
+def test_every_method_has_a_reference() -> None:
+    assert set(reference.SUBLAYER) == set(METHODS)

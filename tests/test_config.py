@@ -9,8 +9,9 @@ from hypothesis import given, reject
 from hypothesis import strategies as st
 
 from branchnorm_jax import config as options
-from branchnorm_jax.config import Config, from_config_dict
+from branchnorm_jax.config import Config, TrainConfig, default_config, from_config_dict, to_flat, with_recommended
 from branchnorm_jax.errors import UserError
+from branchnorm_jax.model.methods import METHODS
 
 
 def refused(values, *parts):
@@ -271,3 +272,26 @@ def test_help_lists_every_option_with_default_unit_and_meaning():
         expected = [field.metadata["help"], field.metadata["unit"], *field.metadata["choices"]]
         expected += [] if field.default == "" else [str(field.default)]
         assert [part for part in expected if part not in lines[name]] == [], name
+
+
+def test_a_methods_recommendations_give_way_to_file_and_command_line() -> None:
+    recommended = {
+        "train.learning_rate": 1e-3,
+        "train.warmup_steps": 8000,
+        "model.dropout": 0.5,
+        "train.schedule": "noam",
+    }
+    config = default_config()
+    config.train.learning_rate = 7e-4  # by the config file
+    config.train.warmup_steps = TrainConfig().warmup_steps  # by the command line, although it is the default
+    found = from_config_dict(with_recommended(config, {"train.warmup_steps"}, recommended))
+    assert (found.train.learning_rate, found.train.warmup_steps) == (7e-4, TrainConfig().warmup_steps)
+    assert found.model.dropout == 0.5
+
+
+def test_every_recommendation_is_a_valid_option() -> None:
+    for method, recipe in METHODS.items():
+        config = default_config()
+        config.model.method = method
+        chosen = to_flat(from_config_dict(with_recommended(config, set(), recipe.recommended)))
+        assert {name: chosen[name] for name in recipe.recommended} == recipe.recommended

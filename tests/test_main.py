@@ -14,6 +14,7 @@ import pytest
 from branchnorm_jax import config as configs
 from branchnorm_jax.config import Config
 from branchnorm_jax.errors import UserError
+from branchnorm_jax.model.methods import METHODS
 from branchnorm_jax.training.loop import train
 from branchnorm_jax.workdir import Workdir
 from tests.conftest import ROOT, TINY, read_status, run_main
@@ -385,3 +386,25 @@ def test_training_never_imports_tensorflow(tmp_path: Path) -> None:
         cwd=ROOT, capture_output=True, text=True, env=os.environ | {"JAX_PLATFORMS": "cpu"},
     )  # fmt: skip
     assert done.stdout.strip().splitlines()[-1] == "0 []", done.stderr
+
+
+def test_methods_mode_lists_every_method_and_its_page_is_up_to_date() -> None:
+    page = ROOT / "docs" / "methods.md"
+    before = page.read_text(encoding="utf-8")
+    done = run_main("--mode=methods")
+    assert done.returncode == 0, done.stderr
+    named = {line for line in done.stdout.splitlines() if line and not line.startswith(" ")}
+    assert named == set(METHODS)
+    assert page.read_text(encoding="utf-8") == before, "python main.py --mode=methods writes it"
+
+
+def test_a_methods_recommended_options_are_shown_taken_and_saved(tmp_path: Path) -> None:
+    options = ("--config.model.method=t_fixup", "--config.train.steps=2", "--config.train.eval_bleu_sentences=1")
+    done = run_main(*TINY, *options, f"--workdir={tmp_path / 'run'}")
+    assert done.returncode == 0, done.stderr
+    assert "train.schedule: 'inverse_sqrt' -> 'inverse_sqrt_nowarmup'  (recommended for t_fixup)" in done.stderr
+    saved = json.loads((tmp_path / "run" / "config.json").read_text())
+    assert saved["train"]["schedule"] == "inverse_sqrt_nowarmup"
+    assert saved["train"]["learning_rate"] == 5e-3  # the command line wins
+    again = run_main(f"--workdir={tmp_path / 'run'}", "--config.train.steps=3")
+    assert again.returncode == 0, again.stderr

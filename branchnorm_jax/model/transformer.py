@@ -317,10 +317,10 @@ class Transformer:
         scanned = (params[stack], inputs, per_layer)
         run = functools.partial(run_stack, scan=c.scan, remat=c.remat and per_layer is None)
         if recipe.stream.startswith("combination"):
-            layer, carry, scanned = combined(
+            combine, carry, inputs = combined(
                 layer, params[f"{stack}_combination"], x, scanned, norm=c.norm, post=recipe.stream.endswith("post")
             )
-            (stream, _), outputs = run(layer, carry, scanned)
+            (stream, _), outputs = run(combine, carry, inputs)
         else:
             total = x.astype(jnp.promote_types(x.dtype, jnp.float32)) if recipe.stream == "dual" else None
             stream, outputs = run(layer, Stream(x, total, jnp.ones(()) if profile else None), scanned)

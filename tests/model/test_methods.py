@@ -1,5 +1,7 @@
 """DeepNorm's constants, initial weights and parameter counts against published or derived numbers."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,6 +9,7 @@ import pytest
 
 from branchnorm_jax.config import ModelConfig
 from branchnorm_jax.errors import UserError
+from branchnorm_jax.model import depth_rules as by
 from branchnorm_jax.model.depth_rules import deepnorm_alpha, deepnorm_beta
 from branchnorm_jax.model.initializers import get_base
 from branchnorm_jax.model.methods import METHODS, get_recipe
@@ -34,21 +37,114 @@ def test_deepnorm_constants(n: int, m: int, alpha_e: float, beta_e: float, alpha
     np.testing.assert_allclose(deepnorm_beta(Depth(n, m)), (beta_e, beta_d), atol=5e-7)
 
 
+SUB_LN = [
+    (6, 1.547288, 1.700109),
+    (18, 2.182857, 1.997244),
+    (50, 2.773375, 2.238445),
+    (100, 3.173875, 2.388259),
+    (250, 3.703204, 2.572950),
+    (500, 4.103573, 2.704297),
+]
+
+
+@pytest.mark.parametrize(("layers", "encoder", "decoder"), SUB_LN)
+def test_sub_ln_gamma(layers: int, encoder: float, decoder: float) -> None:
+    np.testing.assert_allclose(by.sub_ln_gamma(Depth(layers, layers)), (encoder, decoder), atol=5e-7)
+
+
+def test_torchscale_beta_differs_in_the_encoder_alone() -> None:
+    for layers, encoder in ((6, 0.656940), (12, 0.528998), (18, 0.466042), (100, 0.272708), (500, 0.164919)):
+        found, paper = by.torchscale_beta(Depth(layers, layers)), by.deepnorm_beta(Depth(layers, layers))
+        np.testing.assert_allclose(found.encoder, encoder, atol=5e-7)
+        assert found.decoder == paper.decoder
+
+
 @pytest.mark.parametrize(
-    ("method", "counts"),
-    [
-        ("post_ln", (44_138_496, 132_415_488, 735_641_600)),
-        ("deepnorm", (44_138_496, 132_415_488, 735_641_600)),
-        ("branchnorm", (44_138_496, 132_415_488, 735_641_600)),
-        ("pre_ln", (44_140_544, 132_417_536, 735_643_648)),
-    ],
+    ("layers", "matrices", "embeddings"),
+    [(6, 0.428092, 0.368894), (18, 0.325279, 0.280299), (100, 0.211873, 0.182574), (500, 0.141688, 0.122095)],
 )
+def test_t_fixup_gains(layers: int, matrices: float, embeddings: float) -> None:
+    depth = Depth(layers, layers)
+    np.testing.assert_allclose(by.t_fixup_gain(depth), (matrices, embeddings), atol=5e-7)
+    np.testing.assert_allclose(by.t_fixup_embedding_gain(depth), (embeddings, embeddings), atol=5e-7)
+
+
+@pytest.mark.parametrize(
+    ("layers", "attention", "feed_forward"),
+    [(6, 0.567300, 0.182574), (18, 0.472382, 0.105409), (100, 0.354954, 0.044721)],
+)
+def test_fixup_gains(layers: int, attention: float, feed_forward: float) -> None:
+    gain = METHODS["fixup"].gain
+    assert by.branches_power(1)(Depth(layers, layers)).encoder == 5 * layers
+    np.testing.assert_allclose(gain["q"](Depth(layers, layers)), (attention, attention), atol=5e-7)
+    np.testing.assert_allclose(gain["fc1"](Depth(layers, layers)), (feed_forward, feed_forward), atol=5e-7)
+    np.testing.assert_allclose(
+        METHODS["fixup_code"].gain["cross/q"](Depth(layers, layers)).decoder, 0.660901, atol=5e-7
+    )
+
+
+def test_admin_without_profiling() -> None:
+    """n = 200 and 300 sub-layers of 100L-100L, 12 and 18 of 6L-6L."""
+    np.testing.assert_allclose(by.admin_log(Depth(100, 100)), (6.0746, 7.1931), atol=5e-5)
+    np.testing.assert_allclose(by.admin_log(Depth(6, 6)), (2.0170, 2.3351), atol=5e-5)
+    np.testing.assert_allclose(by.admin_constant(Depth(6, 6)), (12**0.5, 18**0.5))
+
+
+PLAIN = (44_138_496, 132_415_488, 735_641_600)
+COUNTS = {
+    **dict.fromkeys(("post_ln", "deepnorm", "branchnorm", "mixnorm", "ds_init", "b2t"), PLAIN),
+    **dict.fromkeys(("pre_ln", "residual_dual", "lns", "mix_ln"), (44_140_544, 132_417_536, 735_643_648)),
+    "sub_ln": (44_201_984, 132_601_856, 736_667_648),
+    "normformer": (44_202_080, 132_602_144, 736_669_248),
+    "normformer_residual": (44_208_224, 132_620_576, 736_771_648),
+    "rezero": (44_107_788, 132_323_364, 735_129_800),
+    "t_fixup": (44_107_776, 132_323_328, 735_129_600),
+    "fixup": (44_040_279, 132_120_831, 734_004_603),
+    "admin": (44_153_856, 132_461_568, 735_897_600),
+    "dlcl": (44_152_930, 132_455_122, 735_868_850),
+    "sandwich": (44_171_264, 132_509_696, 736_155_648),
+    # Derived: a vector [D] per sub-layer; a scalar per sub-layer and no norms; two norms per sub-layer.
+    "layerscale": tuple(count + 2048 + 512 * 5 * n for count, n in zip(PLAIN, (6, 18, 100), strict=True)),
+    "skipinit": tuple(count - 1024 * 5 * n + 5 * n for count, n in zip(PLAIN, (6, 18, 100), strict=True)),
+    "keel": tuple(count + 1024 * 5 * n for count, n in zip(PLAIN, (6, 18, 100), strict=True)),
+    "gpt2norm": tuple(count + 2048 for count in PLAIN),
+    "peri_ln": tuple(count + 4096 + 1024 * 5 * n for count, n in zip(PLAIN, (6, 18, 100), strict=True)),
+    "rezero_ln": tuple(count + 2 * n for count, n in zip(PLAIN, (6, 18, 100), strict=True)),
+    "dlcl_post": tuple(count + 2 * n * 1024 + 2 * (n + 1) ** 2 for count, n in zip(PLAIN, (6, 18, 100), strict=True)),
+}
+
+
+def test_every_method_is_counted() -> None:
+    """Variants have the parameters of the method whose name they extend."""
+    for method in set(METHODS) - set(COUNTS):
+        assert any(method.startswith(known) for known in COUNTS) or method in ("small_init", "pre_scale_norm")
+
+
+@pytest.mark.parametrize(("method", "counts"), COUNTS.items())
 def test_parameter_counts(method: str, counts: tuple[int, ...]) -> None:
     for layers, expected in zip((6, 18, 100), counts, strict=True):
         model = Transformer(ModelConfig(method=method, encoder_layers=layers, decoder_layers=layers), 32768, 32768)
         params = model.abstract_params()
         total = sum(leaf.size for leaf in jax.tree.leaves(params))
         assert total - 32768 * 512 == expected
+
+
+@pytest.mark.parametrize(
+    ("norm", "counts"),
+    [("scale_norm", (44_107_808, 132_323_420, 735_130_102)), ("rms_norm", (44_124_160, 132_370_432, 735_386_624))],
+)
+def test_parameter_counts_with_other_norms(norm: str, counts: tuple[int, ...]) -> None:
+    for layers, expected in zip((6, 18, 100), counts, strict=True):
+        config = ModelConfig(method="pre_ln", encoder_layers=layers, decoder_layers=layers, norm=norm)
+        params = Transformer(config, 8, 8).abstract_params()
+        assert sum(leaf.size for leaf in jax.tree.leaves(params)) - 8 * 512 == expected
+
+
+@pytest.mark.parametrize(("layers", "total"), [(100, 863_642_624), (500, 3_806_209_024)])
+def test_the_papers_models_with_a_table_of_250002_rows(layers: int, total: int) -> None:
+    config = ModelConfig(method="branchnorm", encoder_layers=layers, decoder_layers=layers)
+    params = Transformer(config, 250_002, 250_002).abstract_params()
+    assert sum(leaf.size for leaf in jax.tree.leaves(params)) == total
 
 
 def test_six_layers_with_shared_embedding_count() -> None:
@@ -74,6 +170,9 @@ def test_embedding_tables(sharing: str, tables: int) -> None:
         ("fairseq", "fc2", 2048, 512, 0.0220971, 0.0127578),
         ("xavier_normal", "fc2", 2048, 512, None, 0.0279508),
         ("xavier_normal", "q", 512, 512, None, 0.0441942),
+        ("small", "q", 512, 512, None, 0.0279508),
+        ("small", "fc2", 2048, 512, None, 0.0279508),
+        ("torch", "fc1", 512, 2048, 0.0441942, 0.0255155),
     ],
 )
 def test_initial_statistics(base: str, matrix: str, d_in: int, d_out: int, bound: float | None, std: float) -> None:
@@ -92,24 +191,87 @@ def test_fairseq_biases_are_random_but_for_the_output_projection() -> None:
     assert 0.9 * 64**-0.5 < float(jnp.abs(attention["q"]["bias"]).max()) <= 64**-0.5
 
 
-@pytest.mark.parametrize("method", ["deepnorm", "branchnorm"])
-def test_deepnorm_gains_in_the_model(method: str) -> None:
+def gains(method: str, layers: int) -> dict[str, tuple[float, float]]:
+    """What the papers say: std of encoder and decoder weights over those of Xavier, by sub-layer and matrix."""
+    n = layers
+    everywhere = [f"{sub}/{matrix}" for sub in ("self", "cross") for matrix in "qkvo"] + ["ffn/fc1", "ffn/fc2"]
+    found = dict.fromkeys(everywhere, (1.0, 1.0))
+    branch = [name for name in everywhere if name[-1] not in "qk"]
+    if method in ("deepnorm", "branchnorm", "mixnorm"):
+        found |= dict.fromkeys(branch, (0.87 * (n**5) ** (-1 / 16), (12 * n) ** -0.25))
+    elif method == "sub_ln":
+        encoder, decoder = math.sqrt(math.log(3 * n) * math.log(2 * n) / 3), math.sqrt(math.log(3 * n))
+        found |= dict.fromkeys([name for name in branch if not name.startswith("cross")], (encoder, decoder))
+    else:
+        found |= dict.fromkeys([name for name in everywhere if name[-1] in "qkv"], (0.5**0.5, 0.5**0.5))
+    if method == "t_fixup":
+        found |= dict.fromkeys(branch, (0.67 * n**-0.25, (9 * n) ** -0.25))
+    elif method == "fixup":
+        found = {name: (std[0] * (5 * n) ** (-1 / 6),) * 2 for name, std in found.items()}
+        found |= dict.fromkeys([name for name in everywhere if name[-2:] in ("/o", "c2")], (0.0, 0.0))
+        found |= {"ffn/fc1": ((5 * n) ** -0.5,) * 2}
+    elif method == "b2t":
+        found = {name: (std[0] * n**-0.5,) * 2 for name, std in found.items()}
+    return found
+
+
+@pytest.mark.parametrize(
+    "method", ["post_ln", "deepnorm", "branchnorm", "mixnorm", "sub_ln", "t_fixup", "fixup", "b2t", "admin", "dlcl"]
+)
+def test_initial_weights_of_the_model(method: str) -> None:
+    """Monte Carlo: the std of every role in both stacks, within 5 standard errors."""
     layers, d, f = 18, 64, 256
     config = ModelConfig(
         method=method, encoder_layers=layers, decoder_layers=layers, width=d, heads=4, ffn_width=f, activation="swiglu"
     )
+    params = init(Transformer(config, 2000, 2000), jax.random.key(0))
+    for name, expected in gains(method, layers).items():
+        sublayer, matrix = name.split("/")
+        xavier = d**-0.5 if matrix in "qkvo" else (2 / (d + f)) ** 0.5
+        for stack, gain in zip(("encoder", "decoder"), expected, strict=True):
+            if stack == "encoder" and sublayer == "cross":
+                continue
+            for leaf in [matrix, "gate"] if matrix == "fc1" else [matrix]:
+                kernel = params[stack][sublayer][leaf]["kernel"]
+                np.testing.assert_allclose(kernel.std(), gain * xavier, rtol=5 / np.sqrt(2 * kernel.size))
+    table = params["embedding"]["shared"]
+    expected_std = d**-0.5 * ((9 * layers) ** -0.25 if method == "t_fixup" else 1.0)
+    np.testing.assert_allclose(table[3:].std(), expected_std, rtol=5 / np.sqrt(2 * table.size))
+
+
+@pytest.mark.parametrize(("method", "power"), [("ds_init", -0.5), ("ds_init_code", -0.25)])
+def test_depth_scaled_initialisation_is_by_layer(method: str, power: float) -> None:
+    config = ModelConfig(method=method, encoder_layers=9, decoder_layers=4, width=64, heads=4, ffn_width=64)
     params = init(Transformer(config, 20, 20), jax.random.key(0))
-    beta = deepnorm_beta(Depth(layers, layers))
-    for stack, sublayers in (("encoder", ("self",)), ("decoder", ("self", "cross"))):
-        gain = getattr(beta, stack)
-        for sublayer in sublayers:
-            for matrix, expected in (("q", 1), ("k", 1), ("v", gain), ("o", gain)):
-                kernel = params[stack][sublayer][matrix]["kernel"]
-                assert kernel.shape == (layers, d, d)
-                np.testing.assert_allclose(kernel.std(), expected * d**-0.5, rtol=5 / np.sqrt(2 * kernel.size))
-        for matrix in ("fc1", "gate", "fc2"):
-            kernel = params[stack]["ffn"][matrix]["kernel"]
-            np.testing.assert_allclose(kernel.std(), gain * (2 / (d + f)) ** 0.5, rtol=5 / np.sqrt(2 * kernel.size))
+    for stack in ("encoder", "decoder"):
+        kernel = params[stack]["ffn"]["fc1"]["kernel"]
+        for layer in range(kernel.shape[0]):
+            expected = (layer + 1) ** power * 64**-0.5
+            np.testing.assert_allclose(kernel[layer].std(), expected, rtol=5 / np.sqrt(2 * kernel[layer].size))
+
+
+def test_tables_of_t_fixup_and_fixup() -> None:
+    """Source and target tables have their own gain in T-Fixup; an untied output starts at zero in Fixup."""
+    options: dict = dict(encoder_layers=4, decoder_layers=16, width=64, heads=4, ffn_width=64, shared_embeddings="none")
+    tables = init(Transformer(ModelConfig(method="t_fixup", **options), 4000, 4000), jax.random.key(0))["embedding"]
+    for name, gain in (("source", 36**-0.25), ("target", 144**-0.25), ("output", 1.0)):
+        np.testing.assert_allclose(tables[name].std(), gain * 64**-0.5, rtol=0.01)
+    tables = init(Transformer(ModelConfig(method="fixup", **options), 40, 40), jax.random.key(0))["embedding"]
+    assert float(jnp.abs(tables["output"]).max()) == 0 < float(jnp.abs(tables["source"]).max())
+
+
+def test_learned_weights_start_where_the_recipe_says() -> None:
+    options: dict = dict(encoder_layers=6, decoder_layers=20, width=8, heads=2, ffn_width=8)
+
+    def start(method: str) -> dict:
+        return init(Transformer(ModelConfig(method=method, **options), 20, 20), jax.random.key(0))
+
+    np.testing.assert_array_equal(start("rezero")["decoder"]["branch"], np.zeros(20))
+    np.testing.assert_array_equal(start("rezero_one")["decoder"]["branch"], np.ones(20))
+    np.testing.assert_allclose(start("admin_log")["encoder"]["ffn_skip"], np.full((6, 8), 2.0170), atol=5e-5)
+    np.testing.assert_allclose(start("admin_linear")["encoder"]["self_skip"], np.ones((6, 8)))
+    np.testing.assert_allclose(start("layerscale")["decoder"]["cross_branch"], np.full((20, 8), 1e-5), rtol=1e-6)
+    np.testing.assert_array_equal(start("fixup")["encoder"]["ffn_branch"], np.ones(6))
 
 
 def test_layers_start_differently_and_do_not_depend_on_depth() -> None:

@@ -1,6 +1,5 @@
 """Every method, forward and backward, against NumPy in float64."""
 
-import dataclasses
 from typing import Any
 
 import jax
@@ -10,15 +9,17 @@ import pytest
 
 from branchnorm_jax.config import ModelConfig
 from branchnorm_jax.model.methods import METHODS
-from branchnorm_jax.model.recipe import ONE, Recipe
 from branchnorm_jax.model.transformer import Transformer, source_mask
 from tests.reference import transformer as reference
+from tests.reference.algebra import every_method
 
 SOURCE = np.array([[5, 6, 7, 1, 0, 0], [9, 8, 7, 6, 5, 1]])
 TARGET = np.array([[1, 4, 5, 6, 3], [1, 7, 8, 9, 3]])
 ALPHA = 0.3
 # Deep enough that a quarter of the encoder is a layer, and different on the two sides.
 SIZES: dict[str, Any] = dict(encoder_layers=5, decoder_layers=2, width=8, ffn_width=12, heads=2, dropout=0.0)
+# Operation by operation, which needs no compiling: that the scan gives the same is a test of its own.
+SIZES["scan"] = False
 
 
 def away_from_start(model: Transformer, dtype: str) -> Any:
@@ -63,7 +64,7 @@ def check(method: str, kind: str = "layer_norm") -> None:
                 memory, out = outputs(model, params)
                 return (memory * weight_memory).sum() + (out * weight_out).sum(), (memory, out)
 
-            (_, found), gradient = jax.jit(jax.value_and_grad(scalar, has_aux=True))(params)
+            (_, found), gradient = jax.value_and_grad(scalar, has_aux=True)(params)
             exact = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), params)
             memory, out = expected(method, exact, kind)
             scale = max(1.0, np.abs(memory[real]).max(), np.abs(out).max())
@@ -81,34 +82,7 @@ def check(method: str, kind: str = "layer_norm") -> None:
                 assert abs((np.asarray(ours, np.float64) * direction).sum() - theirs) <= tolerance * whole
 
 
-def algebra(method: str) -> Recipe:
-    """What of a recipe matters after initialisation."""
-    recipe = METHODS[method]
-    return dataclasses.replace(
-        recipe,
-        equation="",
-        citation="",
-        note="",
-        init="",
-        gain={},
-        recommended={},
-        profiled=False,
-        skip=recipe.skip if not recipe.skip.learned else dataclasses.replace(recipe.skip, start=ONE),
-        branch=recipe.branch if not recipe.branch.learned else dataclasses.replace(recipe.branch, start=ONE),
-    )
-
-
-FIRST = {algebra(method): method for method in reversed(METHODS)}
-
-
-@pytest.mark.parametrize(
-    "method",
-    [
-        # Variants that differ in their initial values alone compute the same function.
-        method if method in FIRST.values() else pytest.param(method, marks=pytest.mark.slow)
-        for method in METHODS
-    ],
-)
+@pytest.mark.parametrize("method", every_method())
 def test_forward_and_gradient_of_every_method(method: str) -> None:
     check(method)
 

@@ -1,4 +1,6 @@
-"""Adam in both conventions against NumPy and PyTorch."""
+"""Every optimiser against PyTorch or its formula."""
+
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -39,6 +41,47 @@ def test_adamw_equals_pytorch() -> None:
         expected.append(weight.detach().numpy().copy())
     found = run(TrainConfig(weight_decay=0.1), GRADIENTS, START, 1e-2)
     np.testing.assert_allclose(found, np.stack(expected), atol=2e-6)
+
+
+@pytest.mark.parametrize(
+    ("name", "theirs"),
+    [
+        ("adam", lambda w: torch.optim.Adam(w, lr=1e-2, betas=(0.9, 0.98), eps=1e-8, weight_decay=0.1)),
+        (
+            "radam",
+            lambda w: torch.optim.RAdam(
+                w, lr=1e-2, betas=(0.9, 0.98), eps=1e-8, weight_decay=0.1, decoupled_weight_decay=True
+            ),
+        ),
+        ("adagrad", lambda w: torch.optim.Adagrad(w, lr=1e-2, weight_decay=0.1)),
+    ],
+)
+def test_other_optimizers_equal_pytorch(name: str, theirs: Any) -> None:
+    weight = torch.nn.Parameter(torch.tensor(START))
+    optimizer, expected = theirs([weight]), []
+    for gradient in GRADIENTS:
+        weight.grad = torch.tensor(gradient)
+        optimizer.step()
+        expected.append(weight.detach().numpy().copy())
+    found = run(TrainConfig(optimizer=name, weight_decay=0.1), GRADIENTS, START, 1e-2)
+    np.testing.assert_allclose(found, np.stack(expected), atol=3e-6)
+
+
+def test_lamb_takes_a_ratio_per_layer() -> None:
+    """|p| / |u| with u of AdamW, for each layer's matrix; 1 for what is zero."""
+    params = {"encoder": {"kernel": RANDOM.normal(size=(3, 4, 5)), "branch": np.zeros(3)}, "embedding": np.ones((2, 4))}
+    params = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float32), params)
+    params["encoder"]["kernel"] *= jnp.array([1.0, 10.0, 100.0])[:, None, None]
+    grads = jax.tree.map(lambda leaf: jnp.asarray(RANDOM.normal(size=leaf.shape), jnp.float32), params)
+    plain, lamb = (make_optimizer(TrainConfig(optimizer=name, weight_decay=0.1)) for name in ("adamw", "lamb"))
+    (u, _), (found, _) = (optimizer.update(grads, optimizer.init(params), params) for optimizer in (plain, lamb))
+    for layer in range(3):
+        matrix, update = params["encoder"]["kernel"][layer], u["encoder"]["kernel"][layer]
+        ratio = np.linalg.norm(matrix) / np.linalg.norm(update)
+        np.testing.assert_allclose(found["encoder"]["kernel"][layer], ratio * update, rtol=1e-5)
+    np.testing.assert_allclose(found["encoder"]["branch"], u["encoder"]["branch"], rtol=1e-6)
+    ratio = np.linalg.norm(params["embedding"]) / np.linalg.norm(u["embedding"])
+    np.testing.assert_allclose(found["embedding"], ratio * u["embedding"], rtol=1e-5)
 
 
 def test_fairseq_adam_equals_its_formula() -> None:

@@ -45,6 +45,40 @@ def test_constant_after_warmup() -> None:
     np.testing.assert_allclose(at(schedules.learning_rate(train, 8), 0, 5, 10, 999), [0, 1.5e-4, 3e-4, 3e-4], rtol=1e-6)
 
 
+def test_t_fixups_schedule_needs_no_warmup() -> None:
+    train = TrainConfig(schedule="inverse_sqrt_nowarmup", learning_rate=5e-4, decay_steps=4000, warmup_steps=77)
+    found = at(schedules.learning_rate(train, 512), 0, 4000, 12000)
+    np.testing.assert_allclose(found, [5e-4, 3.53553e-4, 2.5e-4], rtol=1e-5)
+
+
+def test_polynomial() -> None:
+    train = TrainConfig(
+        schedule="polynomial",
+        learning_rate=1.0,
+        warmup_steps=10,
+        warmup_init=0.0,
+        decay_steps=110,
+        decay_power=2.0,
+        end_learning_rate=0.2,
+    )
+    expected = [0.5, 1.0, 0.2 + 0.8 * 0.5**2, 0.2, 0.2]
+    np.testing.assert_allclose(at(schedules.learning_rate(train, 8), 5, 10, 60, 110, 500), expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("scores", "shrinks"),
+    [
+        ([5, 6, 7], False),
+        ([5, 6, 7, 4], True),
+        ([5, 6, 7, 5], False),
+        ([9, 5, 6, 7, 6], False),
+        ([1, 8, 9, 10, 7], True),
+    ],
+)
+def test_val_decay(scores: list[float], shrinks: bool) -> None:
+    assert schedules.val_decay(scores, 3) == shrinks
+
+
 @pytest.mark.parametrize(
     ("kind", "expected"),
     [("linear", [0.25, 0.5, 0.75]), ("exp", [0.1892, 0.4142, 0.6818]), ("sigmoid", [0.0701, 0.5, 0.9299])],

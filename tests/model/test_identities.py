@@ -1,0 +1,252 @@
+"""Laws that tie the methods to each other and to closed forms: each would fail if the algebra were wrong."""
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from branchnorm_jax.config import ModelConfig
+from branchnorm_jax.model import admin
+from branchnorm_jax.model.methods import METHODS
+from branchnorm_jax.model.norms import apply_norm, init_norm
+from branchnorm_jax.model.recipe import NOWHERE, ONE, Recipe, Weight
+from branchnorm_jax.model.transformer import Transformer, source_mask
+from tests.reference import transformer as reference
+
+SMALL = ModelConfig(encoder_layers=3, decoder_layers=2, width=16, ffn_width=24, heads=2, dropout=0.0, scan=False)
+SOURCE = jnp.array([[5, 6, 7, 1, 0, 0], [9, 8, 7, 6, 5, 1]])
+TARGET = jnp.array([[1, 4, 5, 6, 0], [1, 7, 8, 9, 3]])
+KEY, ALPHA = jax.random.key(0), jnp.float32(0.7)
+
+
+def small(method: str, **changes: Any) -> Transformer:
+    return Transformer(dataclasses.replace(SMALL, method=method, **changes), 30, 30)
+
+
+def drawn(model: Transformer) -> Any:
+    """Random parameters of the model's shapes, norms around 1."""
+    rng = np.random.default_rng(0)
+
+    def draw(path: Any, leaf: jax.ShapeDtypeStruct) -> jax.Array:
+        centre = 1.0 if path[-1].key == "scale" else 0.0
+        return jnp.asarray(rng.normal(centre, 0.3, leaf.shape), jnp.float32)
+
+    return jax.tree_util.tree_map_with_path(draw, model.abstract_params())
+
+
+def both(model: Transformer, params: Any) -> tuple[np.ndarray, np.ndarray]:
+    """Encoder output at real tokens, and decoder output."""
+    memory = model.encode(params, SOURCE, ALPHA)
+    out = model.decode(params, memory, source_mask(SOURCE), TARGET, ALPHA)
+    return np.asarray(memory)[np.asarray(SOURCE != 0)], np.asarray(out)
+
+
+def register(monkeypatch: pytest.MonkeyPatch, recipe: Recipe) -> str:
+    monkeypatch.setitem(METHODS, "changed", recipe)
+    return "changed"
+
+
+WITHOUT: dict[str, tuple[str, dict[str, Any], str]] = {
+    "deepnorm with a = 1 is Post-LN": ("deepnorm", dict(skip=Weight()), "post_ln"),
+    "Admin without its weights is Post-LN": ("admin", dict(skip=Weight()), "post_ln"),
+    "B2T without its connection is Post-LN": ("b2t", dict(stream="plain"), "post_ln"),
+    "Sub-LN without inner norms is Pre-LN": ("sub_ln", dict(inner_norm=NOWHERE), "pre_ln"),
+    "NormFormer without its norms and scales is Pre-LN": (
+        "normformer",
+        dict(inner_norm=NOWHERE, branch_norm=NOWHERE, head_scale=NOWHERE),
+        "pre_ln",
+    ),
+    "LNS with a factor of 1 is Pre-LN": ("lns", dict(pre_scale=ONE), "pre_ln"),
+    "DLCL without combinations is Pre-LN": ("dlcl", dict(stream="plain"), "pre_ln"),
+}
+
+
+@pytest.mark.parametrize("law", list(WITHOUT))
+def test_method_without_what_makes_it_special(law: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    method, changes, plain = WITHOUT[law]
+    changed = small(register(monkeypatch, dataclasses.replace(METHODS[method], **changes)))
+    params = drawn(changed)
+    for ours, theirs in zip(both(changed, params), both(small(plain), params), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+    special = small(method)
+    assert not np.allclose(both(special, drawn(special))[0], both(changed, params)[0], atol=1e-3)
+
+
+def test_admin_with_weights_of_one_is_post_ln() -> None:
+    admin_params = drawn(small("admin"))
+    for stack in ("encoder", "decoder"):
+        for name in [name for name in admin_params[stack] if name.endswith("_skip")]:
+            admin_params[stack][name] = jnp.ones_like(admin_params[stack][name])
+    plain = {
+        part: {name: leaf for name, leaf in tree.items() if not name.endswith("_skip")}
+        for part, tree in admin_params.items()
+    }
+    for ours, theirs in zip(both(small("admin"), admin_params), both(small("post_ln"), plain), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+
+
+def test_residual_dual_is_post_ln_plus_the_norm_of_the_sum() -> None:
+    model = small("residual_dual")
+    params = drawn(model)
+    for stack in ("encoder", "decoder"):
+        params[f"{stack}_norm"] = jax.tree.map(jnp.zeros_like, params[f"{stack}_norm"])
+    for ours, theirs in zip(both(model, params), both(small("post_ln"), params), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+
+
+@pytest.mark.parametrize("method", ["rezero", "skipinit", "fixup"])
+def test_a_stack_that_starts_as_the_identity(method: str) -> None:
+    """Output = embedding, exactly, and the Jacobian of the encoder has singular values 1 alone."""
+    model = small(method, shared_embeddings="none", encoder_layers=12)
+    params = model.init(KEY)
+    embedded = model._embed(params, "encoder", SOURCE, model._positions(6), None)
+    np.testing.assert_array_equal(model.encode(params, SOURCE, ALPHA), embedded)
+    if method == "fixup":
+        np.testing.assert_array_equal(model(params, SOURCE, TARGET, ALPHA), jnp.zeros((2, 5, 30)))
+
+    def through(probe: jax.Array) -> jax.Array:
+        probes = jnp.zeros((12, 2, 6, 16)).at[0, 0, :3].set(probe)
+        return model.encode(params, SOURCE, ALPHA, None, probes)[0, :3].ravel()
+
+    jacobian = jax.jacobian(through)(jnp.zeros((3, 16))).reshape(48, 48)
+    np.testing.assert_allclose(np.linalg.svd(jacobian, compute_uv=False), 1.0, atol=1e-6)
+
+
+def test_scale_norm_is_rms_norm_with_one_gain() -> None:
+    """g x / |x| = x / rms(x) * g / sqrt(D)."""
+    x = jax.random.normal(KEY, (4, 16))
+    tied = apply_norm("rms_norm", {"scale": jnp.full(16, 3.0 / 4)}, x, 0.0)
+    np.testing.assert_allclose(apply_norm("scale_norm", {"scale": jnp.float32(3.0)}, x), tied, rtol=1e-6)
+    np.testing.assert_allclose(
+        apply_norm("scale_norm_fixed", {}, x), apply_norm("rms_norm", {"scale": jnp.ones(())}, x, 0.0), rtol=1e-6
+    )
+
+
+@pytest.mark.parametrize("kind", ["layer_norm", "rms_norm", "scale_norm"])
+def test_gradient_of_a_norm_is_finite_at_zero(kind: str) -> None:
+    start = init_norm(kind, 16)
+    gradient = jax.grad(lambda x: apply_norm(kind, start, x).sum())(jnp.zeros((2, 16)))
+    assert bool(jnp.isfinite(gradient).all())
+
+
+def test_dlcl_that_looks_at_the_last_layer_alone_is_pre_ln_with_norms_between() -> None:
+    model = small("dlcl")
+    params = drawn(model)
+    params["encoder_combination"]["weight"] = jnp.eye(4)
+    memory = np.asarray(model.encode(params, SOURCE, ALPHA))
+    exact = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), params)
+    x = np.asarray(model._embed(params, "encoder", SOURCE, model._positions(6), None), np.float64)
+    mask = np.asarray(SOURCE != 0)[:, None]
+    for index in range(3):
+        p = jax.tree.map(lambda leaf, index=index: leaf[index], exact["encoder"])
+        z = reference.ln(x, p["self_pre_norm"])
+        x = x + reference.attention(z, z, p["self"], mask, 2, None, False)
+        x = x + reference.ffn(reference.ln(x, p["ffn_pre_norm"]), p["ffn"], None)
+        x = reference.ln(x, jax.tree.map(lambda leaf, index=index: leaf[index], exact["encoder_combination"]["norm"]))
+    real = np.asarray(SOURCE != 0)
+    np.testing.assert_allclose(memory[real], reference.ln(x, exact["encoder_norm"])[real], atol=2e-5)
+
+
+def test_dlcl_starts_with_means_and_ignores_the_upper_triangle() -> None:
+    model = small("dlcl")
+    params = model.init(KEY)
+    weight = params["encoder_combination"]["weight"]
+    np.testing.assert_allclose(weight, np.tril(np.ones((4, 4))) / np.arange(1, 5)[:, None], rtol=1e-6)
+    before = both(model, params)
+    params["encoder_combination"]["weight"] = weight + jnp.triu(jnp.ones((4, 4)), 1)
+    for ours, theirs in zip(both(model, params), before, strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+
+
+def test_admin_profiling_equals_its_definition() -> None:
+    """Sub-layer by sub-layer in NumPy: w_k = r, then r = sqrt(Var(w_k x) + Var(F)) over all elements."""
+    model = small("admin")
+    params = model.init(KEY)
+    found = admin.profile(model, params, SOURCE, TARGET, KEY)
+    exact = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), params)
+    see_source = np.asarray(SOURCE != 0)[:, None]
+    causal = np.tri(5, dtype=bool)[None]
+
+    def stack(name: str, x: np.ndarray, branches: Any, layers: int) -> np.ndarray:
+        r = 1.0
+        for index in range(layers):
+            p = jax.tree.map(lambda leaf, index=index: leaf[index], exact[name])
+            for sub, F in branches(p).items():
+                np.testing.assert_allclose(found[name][f"{sub}_skip"][index], r, rtol=1e-5)
+                f = F(x)
+                r_next = math.sqrt((r * x).var() + f.var())
+                x = reference.ln(r * x + f, p[f"{sub}_post_norm"])
+                r = r_next
+        return x
+
+    def embedded(name: str, tokens: jax.Array) -> np.ndarray:
+        return np.asarray(model._embed(params, name, tokens, model._positions(tokens.shape[1]), None), np.float64)
+
+    memory = stack(
+        "encoder",
+        embedded("encoder", SOURCE),
+        lambda p: {
+            "self": lambda z: reference.attention(z, z, p["self"], see_source, 2, None, False),
+            "ffn": lambda z: reference.ffn(z, p["ffn"], None),
+        },
+        3,
+    )
+    stack(
+        "decoder",
+        embedded("decoder", TARGET),
+        lambda p: {
+            "self": lambda z: reference.attention(z, z, p["self"], causal, 2, None, False),
+            "cross": lambda z: reference.attention(z, memory, p["cross"], see_source, 2, None, False),
+            "ffn": lambda z: reference.ffn(z, p["ffn"], None),
+        },
+        2,
+    )
+    others = lambda tree: {k: v for k, v in tree["encoder"].items() if not k.endswith("_skip")}  # noqa: E731
+    jax.tree.map(np.testing.assert_array_equal, others(found), others(params))
+
+
+def test_fix_norm_does_not_see_the_length_of_a_row() -> None:
+    model = small("pre_scale_norm", norm="scale_norm", embedding="fixnorm")
+    params = model.init(KEY)
+    before = model(params, SOURCE, TARGET, ALPHA)
+    lengths = jnp.exp(jax.random.normal(KEY, (30, 1)))
+    params["embedding"]["shared"] = params["embedding"]["shared"] * lengths
+    np.testing.assert_allclose(model(params, SOURCE, TARGET, ALPHA), before, atol=1e-5)
+    # Logits are cosines times the last norm's g = sqrt(D).
+    assert float(jnp.abs(before).max()) <= math.sqrt(16) * (1 + 1e-5)
+
+
+def test_word_dropout_replaces_words_at_its_rate() -> None:
+    from branchnorm_jax.model.embedding import drop_words
+
+    tokens = jnp.arange(40_000).reshape(200, 200) % 50
+    dropped = drop_words(tokens, 0.1, KEY)
+    words = np.asarray(tokens > 2)
+    changed = np.asarray(dropped != tokens)
+    assert not changed[~words].any()
+    assert set(np.asarray(dropped)[changed]) == {2}
+    assert abs(changed[words].mean() - 0.1) < 5 * math.sqrt(0.1 * 0.9 / words.sum())
+
+
+def test_unused_words_get_no_probability_and_no_smoothing() -> None:
+    from branchnorm_jax.model.losses import smoothed_cross_entropy
+
+    unused = (3, 17, 29)
+    model = Transformer(dataclasses.replace(SMALL, method="post_ln"), 30, 30, unused)
+    params = drawn(model)
+    logits = model(params, SOURCE, TARGET, ALPHA)
+    probabilities = jax.nn.softmax(logits)
+    assert float(probabilities[..., list(unused)].max()) < 1e-20
+    used = [word for word in range(30) if word not in unused]
+    full = Transformer(dataclasses.replace(SMALL, method="post_ln"), 30, 30)(params, SOURCE, TARGET, ALPHA)
+    np.testing.assert_allclose(probabilities[..., used], jax.nn.softmax(full[..., used]), atol=1e-6)
+    targets = jnp.array([[used.index(5), used.index(9)]])
+    weights = jnp.ones((1, 2))
+    ours = smoothed_cross_entropy(logits[:1, :2], jnp.array([[5, 9]]), weights, 0.1, unused)
+    theirs = smoothed_cross_entropy(full[:1, :2][..., used], targets, weights, 0.1)
+    np.testing.assert_allclose(ours, theirs, rtol=1e-5)
+    assert bool(jnp.isfinite(smoothed_cross_entropy(logits[:1, :2], jnp.array([[3, 17]]), weights, 0.1, unused).loss))

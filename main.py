@@ -14,9 +14,9 @@ from absl import flags
 from ml_collections import config_flags
 
 from branchnorm_jax import config as configs
-from branchnorm_jax.config import Config
 from branchnorm_jax.errors import BranchNormError, Preempted, StorageError, UserError
 from branchnorm_jax.model.methods import get_recipe
+from branchnorm_jax.options import Config, fields
 from branchnorm_jax.workdir import Workdir
 
 MODES = {
@@ -128,7 +128,7 @@ def config_files() -> str:
 
 def check_names(argv: list[str]) -> None:
     """Raises `UserError`, with the nearest valid name, for the first --config.section.name that does not exist."""
-    known = {name for name, _ in configs.fields()}
+    known = {name for name, _ in fields()}
     if sum(re.match(r"--?config(=|$)", argument) is not None for argument in argv) > 1:
         raise UserError(
             "--config is given twice; options of the file are changed by --config.<section>.<option>=<value>"

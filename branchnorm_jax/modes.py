@@ -1,34 +1,42 @@
 """What each `--mode` of main.py does: rooms put together, no mathematics. Only main.py imports this file."""
 
+import dataclasses
 import os
 import stat
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import BinaryIO, NamedTuple, TextIO
 
 import jax
+import jax.numpy as jnp
 
-from branchnorm_jax.analysis import methods_table
+from branchnorm_jax.analysis import methods_table, signal
 from branchnorm_jax.analysis import plan as planning
 from branchnorm_jax.analysis.report import draw_curves
-from branchnorm_jax.config import Config
+from branchnorm_jax.data.batches import make_plans
 from branchnorm_jax.data.corpus import read_pairs
+from branchnorm_jax.data.prepare import prepare
 from branchnorm_jax.data.tokenizer import load_tokenizer
 from branchnorm_jax.decoding.translate import Translation, Translator, make_model
 from branchnorm_jax.errors import UserError
 from branchnorm_jax.evaluation.evaluate import evaluate_split, format_table, write_results
 from branchnorm_jax.model.transformer import Params
+from branchnorm_jax.options import Config
 from branchnorm_jax.parallel.mesh import make_mesh
 from branchnorm_jax.training import logs, schedules
 from branchnorm_jax.training.checkpoint import Checkpoints
 from branchnorm_jax.training.loop import train
-from branchnorm_jax.training.state import abstract_params
+from branchnorm_jax.training.state import Batch, abstract_params, init_params
 from branchnorm_jax.workdir import Workdir, write_atomically
 
 DOCS = Path(__file__).parent.parent / "docs"
+ANALYZED = 8
+"""Sentences that signals are measured on."""
+
 CHUNK = 10_000
 """Lines of a file that are sorted by length and translated together."""
 
@@ -55,7 +63,7 @@ def load(config: Config, workdir: Workdir) -> Trained:
         config.decode.checkpoint, abstract
     )
     translator = Translator(model, tokenizer, config.decode, warn=logs.say)
-    return Trained(translator, params, schedules.alpha(config.model)(jax.numpy.int32(step)), step)
+    return Trained(translator, params, schedules.alpha(config.model)(jnp.int32(step)), step)
 
 
 def evaluate(config: Config, workdir: Workdir) -> None:
@@ -142,8 +150,38 @@ def plan(config: Config, workdir: Workdir) -> None:
 
 
 def analyze(config: Config, workdir: Workdir) -> None:
-    """Draws the run's curves into the workdir."""
-    print(draw_curves(workdir))
+    """Draws the run's curves, and how signals pass the model: that of its checkpoint, or untrained ones, to compare.
+
+    Untrained models are those of `analyze.methods`; text and vocabulary are the run's, made here if need be.
+    """
+    trained = workdir.has_checkpoints and not config.analyze.methods
+    if trained:
+        workdir.check_config(config)
+        print(draw_curves(workdir))
+    else:
+        workdir.create()
+    corpus = prepare(config.data, workdir.path, logs.say)
+    _, valid = make_plans(config.data, corpus.train, corpus.valid, config.train.batch_tokens, config.train.seed)
+    batch = Batch(*(jnp.asarray(side[:ANALYZED]) for side in next(iter(valid.in_order()))))
+    signals = {}
+    for method in config.analyze.names(config.model.method):
+        begin = time.perf_counter()
+        changed = dataclasses.replace(config, model=dataclasses.replace(config.model, method=method))
+        if trained:
+            found = load(config, workdir)
+            model, params, alpha = found.translator.model, found.params, found.branch_scale
+        else:
+            model = make_model(changed.model, corpus.tokenizer)
+            params = init_params(model, config.train.seed, batch)
+            alpha = schedules.alpha(changed.model)(jnp.int32(0))
+        signals[method] = signal.measure(changed, model, params, alpha, batch)
+        logs.say(f"{method}: measured in {time.perf_counter() - begin:.1f} s")
+    write_atomically(workdir / "signal.csv", signal.to_csv(signals))
+    m = config.model
+    state = "trained" if trained else "untrained"
+    title = f"{state}, {m.encoder_layers}L-{m.decoder_layers}L, width {m.width}, {batch.source.shape[0]} sentences"
+    signal.draw(signals, workdir / "signal.png", title)
+    print(workdir / "signal.csv", workdir / "signal.png", sep="\n")
 
 
 def read_chunks(text: TextIO | None) -> Iterator[list[str]]:

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from branchnorm_jax import config as configs
-from branchnorm_jax.config import Config
 from branchnorm_jax.errors import UserError
+from branchnorm_jax.options import Config
 
 
 @dataclasses.dataclass(frozen=True)

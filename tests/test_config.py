@@ -9,9 +9,10 @@ from hypothesis import given, reject
 from hypothesis import strategies as st
 
 from branchnorm_jax import config as options
-from branchnorm_jax.config import Config, TrainConfig, default_config, from_config_dict, to_flat, with_recommended
+from branchnorm_jax.config import default_config, from_config_dict, to_flat, with_recommended
 from branchnorm_jax.errors import UserError
 from branchnorm_jax.model.methods import METHODS
+from branchnorm_jax.options import Config, TrainConfig, fields
 
 
 def refused(values, *parts):
@@ -43,7 +44,7 @@ def test_defaults_are_valid_and_come_back():
 
 
 def test_names_that_scripts_rely_on():
-    names = {name for name, _ in options.fields()}
+    names = {name for name, _ in fields()}
     promised = {
         "model": "method encoder_layers decoder_layers width ffn_width heads dropout dtype carry_dtype alpha_steps "
         "alpha_schedule remat",
@@ -54,9 +55,7 @@ def test_names_that_scripts_rely_on():
     assert {f"{section}.{name}" for section in promised for name in promised[section].split()} <= names
 
 
-@pytest.mark.parametrize(
-    ("name", "field"), list(options.fields()), ids=lambda value: value if isinstance(value, str) else ""
-)
+@pytest.mark.parametrize(("name", "field"), list(fields()), ids=lambda value: value if isinstance(value, str) else "")
 def test_every_option_has_help_and_a_default_that_its_own_rules_accept(name, field):
     section, option = name.split(".")
     assert field.metadata["help"]
@@ -231,7 +230,7 @@ def test_difference():
 @given(st.data())
 def test_save_and_load_round_trip(tmp_path_factory, data):
     """Any option, at any value that its rules accept, comes back from the file equal and of the same type."""
-    name, field = data.draw(st.sampled_from(list(options.fields())))
+    name, field = data.draw(st.sampled_from(list(fields())))
     section, option = name.split(".")
     try:
         config = from_config_dict({section: {option: data.draw(a_valid_value(field))}})
@@ -263,12 +262,12 @@ def test_a_missing_config_file_is_named(tmp_path):
 def test_what_is_saved_is_plain_json_with_every_option(tmp_path):
     (tmp_path / "config.json").write_text(options.to_json(Config()))
     saved = json.loads((tmp_path / "config.json").read_text())
-    assert [f"{section}.{name}" for section in saved for name in saved[section]] == [n for n, _ in options.fields()]
+    assert [f"{section}.{name}" for section in saved for name in saved[section]] == [n for n, _ in fields()]
 
 
 def test_help_lists_every_option_with_default_unit_and_meaning():
     lines = {words[0]: line for line in options.help_text().splitlines() if (words := line.split())}
-    for name, field in options.fields():
+    for name, field in fields():
         expected = [field.metadata["help"], field.metadata["unit"], *field.metadata["choices"]]
         expected += [] if field.default == "" else [str(field.default)]
         assert [part for part in expected if part not in lines[name]] == [], name

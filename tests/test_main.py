@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from branchnorm_jax import config as configs
-from branchnorm_jax.config import Config
 from branchnorm_jax.errors import UserError
 from branchnorm_jax.model.methods import METHODS
+from branchnorm_jax.options import Config, fields
 from branchnorm_jax.training.loop import train
 from branchnorm_jax.workdir import Workdir
 from tests.conftest import ROOT, TINY, read_status, run_main
@@ -216,7 +216,7 @@ def test_too_little_space_is_told_before_training(tmp_path: Path, monkeypatch: p
 def test_help_lists_modes_and_options() -> None:
     done = run_main("--mode=help")
     assert done.returncode == 0
-    for name, _ in configs.fields():
+    for name, _ in fields():
         assert name in done.stdout
 
 

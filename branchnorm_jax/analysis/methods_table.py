@@ -5,10 +5,10 @@ from typing import NamedTuple
 
 import jax
 
-from branchnorm_jax.config import ModelConfig
 from branchnorm_jax.model.methods import METHODS
 from branchnorm_jax.model.recipe import Depth, Recipe, Rule
 from branchnorm_jax.model.transformer import Transformer
+from branchnorm_jax.options import ModelConfig
 
 DEPTHS = (6, 18, 100)
 """Encoder and decoder layers whose parameters are counted."""

@@ -5,8 +5,8 @@ from typing import Any
 
 import jax
 
-from branchnorm_jax.config import Config
 from branchnorm_jax.model.transformer import Transformer
+from branchnorm_jax.options import Config
 from branchnorm_jax.training.optimizer import make_optimizer
 
 

@@ -10,8 +10,8 @@ from typing import NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
-from branchnorm_jax.config import DataConfig
 from branchnorm_jax.errors import UserError
+from branchnorm_jax.options import DataConfig
 
 T = TypeVar("T")
 

@@ -14,9 +14,9 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from branchnorm_jax.config import DataConfig
 from branchnorm_jax.data import numerals
 from branchnorm_jax.errors import UserError
+from branchnorm_jax.options import DataConfig
 
 Pair = tuple[str, str]
 

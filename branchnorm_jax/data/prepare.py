@@ -6,10 +6,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from branchnorm_jax.config import DataConfig
 from branchnorm_jax.data.corpus import read_pairs
 from branchnorm_jax.data.store import TokenStore, build_store, describe_counts
 from branchnorm_jax.data.tokenizer import UNUSED, Tokenizer, load_tokenizer, note_unused, train_tokenizer
+from branchnorm_jax.options import DataConfig
 
 
 class Corpus(NamedTuple):

@@ -17,8 +17,8 @@ from typing import TypeVar
 import numpy as np
 import sentencepiece
 
-from branchnorm_jax.config import EOS, PAD, UNK, DataConfig
 from branchnorm_jax.errors import StorageError, UserError
+from branchnorm_jax.options import EOS, PAD, UNK, DataConfig
 from branchnorm_jax.workdir import write_atomically
 
 T = TypeVar("T")

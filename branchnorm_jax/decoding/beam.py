@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 import jax.numpy as jnp
 
-from branchnorm_jax.config import EOS, PAD
+from branchnorm_jax.options import EOS, PAD
 
 C = TypeVar("C")
 """The model's cache: any tree of arrays."""

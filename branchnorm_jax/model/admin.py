@@ -12,22 +12,23 @@ w_k = sqrt(Var(x_0) + sum over j < k of Var(f_j)) for k > 1. The pass is one sca
 import jax
 import jax.numpy as jnp
 
-from branchnorm_jax.model.transformer import Params, Transformer, source_mask
+from branchnorm_jax.model.transformer import Params, Transformer, decoder_inputs, source_mask
 
 
-def profile(model: Transformer, params: Params, source_BS: jax.Array, inputs_BT: jax.Array, key: jax.Array) -> Params:
+def profile(model: Transformer, params: Params, source_BS: jax.Array, target_BT: jax.Array, key: jax.Array) -> Params:
     """`params` with the skip weights [L, D] of both stacks set by a pass over one batch in training mode.
 
     Args:
       model: of a recipe with learned skip weights.
       params: fresh parameters.
       source_BS: int [B, S].
-      inputs_BT: decoder inputs, int [B, T].
+      target_BT: int [B, T].
       key: of the dropout masks.
     """
     alpha = jnp.ones(())
     memory, encoder = model.run_encoder(params, source_BS, alpha, key, profile=True)
-    _, decoder = model.run_decoder(params, memory, source_mask(source_BS), inputs_BT, alpha, key, profile=True)
+    inputs_BT, mask_B1S = decoder_inputs(target_BT), source_mask(source_BS)
+    _, decoder = model.run_decoder(params, memory, mask_B1S, inputs_BT, alpha, key, profile=True)
 
     def fill(weights: Params, spreads: dict[str, tuple[jax.Array, ...]]) -> Params:
         return weights | {

@@ -7,12 +7,12 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from branchnorm_jax.config import ModelConfig
 from branchnorm_jax.model.attention import Attention
 from branchnorm_jax.model.dropout import Site, dropout, site_key
 from branchnorm_jax.model.feedforward import FeedForward
 from branchnorm_jax.model.norms import Norm
 from branchnorm_jax.model.recipe import ONE, Recipe, Weight
+from branchnorm_jax.options import ModelConfig
 
 KeysValues = tuple[jax.Array, jax.Array]
 """Keys and values, [B, S, H, K] each."""

@@ -14,10 +14,6 @@ from branchnorm_jax.model.recipe import EVERYWHERE, ONE, ZERO, Recipe, Weight, a
 BRANCH_MATRICES = ("v", "o", "fc1", "fc2")
 ALL_MATRICES = ("q", "k", "v", "o", "fc1", "fc2")
 DEEPNORM_GAIN = dict.fromkeys(BRANCH_MATRICES, by.deepnorm_beta)
-GROWING = Weight(start=ZERO, end=ONE)
-"""alpha_t itself."""
-
-# The table
 
 METHODS: dict[str, Recipe] = {}
 
@@ -102,7 +98,7 @@ BRANCHNORM = _row(
         citation="BranchNorm: Robustly Scaling Extremely Deep Transformers (Liu et al., 2023)",
         note="alpha grows as model.alpha_schedule says until update T = model.alpha_steps.",
         post=True,
-        branch=GROWING,
+        branch=Weight(ZERO, end=ONE),
         init="xavier_normal",
         gain=DEEPNORM_GAIN,
     ),

@@ -11,14 +11,13 @@ Parameters:
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from branchnorm_jax.config import PAD, ModelConfig
 from branchnorm_jax.model.blocks import (
     Block,
     Cache,
@@ -36,6 +35,7 @@ from branchnorm_jax.model.methods import get_recipe
 from branchnorm_jax.model.norms import apply_norm, final_kind, init_norm
 from branchnorm_jax.model.recipe import ONE, Depth, Recipe, Rule, Weight
 from branchnorm_jax.model.stack import run_stack
+from branchnorm_jax.options import EOS, PAD, ModelConfig
 
 Params = dict[str, Any]
 STACKS = ("encoder", "decoder")
@@ -245,10 +245,13 @@ class Transformer:
         inputs_BT: jax.Array,
         branch_scale: jax.Array,
         key: jax.Array | None = None,
+        probes: Mapping[str, jax.Array] | None = None,
     ) -> jax.Array:
-        """Logits [B, T, V] float32 of the next target tokens (teacher forcing)."""
-        memory_BSD = self.encode(params, source_BS, branch_scale, key)
-        x_BTD = self.decode(params, memory_BSD, source_mask(source_BS), inputs_BT, branch_scale, key)
+        """Logits [B, T, V] float32 of the next target tokens (teacher forcing); `probes` by stack, as in `encode`."""
+        probe = probes or {}
+        memory_BSD = self.encode(params, source_BS, branch_scale, key, probe.get("encoder"))
+        mask_B1S = source_mask(source_BS)
+        x_BTD = self.decode(params, memory_BSD, mask_B1S, inputs_BT, branch_scale, key, probe.get("decoder"))
         return self.logits(params, x_BTD)
 
     # Decoding, one token at a time
@@ -382,6 +385,11 @@ class Transformer:
         if self.recipe.embedding_norm:
             x_BTD = apply_norm(c.norm, params[f"{stack}_embedding_norm"], x_BTD)
         return dropout(x_BTD, c.dropout, key).astype(c.carry_dtype)
+
+
+def decoder_inputs(target_BT: jax.Array) -> jax.Array:
+    """What the decoder reads under teacher forcing: EOS, then the target without its last token."""
+    return jnp.pad(target_BT[:, :-1], ((0, 0), (1, 0)), constant_values=EOS)
 
 
 def source_mask(source_BS: jax.Array) -> jax.Array:

@@ -6,8 +6,8 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from branchnorm_jax.config import ParallelConfig
 from branchnorm_jax.errors import UserError
+from branchnorm_jax.options import ParallelConfig
 
 LOGICAL_RULES: dict[str, str | None] = {
     "batch": "data",

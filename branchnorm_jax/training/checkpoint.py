@@ -13,9 +13,9 @@ from typing import Any
 import orbax.checkpoint as ocp
 from orbax.checkpoint.checkpoint_managers import preservation_policy
 
-from branchnorm_jax.config import TrainConfig
 from branchnorm_jax.errors import BranchNormError, StorageError, UserError
 from branchnorm_jax.model.transformer import Params
+from branchnorm_jax.options import TrainConfig
 from branchnorm_jax.training.state import TrainState, checksums
 
 TRAINING = ("step", "opt_state", "rate_scale")

@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import functools
 import json
 import math
 import time
@@ -14,31 +13,22 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from branchnorm_jax.config import Config
 from branchnorm_jax.data.batches import Shape, TextBatch, make_plans, prefetch
 from branchnorm_jax.data.corpus import read_pairs
 from branchnorm_jax.data.prepare import Corpus, prepare
 from branchnorm_jax.decoding.translate import Translator, make_model
 from branchnorm_jax.errors import BranchNormError, Preempted, StorageError
 from branchnorm_jax.evaluation.bleu import corpus_bleu
-from branchnorm_jax.model import admin
 from branchnorm_jax.model.initializers import get_base
 from branchnorm_jax.model.methods import get_recipe
-from branchnorm_jax.model.transformer import STACKS
+from branchnorm_jax.options import Config
 from branchnorm_jax.parallel import hosts
 from branchnorm_jax.parallel.mesh import make_mesh, sharding, to_devices
 from branchnorm_jax.training import logs, schedules
 from branchnorm_jax.training.checkpoint import Checkpoints
 from branchnorm_jax.training.optimizer import make_optimizer
-from branchnorm_jax.training.state import abstract_state, init_state, sha256
-from branchnorm_jax.training.step import (
-    PROFILE_STREAM,
-    Batch,
-    Metrics,
-    decoder_inputs,
-    make_eval_step,
-    make_train_step,
-)
+from branchnorm_jax.training.state import Batch, abstract_state, init_state, sha256
+from branchnorm_jax.training.step import Metrics, make_eval_step, make_train_step
 from branchnorm_jax.training.watch import check_finite
 from branchnorm_jax.workdir import Workdir, write_atomically
 
@@ -122,10 +112,9 @@ class Run:
             workdir.need_space(2 * state_bytes)
         restored = self.checkpoints.restore_latest(self.abstract)
         if restored is None:
-            self.state = init_state(self.model, self.optimizer, self.mesh, train.seed)
+            first = Batch(*to_devices(self.mesh, self.plan.batch_at(0)))
+            self.state = init_state(self.model, self.optimizer, self.mesh, train.seed, first)
             self.memory = Memory()
-            if self.model.recipe.profiled:
-                self._profile()
         else:
             self.state, memory = restored
             self.memory = Memory(**memory)
@@ -242,17 +231,6 @@ class Run:
             **logs.environment(),
         }
         write_atomically(self.workdir / "status.json", json.dumps(fields, indent=2) + "\n")
-
-    def _profile(self) -> None:
-        """Sets Admin's skip weights from one batch, the first of the run."""
-        batch = Batch(*to_devices(self.mesh, self.plan.batch_at(0)))
-        key = jax.random.fold_in(jax.random.key(self.config.train.seed), PROFILE_STREAM)
-        shardings = jax.tree.map(lambda leaf: leaf.sharding, self.abstract.params)
-        set_skips = jax.jit(functools.partial(admin.profile, self.model), out_shardings=shardings)
-        params = set_skips(self.state.params, batch.source, decoder_inputs(batch), key)
-        self.state = dataclasses.replace(self.state, params=params)
-        last = {stack: float(params[stack]["ffn_skip"][-1].mean()) for stack in STACKS}
-        logs.say("profiled: last skip weights " + ", ".join(f"{stack} {value:.3f}" for stack, value in last.items()))
 
     def _compile(self) -> None:
         """Compiles the update for every batch shape, before the first one."""

@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from branchnorm_jax.config import TrainConfig
 from branchnorm_jax.errors import UserError
 from branchnorm_jax.model.transformer import STACKS
+from branchnorm_jax.options import TrainConfig
 
 
 class FairseqAdamState(NamedTuple):

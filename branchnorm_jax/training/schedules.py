@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 import jax
 import jax.numpy as jnp
 
-from branchnorm_jax.config import ModelConfig, TrainConfig
 from branchnorm_jax.errors import UserError
+from branchnorm_jax.options import ModelConfig, TrainConfig
 
 Schedule = Callable[[jax.Array], jax.Array]
 """step, int32 [] -> float32 []."""

@@ -1,7 +1,7 @@
 """The train state: all that a checkpoint holds, and digests by which two states can be compared."""
 
 import hashlib
-from typing import Any
+from typing import Any, NamedTuple
 
 import flax
 import jax
@@ -10,9 +10,20 @@ import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding
 
+from branchnorm_jax.model.admin import profile
 from branchnorm_jax.model.axes import logical_axes
 from branchnorm_jax.model.transformer import Params, Transformer
 from branchnorm_jax.parallel.mesh import shard_tree, sharding
+
+INIT_STREAM, DROPOUT_STREAM, PROFILE_STREAM = range(3)
+"""Folded into the run's seed: what a random number is for."""
+
+
+class Batch(NamedTuple):
+    """Token ids int32 [rows, length]; every sentence ends in EOS, the rest is padding."""
+
+    source: jax.Array
+    target: jax.Array
 
 
 @flax.struct.dataclass
@@ -64,15 +75,26 @@ def abstract_state(model: Transformer, optimizer: optax.GradientTransformation, 
     )
 
 
-def init_state(model: Transformer, optimizer: optax.GradientTransformation, mesh: Mesh, seed: int) -> TrainState:
+def init_params(model: Transformer, seed: int, first: Batch) -> Params:
+    """The parameters that a run of this seed starts from; `first`, its first batch, is what Admin profiles."""
+    key = jax.random.key(seed)
+    params = model.init(jax.random.fold_in(key, INIT_STREAM))
+    if model.recipe.profiled:
+        params = profile(model, params, *first, jax.random.fold_in(key, PROFILE_STREAM))
+    return params
+
+
+def init_state(
+    model: Transformer, optimizer: optax.GradientTransformation, mesh: Mesh, seed: int, first: Batch
+) -> TrainState:
     """The state at step 0, made in place on the devices that hold it. The numbers do not depend on the mesh."""
 
-    def create() -> TrainState:
-        params = model.init(jax.random.fold_in(jax.random.key(seed), 0))
+    def create(first: Batch) -> TrainState:
+        params = init_params(model, seed, first)
         return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params), jnp.ones(()))
 
     shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract_state(model, optimizer, mesh))
-    return jax.jit(create, out_shardings=shardings)()
+    return jax.jit(create, out_shardings=shardings)(first)
 
 
 def sha256(state: TrainState) -> str:

@@ -1,29 +1,17 @@
 """One update and one validation batch, as pure functions of state and batch."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from branchnorm_jax.config import EOS, PAD, Config
 from branchnorm_jax.model.losses import LossSums, smoothed_cross_entropy
-from branchnorm_jax.model.transformer import Params, Transformer
+from branchnorm_jax.model.transformer import Params, Transformer, decoder_inputs
+from branchnorm_jax.options import PAD, Config
 from branchnorm_jax.training import schedules
-from branchnorm_jax.training.state import TrainState
-
-DROPOUT_STREAM = 1
-"""Folded into the run's seed; stream 0 is initialisation."""
-PROFILE_STREAM = 2
-"""For the dropout of Admin's profiling pass."""
-
-
-class Batch(NamedTuple):
-    """Token ids int32 [rows, length]; every sentence ends in EOS, the rest is padding."""
-
-    source: jax.Array
-    target: jax.Array
+from branchnorm_jax.training.state import DROPOUT_STREAM, Batch, TrainState
 
 
 class Metrics(NamedTuple):
@@ -37,11 +25,6 @@ class Metrics(NamedTuple):
     target_tokens: jax.Array
 
 
-def decoder_inputs(batch: Batch) -> jax.Array:
-    """What the decoder reads under teacher forcing: EOS, then the target without its last token."""
-    return jnp.pad(batch.target[:, :-1], ((0, 0), (1, 0)), constant_values=EOS)
-
-
 def loss_sums(
     model: Transformer,
     params: Params,
@@ -49,9 +32,10 @@ def loss_sums(
     branch_scale: jax.Array,
     smoothing: float,
     key: jax.Array | None = None,
+    probes: Mapping[str, jax.Array] | None = None,
 ) -> LossSums:
     """Smoothed cross-entropy of a batch under teacher forcing."""
-    logits = model(params, batch.source, decoder_inputs(batch), branch_scale, key)
+    logits = model(params, batch.source, decoder_inputs(batch.target), branch_scale, key, probes)
     return smoothed_cross_entropy(logits, batch.target, batch.target != PAD, smoothing, model.unused)
 
 

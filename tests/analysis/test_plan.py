@@ -9,10 +9,11 @@ from branchnorm_jax import config as configs
 from branchnorm_jax.analysis.plan import forward_flops, make_plan
 from branchnorm_jax.analysis.report import draw_curves
 from branchnorm_jax.errors import UserError
+from branchnorm_jax.options import Config
 from branchnorm_jax.workdir import Workdir
 
 
-def config(depth: str = "6L-6L", **options: object) -> configs.Config:
+def config(depth: str = "6L-6L", **options: object) -> Config:
     values = configs.default_config(depth)
     with values.unlocked():
         for name, value in options.items():

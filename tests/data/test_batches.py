@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from branchnorm_jax.config import DataConfig
 from branchnorm_jax.data.batches import BatchPlan, Shape, choose_shapes, make_plans, prefetch, shuffled
 from branchnorm_jax.errors import UserError
+from branchnorm_jax.options import DataConfig
 
 
 class Text:

@@ -18,10 +18,10 @@ import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
 
-from branchnorm_jax.config import DataConfig
 from branchnorm_jax.data import corpus, numerals
 from branchnorm_jax.data.corpus import corpus_key, read_pairs
 from branchnorm_jax.errors import UserError
+from branchnorm_jax.options import DataConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 COMPRESS: dict[str, Callable[[bytes], bytes]] = {
@@ -337,7 +337,7 @@ def test_tfds_reads_data_of_its_own_wmt_builder(tfds_folder, tmp_path):
 def test_tfds_needs_neither_tensorflow_nor_jax(tfds_folder):
     """In a process of its own, which does not know the builder's code either, only its files."""
     code = (
-        "import sys; from branchnorm_jax.data.corpus import *; from branchnorm_jax.config import DataConfig\n"
+        "import sys; from branchnorm_jax.data.corpus import *; from branchnorm_jax.options import DataConfig\n"
         "config = DataConfig(source='tfds', path='tiny_translate/de-en', tfds_dir=sys.argv[1])\n"
         "print(len(list(read_pairs(config, 'train'))), {'tensorflow', 'jax'} & set(sys.modules))"
     )

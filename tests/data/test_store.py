@@ -18,12 +18,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from branchnorm_jax.config import DataConfig
 from branchnorm_jax.data import store as store_module
 from branchnorm_jax.data.corpus import read_pairs
 from branchnorm_jax.data.store import build_store, describe_counts
 from branchnorm_jax.data.tokenizer import EOS, PAD, Tokenizer, train_tokenizer
 from branchnorm_jax.errors import StorageError, UserError
+from branchnorm_jax.options import DataConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 WORDS = "one two three four five six seven eight nine ten eleven twelve twenty thirty hundred thousand and"
@@ -343,7 +343,7 @@ def test_a_moved_store_is_as_good(tmp_path, tokenizer, built):
 BUILD = """
 import dataclasses, json, sys, time
 from pathlib import Path
-from branchnorm_jax.config import DataConfig
+from branchnorm_jax.options import DataConfig
 from branchnorm_jax.data.store import build_store
 from branchnorm_jax.data.tokenizer import load_tokenizer
 config, vocabulary, out, pause = json.loads(sys.argv[1]), Path(sys.argv[2]), Path(sys.argv[3]), int(sys.argv[4])

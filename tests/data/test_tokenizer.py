@@ -16,9 +16,9 @@ import sentencepiece
 from hypothesis import given
 from hypothesis import strategies as st
 
-from branchnorm_jax.config import DataConfig
 from branchnorm_jax.data.tokenizer import EOS, PAD, UNK, atomic_directory, load_tokenizer, train_tokenizer
 from branchnorm_jax.errors import StorageError, UserError
+from branchnorm_jax.options import DataConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 ENGLISH = "the a red blue house tree runs walks under over < / > pad s 0 x 4 1 quickly"

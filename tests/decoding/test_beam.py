@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from branchnorm_jax.config import EOS, PAD
 from branchnorm_jax.decoding.beam import beam_search, length_penalty
+from branchnorm_jax.options import EOS, PAD
 
 VOCABULARY = 6
 

@@ -8,10 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from branchnorm_jax.config import EOS, DataConfig, DecodeConfig, ModelConfig
 from branchnorm_jax.data.tokenizer import Tokenizer, train_tokenizer
 from branchnorm_jax.decoding.translate import LENGTHS, Translator, padded_length
 from branchnorm_jax.model.transformer import Transformer
+from branchnorm_jax.options import EOS, DataConfig, DecodeConfig, ModelConfig
 from tests.decoding.test_beam import log_softmax, reference_beam
 
 forward = jax.jit(Transformer.__call__, static_argnums=0)

@@ -9,12 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from branchnorm_jax.config import ModelConfig
 from branchnorm_jax.model import admin
 from branchnorm_jax.model.methods import METHODS
 from branchnorm_jax.model.norms import apply_norm, init_norm
 from branchnorm_jax.model.recipe import NOWHERE, ONE, Recipe, Weight
-from branchnorm_jax.model.transformer import Transformer, source_mask
+from branchnorm_jax.model.transformer import Transformer, decoder_inputs, source_mask
+from branchnorm_jax.options import ModelConfig
 from tests.reference import transformer as reference
 
 SMALL = ModelConfig(encoder_layers=3, decoder_layers=2, width=16, ffn_width=24, heads=2, dropout=0.0, scan=False)
@@ -197,7 +197,7 @@ def test_admin_profiling_equals_its_definition() -> None:
     )
     stack(
         "decoder",
-        embedded("decoder", TARGET),
+        embedded("decoder", decoder_inputs(TARGET)),
         lambda p: {
             "self": lambda z: reference.attention(z, z, p["self"], causal, 2, None, False),
             "cross": lambda z: reference.attention(z, memory, p["cross"], see_source, 2, None, False),

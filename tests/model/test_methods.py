@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from branchnorm_jax.config import ModelConfig
 from branchnorm_jax.errors import UserError
 from branchnorm_jax.model import depth_rules as by
 from branchnorm_jax.model.depth_rules import deepnorm_alpha, deepnorm_beta
@@ -15,6 +14,7 @@ from branchnorm_jax.model.initializers import get_base
 from branchnorm_jax.model.methods import METHODS, get_recipe
 from branchnorm_jax.model.recipe import Depth
 from branchnorm_jax.model.transformer import Transformer
+from branchnorm_jax.options import ModelConfig
 
 init = jax.jit(Transformer.init, static_argnums=0)
 

@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from branchnorm_jax.config import ModelConfig
 from branchnorm_jax.model.methods import METHODS
 from branchnorm_jax.model.transformer import Transformer, source_mask
+from branchnorm_jax.options import ModelConfig
 from tests.reference import transformer as reference
 from tests.reference.algebra import every_method
 

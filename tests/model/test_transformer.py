@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 import torch
 
-from branchnorm_jax.config import ModelConfig
 from branchnorm_jax.model.embedding import sinusoids
 from branchnorm_jax.model.losses import smoothed_cross_entropy
 from branchnorm_jax.model.methods import METHODS
 from branchnorm_jax.model.norms import layer_norm
 from branchnorm_jax.model.transformer import Transformer, source_mask
+from branchnorm_jax.options import ModelConfig
 
 SMALL = ModelConfig(encoder_layers=3, decoder_layers=2, width=32, ffn_width=48, heads=4, dropout=0.0)
 SOURCE = jnp.array([[5, 6, 7, 1, 0, 0], [9, 8, 7, 6, 5, 1]])

@@ -5,10 +5,10 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractMesh, PartitionSpec
 
-from branchnorm_jax.config import ModelConfig, ParallelConfig
 from branchnorm_jax.errors import UserError
 from branchnorm_jax.model.axes import logical_axes
 from branchnorm_jax.model.transformer import Transformer
+from branchnorm_jax.options import ModelConfig, ParallelConfig
 from branchnorm_jax.parallel.mesh import LOGICAL_RULES, make_mesh, shard_tree, to_devices
 
 

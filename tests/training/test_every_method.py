@@ -11,18 +11,17 @@ import numpy as np
 import optax
 import pytest
 
-from branchnorm_jax.config import Config, ModelConfig, ParallelConfig, TrainConfig
-from branchnorm_jax.model import admin
 from branchnorm_jax.model.depth_rules import layer_power
 from branchnorm_jax.model.methods import METHODS
 from branchnorm_jax.model.recipe import ONE, ZERO, Recipe, Weight, always
-from branchnorm_jax.model.transformer import Transformer, source_mask
+from branchnorm_jax.model.transformer import Transformer, decoder_inputs, source_mask
+from branchnorm_jax.options import Config, ModelConfig, ParallelConfig, TrainConfig
 from branchnorm_jax.parallel.mesh import make_mesh
 from branchnorm_jax.training import schedules
 from branchnorm_jax.training.checkpoint import Checkpoints
 from branchnorm_jax.training.optimizer import make_optimizer
-from branchnorm_jax.training.state import TrainState, abstract_state, init_state, sha256
-from branchnorm_jax.training.step import Batch, Metrics, decoder_inputs, make_train_step
+from branchnorm_jax.training.state import Batch, TrainState, abstract_state, init_state, sha256
+from branchnorm_jax.training.step import Metrics, make_train_step
 from tests.reference.algebra import every_method
 
 Step = Callable[[TrainState, Batch], tuple[TrainState, Metrics]]
@@ -63,10 +62,7 @@ def make(method: str) -> tuple[Config, Transformer, Any, Any]:
 def test_method(method: str, tmp_path: Path) -> None:
     config, model, optimizer, abstract = make(method)
     data = batch()
-    state = init_state(model, optimizer, make_mesh(ParallelConfig(), 0), 0)
-    if model.recipe.profiled:
-        params = admin.profile(model, state.params, data.source, decoder_inputs(data), jax.random.key(3))
-        state = dataclasses.replace(state, params=params)
+    state = init_state(model, optimizer, make_mesh(ParallelConfig(), 0), 0, data)
     fresh = state
     train_step: Any = jax.jit(make_train_step(model, optimizer, config)).lower(abstract, data).compile()
     eager_step = make_train_step(in_a_loop(model), optimizer, config)
@@ -103,7 +99,7 @@ def in_a_loop(model: Transformer) -> Transformer:
 def check_cache(model: Transformer, params: Any, data: Batch) -> None:
     """Token by token with a cache, the logits are those of teacher forcing, at a growing alpha too."""
     alpha = schedules.alpha(model.config)(jnp.int32(13))
-    inputs = decoder_inputs(data)
+    inputs = decoder_inputs(data.target)
 
     memory, mask = model.encode(params, data.source, alpha), source_mask(data.source)
     cache = model.start_cache(params, memory, len(inputs), 8)

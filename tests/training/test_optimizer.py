@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from branchnorm_jax.config import TrainConfig
 from branchnorm_jax.errors import UserError
+from branchnorm_jax.options import TrainConfig
 from branchnorm_jax.training.optimizer import make_optimizer
 
 

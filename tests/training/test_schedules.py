@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from branchnorm_jax.config import ModelConfig, TrainConfig
 from branchnorm_jax.errors import UserError
+from branchnorm_jax.options import ModelConfig, TrainConfig
 from branchnorm_jax.training import schedules
 
 

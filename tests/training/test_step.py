@@ -12,13 +12,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from branchnorm_jax.config import Config, DataConfig, ModelConfig, ParallelConfig, TrainConfig
 from branchnorm_jax.data.batches import TextBatch
 from branchnorm_jax.model.transformer import Transformer
+from branchnorm_jax.options import Config, DataConfig, ModelConfig, ParallelConfig, TrainConfig
 from branchnorm_jax.parallel.mesh import make_mesh, sharding, to_devices
 from branchnorm_jax.training.optimizer import make_optimizer
-from branchnorm_jax.training.state import abstract_state, checksums, init_state, sha256
-from branchnorm_jax.training.step import Batch, make_train_step
+from branchnorm_jax.training.state import Batch, abstract_state, checksums, init_state, sha256
+from branchnorm_jax.training.step import make_train_step
 from tests.conftest import ROOT
 
 CONFIG = Config(
@@ -49,7 +49,8 @@ def losses(config: Config, count: int = 20) -> tuple[list[float], Any, int]:
     """Losses of `count` updates, the last state, and how often the update was compiled."""
     mesh = make_mesh(config.parallel, config.data.row_multiple // config.train.accumulation)
     model, optimizer = Transformer(config.model, 40, 40), make_optimizer(config.train)
-    state = init_state(model, optimizer, mesh, config.train.seed)
+    first = Batch(*to_devices(mesh, batches(1)[0]))
+    state = init_state(model, optimizer, mesh, config.train.seed, first)
     shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract_state(model, optimizer, mesh))
     update: Any = jax.jit(
         make_train_step(model, optimizer, config), donate_argnums=0, out_shardings=(shardings, sharding(mesh))
@@ -99,9 +100,10 @@ def test_checksums_see_every_bit_and_ignore_nothing() -> None:
 def test_digest_covers_parameters_and_optimiser() -> None:
     mesh = make_mesh(ParallelConfig(), 8)
     model, optimizer = Transformer(CONFIG.model, 40, 40), make_optimizer(CONFIG.train)
-    state = init_state(model, optimizer, mesh, 0)
-    assert sha256(state) == sha256(init_state(model, optimizer, mesh, 0))
-    assert sha256(state) != sha256(init_state(model, optimizer, mesh, 1))
+    first = Batch(*to_devices(mesh, batches(1)[0]))
+    state = init_state(model, optimizer, mesh, 0, first)
+    assert sha256(state) == sha256(init_state(model, optimizer, mesh, 0, first))
+    assert sha256(state) != sha256(init_state(model, optimizer, mesh, 1, first))
     moved = dataclasses.replace(state, opt_state=jax.tree.map(lambda leaf: leaf + 1, state.opt_state))
     assert sha256(state) != sha256(moved)
 
@@ -109,7 +111,7 @@ def test_digest_covers_parameters_and_optimiser() -> None:
 EIGHT_DEVICES = """
 import dataclasses, json
 import jax
-from branchnorm_jax.config import ParallelConfig
+from branchnorm_jax.options import ParallelConfig
 from tests.training.test_step import CONFIG, losses
 assert jax.device_count() == 8
 found, state, compiled = losses(dataclasses.replace(CONFIG, parallel=ParallelConfig(data=4, model=2)))

@@ -1,0 +1,132 @@
+"""How signals pass through a network, layer by layer: the papers' own evidence for or against a method.
+
+- Gradient norm: |dL/dx_l|, L the mean loss per target token of a batch, x_l the input of layer l (Figure 3 of
+  BranchNorm).
+- Update size: |step| / |weights| of each layer's parameters at the first optimiser step, at the peak learning rate.
+- Singular values of the Jacobian dx_N / dx_0 of the encoder (Figure 5 of ReZero): around 1 where the network passes its
+  input on, 0 where it forgets.
+"""
+
+import csv
+import io
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from branchnorm_jax.model.transformer import STACKS, Params, Transformer
+from branchnorm_jax.options import Config
+from branchnorm_jax.training.optimizer import make_optimizer
+from branchnorm_jax.training.state import Batch
+from branchnorm_jax.training.step import loss_sums
+
+JACOBIAN_INPUTS = 256
+"""Coordinates of the encoder's input that the Jacobian is taken by, at most: whole tokens of the first sentence."""
+
+
+class Signal(NamedTuple):
+    """What one model shows on one batch."""
+
+    gradient: dict[str, np.ndarray]
+    """Norm of the loss's gradient by the input of each layer, [L] per stack."""
+    update: dict[str, np.ndarray]
+    """Relative size of the first optimiser step, [L] per stack."""
+    singular_values: np.ndarray
+    """Of the encoder's Jacobian, descending."""
+
+
+def measure(config: Config, model: Transformer, params: Params, branch_scale: jax.Array, batch: Batch) -> Signal:
+    """Measures a model as it is, without dropout.
+
+    Args:
+      config: for the optimiser and the smoothing.
+      model: the network.
+      params: its parameters, fresh or trained.
+      branch_scale: alpha_t.
+      batch: a few sentences.
+    """
+    optimizer = make_optimizer(config.train)
+    (rows, source_length), width = batch.source.shape, config.model.width
+    shapes = {
+        stack: (layers, rows, tokens.shape[1], width)
+        for stack, layers, tokens in zip(STACKS, model.depth, batch, strict=True)
+    }
+
+    @jax.jit
+    def backward(params: Params) -> tuple[Any, Any]:
+        def loss(params: Params, probes: dict[str, jax.Array]) -> jax.Array:
+            sums = loss_sums(model, params, batch, branch_scale, config.train.label_smoothing, probes=probes)
+            return sums.loss / sums.tokens
+
+        probes = {stack: jnp.zeros(shape) for stack, shape in shapes.items()}
+        by_params, by_probes = jax.grad(loss, argnums=(0, 1))(params, probes)
+        steps, _ = optimizer.update(by_params, optimizer.init(params), params)
+        sizes = {
+            stack: config.train.learning_rate * by_layer(steps[stack]) / by_layer(params[stack]) for stack in STACKS
+        }
+        return {stack: by_layer(probe) for stack, probe in by_probes.items()}, sizes
+
+    tokens = max(1, min(source_length, JACOBIAN_INPUTS // width))
+
+    @jax.jit
+    def jacobian(params: Params) -> jax.Array:
+        def through(change: jax.Array) -> jax.Array:
+            probes = jnp.zeros((model.depth.encoder, 1, source_length, width)).at[0, 0, :tokens].set(change)
+            return model.encode(params, batch.source[:1], branch_scale, probes=probes)[0, :tokens].ravel()
+
+        size = tokens * width
+        return jax.jacfwd(through)(jnp.zeros((tokens, width))).reshape(size, size)
+
+    gradient, update = jax.tree.map(np.asarray, backward(params))
+    return Signal(gradient, update, np.linalg.svd(np.asarray(jacobian(params)), compute_uv=False))
+
+
+def by_layer(tree: Any) -> jax.Array:
+    """Norm over all leaves [L, ...] together, for each layer: [L]."""
+    squares = [jnp.square(leaf).reshape(leaf.shape[0], -1).sum(-1) for leaf in jax.tree.leaves(tree)]
+    return jnp.sqrt(sum(squares, jnp.zeros(())))
+
+
+def to_csv(signals: Mapping[str, Signal]) -> str:
+    """signal.csv: method, quantity, stack, index (layer, or rank of the singular value), value."""
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    writer.writerow(("method", "quantity", "stack", "index", "value"))
+    for method, signal in signals.items():
+        for quantity in ("gradient", "update"):
+            for stack, values in getattr(signal, quantity).items():
+                writer.writerows((method, quantity, stack, i + 1, f"{value:.6g}") for i, value in enumerate(values))
+        values = signal.singular_values
+        writer.writerows((method, "singular_value", "encoder", i + 1, f"{value:.6g}") for i, value in enumerate(values))
+    return out.getvalue()
+
+
+def draw(signals: Mapping[str, Signal], path: Path, title: str) -> None:
+    """Draws gradient norms, update sizes and singular values of all methods, on logarithmic axes."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    # What vanished is drawn at the foot of the axis rather than left out.
+    floor = 1e-12
+    figure, axes = pyplot.subplots(2, 3, figsize=(13, 6), layout="constrained")
+    for method, signal in signals.items():
+        for row, stack in enumerate(STACKS):
+            for column, quantity in enumerate(("gradient", "update")):
+                values = getattr(signal, quantity)[stack]
+                axes[row, column].plot(np.arange(1, len(values) + 1), np.maximum(values, floor), label=method)
+        axes[0, 2].plot(np.arange(1, len(signal.singular_values) + 1), np.maximum(signal.singular_values, floor))
+    for row, stack in enumerate(STACKS):
+        axes[row, 0].set(title=f"gradient norm, {stack}", xlabel="layer", yscale="log")
+        axes[row, 1].set(title=f"relative update, {stack}", xlabel="layer", yscale="log")
+    axes[0, 2].set(title="singular values, encoder Jacobian", xlabel="rank", yscale="log")
+    axes[1, 2].axis("off")
+    handles, labels = axes[0, 0].get_legend_handles_labels()
+    axes[1, 2].legend(handles, labels, loc="center", frameon=False)
+    figure.suptitle(title)
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)

@@ -1,0 +1,251 @@
+"""The one list of options: frozen dataclasses with defaults, units, ranges and help. `config.py` checks them."""
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+# Token ids with a meaning in every vocabulary of this project. The decoder starts from EOS.
+PAD, EOS, UNK = 0, 1, 2
+
+
+def option(
+    default: Any,
+    help: str,
+    *,
+    unit: str = "",
+    choices: tuple[str, ...] = (),
+    minimum: float | None = None,
+    maximum: float | None = None,
+    free: bool = False,
+) -> Any:
+    """A documented dataclass field. `free`: may change when a run is resumed: no trained number depends on it."""
+    metadata = dict(help=help, unit=unit, choices=choices, minimum=minimum, maximum=maximum, free=free)
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelConfig:
+    """The network."""
+
+    method: str = option("branchnorm", "residual and normalisation method, see branchnorm_jax/model/methods.py")
+    encoder_layers: int = option(6, "depth of the encoder", unit="layers", minimum=1)
+    decoder_layers: int = option(6, "depth of the decoder", unit="layers", minimum=1)
+    width: int = option(512, "model dimension", unit="features", minimum=4)
+    ffn_width: int = option(2048, "hidden dimension of the feed-forward sub-layers", unit="features", minimum=1)
+    heads: int = option(8, "attention heads; must divide width", minimum=1)
+    activation: str = option("relu", "feed-forward activation", choices=("relu", "gelu", "swiglu"))
+    shared_embeddings: str = option(
+        "all",
+        "which embedding tables are one: source, target and output (all), target and output (decoder), or none",
+        choices=("all", "decoder", "none"),
+    )
+    positions: str = option(
+        "marian",
+        "sinusoids: 10000^(-2j/d) from position 0 (marian: exports to Hugging Face), or fairseq's, from 2",
+        choices=("marian", "fairseq"),
+    )
+    dropout: float = option(
+        0.1, "dropout of the embeddings and of every branch", unit="probability", minimum=0, maximum=0.99
+    )
+    attention_dropout: float = option(
+        0.0, "dropout of the attention probabilities", unit="probability", minimum=0, maximum=0.99
+    )
+    activation_dropout: float = option(
+        0.0, "dropout after the feed-forward activation", unit="probability", minimum=0, maximum=0.99
+    )
+    alpha_schedule: str = option("linear", "growth of BranchNorm's alpha", choices=("linear", "exp", "sigmoid"))
+    alpha_steps: int = option(4000, "T: the update at which alpha reaches 1", unit="updates", minimum=1)
+    norm: str = option(
+        "layer_norm",
+        "kind of every norm that the method has; scale_norm_fixed learns only the last one's g",
+        choices=("layer_norm", "rms_norm", "scale_norm", "scale_norm_fixed", "dyt", "none"),
+    )
+    embedding: str = option(
+        "standard", "embedding tables: as they are, or rows of length 1 (fixnorm)", choices=("standard", "fixnorm")
+    )
+    output_bias: bool = option(False, "learn a bias of the output logits")
+    mask_unused: bool = option(
+        False, "give no probability to pieces that the target side of the training text never uses"
+    )
+    word_dropout: float = option(
+        0.0, "input words replaced by <unk> in training, both sides", unit="probability", minimum=0, maximum=0.99
+    )
+    init: str = option("", "base initialisation, see branchnorm_jax/model/initializers.py; empty: the method's own")
+    dtype: str = option("float32", "data type of the matrix products", choices=("float32", "bfloat16"))
+    carry_dtype: str = option(
+        "float32", "data type of the residual stream between sub-layers", choices=("float32", "float16", "bfloat16")
+    )
+    scan: bool = option(True, "run the layers as one lax.scan (compile time independent of depth)", free=True)
+    remat: bool = option(False, "recompute each layer in the backward pass: less memory, ~1/3 more time", free=True)
+
+
+@dataclasses.dataclass(frozen=True)
+class DataConfig:
+    """The text."""
+
+    source: str = option(
+        "numerals", "corpus: built in, parallel text files, or a TFDS builder", choices=("numerals", "text", "tfds")
+    )
+    path: str = option("", "text: the folder of the files; tfds: builder name such as wmt17_translate/de-en", free=True)
+    files: str = option(
+        "{split}.{lang}", "text: file name or glob under path; .gz, .zst and .xz are tried too", free=True
+    )
+    tfds_dir: str = option("", "tfds: folder of the prepared data sets; empty: TFDS's own default", free=True)
+    source_lang: str = option("en", "language translated from")
+    target_lang: str = option("de", "language translated to")
+    train_split: str = option("train", "name of the training split")
+    valid_split: str = option("valid", "name of the validation split")
+    test_split: str = option("test", "name of the test split", free=True)
+    numerals_pairs: int = option(40_000, "numerals: training pairs to generate", unit="pairs", minimum=100)
+    vocab_size: int = option(8000, "SentencePiece vocabulary, special symbols included", unit="pieces", minimum=16)
+    vocab_type: str = option("unigram", "SentencePiece model", choices=("unigram", "bpe"))
+    shared_vocab: bool = option(True, "one vocabulary for both languages; needed for shared_embeddings=all")
+    byte_fallback: bool = option(False, "spell unknown characters as bytes instead of <unk>")
+    vocab_sentences: int = option(
+        2_000_000, "sentences that the vocabulary is trained on, at most", unit="sentences", minimum=100
+    )
+    max_length: int = option(
+        256, "longer training pairs are dropped and counted; EOS included", unit="tokens", minimum=4
+    )
+    max_ratio: float = option(
+        0.0, "training pairs of a larger length ratio are dropped and counted; 0: keep all", minimum=0
+    )
+    batch_shapes: int = option(6, "static batch shapes, each compiled once", unit="shapes", minimum=1, maximum=64)
+    row_multiple: int = option(
+        8, "rows of a batch are a multiple of this; devices must divide it", unit="rows", minimum=1
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainConfig:
+    """One update, then many."""
+
+    steps: int = option(100_000, "length of the run; 0: see epochs", unit="updates", minimum=0, maximum=1e9, free=True)
+    epochs: float = option(0.0, "length of the run instead of steps", unit="epochs", minimum=0, maximum=1e6, free=True)
+    seed: int = option(0, "seed of initialisation, batches and dropout", minimum=0)
+    batch_tokens: int = option(
+        4096,
+        "positions per update on the larger of the two sides (fairseq's max-tokens x workers x accumulation)",
+        unit="tokens",
+        minimum=8,
+    )
+    accumulation: int = option(1, "parts that one update's batch is split into", unit="parts", minimum=1)
+    optimizer: str = option("adamw", "optimiser, see branchnorm_jax/training/optimizer.py")
+    adam_b1: float = option(0.9, "decay of the first moment", minimum=0, maximum=0.99999)
+    adam_b2: float = option(0.98, "decay of the second moment", minimum=0, maximum=0.99999)
+    adam_eps: float = option(1e-8, "epsilon of Adam", minimum=0)
+    adam_eps_mode: str = option(
+        "optax", "where epsilon is added: bias-corrected (optax, torch) or raw (fairseq)", choices=("optax", "fairseq")
+    )
+    weight_decay: float = option(1e-4, "decoupled weight decay of all parameters", minimum=0)
+    clip_norm: float = option(0.0, "largest global gradient norm; 0: no clipping", minimum=0)
+    learning_rate: float = option(5e-4, "peak learning rate (noam: the factor)", minimum=0)
+    schedule: str = option("inverse_sqrt", "learning-rate schedule, see branchnorm_jax/training/schedules.py")
+    warmup_steps: int = option(4000, "updates until the peak learning rate", unit="updates", minimum=0)
+    warmup_init: float = option(1e-7, "learning rate of the first update", minimum=0)
+    decay_steps: int = option(
+        4000, "inverse_sqrt_nowarmup: P of sqrt(P / (P + step)); polynomial: update that it ends at", unit="updates"
+    )
+    decay_power: float = option(1.0, "polynomial: power", minimum=0)
+    end_learning_rate: float = option(0.0, "polynomial: learning rate at its end", minimum=0)
+    decay_factor: float = option(0.8, "val_decay: factor on the learning rate", minimum=0, maximum=1)
+    decay_patience: int = option(
+        3, "val_decay: when the score of a validation is below that of each of so many before it", minimum=1
+    )
+    label_smoothing: float = option(0.1, "probability given to the other words", minimum=0, maximum=0.99)
+    log_every: int = option(10, "interval of metrics.jsonl lines; 0: never", unit="updates", minimum=0, free=True)
+    eval_every: int = option(1000, "interval of validations; 0: only at the end", unit="updates", minimum=0, free=True)
+    eval_bleu_sentences: int = option(
+        200, "validation sentences translated for BLEU; 0: no BLEU", unit="sentences", minimum=0, free=True
+    )
+    checkpoint_every: int = option(
+        1000, "interval of checkpoints; 0: only at the end", unit="updates", minimum=0, free=True
+    )
+    keep_last: int = option(2, "newest checkpoints to keep", minimum=1, free=True)
+    keep_best: int = option(1, "best checkpoints to keep", minimum=0, free=True)
+    best_metric: str = option("bleu", "validation metric of the best checkpoint", choices=("bleu", "loss"))
+    patience: int = option(
+        0, "stop after this many validations without a better one; 0: never", unit="validations", minimum=0, free=True
+    )
+    prefetch: int = option(4, "batches prepared ahead by a thread", unit="batches", minimum=1, free=True)
+
+
+@dataclasses.dataclass(frozen=True)
+class ParallelConfig:
+    """The devices."""
+
+    data: int = option(0, "size of the mesh axis that splits batches; 0: all that are left", minimum=0, free=True)
+    model: int = option(1, "size of the mesh axis that splits matrices", minimum=1, free=True)
+    distributed: bool = option(False, "start jax.distributed even where no launcher is detected", free=True)
+
+
+@dataclasses.dataclass(frozen=True)
+class DecodeConfig:
+    """Translation."""
+
+    checkpoint: str = option("best", "which checkpoint: best, last, or a step", free=True)
+    beam_size: int = option(4, "hypotheses kept; 1: greedy", minimum=1, free=True)
+    length_penalty: float = option(0.6, "strength of the length penalty", free=True)
+    length_penalty_kind: str = option(
+        "fairseq",
+        "score / L^p (fairseq, what the papers used) or score / ((5+L)/6)^p (gnmt); L counts EOS",
+        choices=("fairseq", "gnmt"),
+        free=True,
+    )
+    max_length_a: float = option(
+        2.0, "a of the longest translation a*x+b, x source tokens with EOS", minimum=0, maximum=100, free=True
+    )
+    max_length_b: int = option(
+        20, "b of the longest translation a*x+b", unit="tokens", minimum=1, maximum=100_000, free=True
+    )
+    min_length: int = option(1, "shortest translation", unit="tokens", minimum=0, free=True)
+    max_input_length: int = option(
+        1024, "longer input lines are cut, with a warning", unit="tokens", minimum=4, maximum=100_000, free=True
+    )
+    nbest: int = option(
+        1, "hypotheses printed per line; more than 1 prints `line ||| text ||| score`", minimum=1, free=True
+    )
+    batch_tokens: int = option(4096, "source positions x beam decoded at once", unit="tokens", minimum=1, free=True)
+
+
+@dataclasses.dataclass(frozen=True)
+class EvaluateConfig:
+    """Scores."""
+
+    splits: str = option("test", "comma-separated: valid, test", free=True)
+
+    @property
+    def split_names(self) -> list[str]:
+        """`splits` as a list."""
+        return [name.strip() for name in self.splits.split(",")]
+
+
+@dataclasses.dataclass(frozen=True)
+class AnalyzeConfig:
+    """Looking inside."""
+
+    methods: str = option("", "comma-separated methods to compare untrained; empty: model.method", free=True)
+
+    def names(self, method: str) -> list[str]:
+        """`methods` as a list; `method` if there are none."""
+        return [name.strip() for name in (self.methods or method).split(",")]
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """All options. Use `from_config_dict` to make one: it validates."""
+
+    model: ModelConfig = dataclasses.field(default_factory=ModelConfig)
+    data: DataConfig = dataclasses.field(default_factory=DataConfig)
+    train: TrainConfig = dataclasses.field(default_factory=TrainConfig)
+    parallel: ParallelConfig = dataclasses.field(default_factory=ParallelConfig)
+    decode: DecodeConfig = dataclasses.field(default_factory=DecodeConfig)
+    evaluate: EvaluateConfig = dataclasses.field(default_factory=EvaluateConfig)
+    analyze: AnalyzeConfig = dataclasses.field(default_factory=AnalyzeConfig)
+
+
+def fields() -> Iterator[tuple[str, dataclasses.Field[Any]]]:
+    """Every option as ("section.name", dataclass field), in the order of this file."""
+    for section, value in vars(Config()).items():
+        for field in dataclasses.fields(value):
+            yield f"{section}.{field.name}", field

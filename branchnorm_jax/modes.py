@@ -24,7 +24,7 @@ from branchnorm_jax.data.tokenizer import load_tokenizer
 from branchnorm_jax.decoding.translate import Translation, Translator, make_model
 from branchnorm_jax.errors import UserError
 from branchnorm_jax.evaluation.evaluate import evaluate_split, format_table, write_results
-from branchnorm_jax.model.transformer import Params
+from branchnorm_jax.model.parameters import Params
 from branchnorm_jax.options import Config
 from branchnorm_jax.parallel.mesh import make_mesh
 from branchnorm_jax.training import logs, schedules

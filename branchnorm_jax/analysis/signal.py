@@ -17,7 +17,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from branchnorm_jax.model.transformer import STACKS, Params, Transformer
+from branchnorm_jax.model.parameters import STACKS, Params
+from branchnorm_jax.model.transformer import Transformer
 from branchnorm_jax.options import Config
 from branchnorm_jax.training.optimizer import make_optimizer
 from branchnorm_jax.training.state import Batch

@@ -12,7 +12,8 @@ import numpy as np
 from branchnorm_jax.data.tokenizer import Tokenizer
 from branchnorm_jax.decoding.beam import Hypotheses, beam_search
 from branchnorm_jax.model.blocks import Cache
-from branchnorm_jax.model.transformer import Params, Transformer, source_mask
+from branchnorm_jax.model.parameters import Params
+from branchnorm_jax.model.transformer import Transformer, source_mask
 from branchnorm_jax.options import EOS, PAD, DecodeConfig, ModelConfig
 
 LENGTHS = (8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)

@@ -10,7 +10,7 @@ import jax
 
 from branchnorm_jax.decoding.translate import Translator
 from branchnorm_jax.evaluation.bleu import Score, scores
-from branchnorm_jax.model.transformer import Params
+from branchnorm_jax.model.parameters import Params
 from branchnorm_jax.workdir import write_atomically
 
 

@@ -12,7 +12,8 @@ w_k = sqrt(Var(x_0) + sum over j < k of Var(f_j)) for k > 1. The pass is one sca
 import jax
 import jax.numpy as jnp
 
-from branchnorm_jax.model.transformer import Params, Transformer, decoder_inputs, source_mask
+from branchnorm_jax.model.parameters import Params
+from branchnorm_jax.model.transformer import Transformer, decoder_inputs, source_mask
 
 
 def profile(model: Transformer, params: Params, source_BS: jax.Array, target_BT: jax.Array, key: jax.Array) -> Params:

@@ -46,13 +46,13 @@ class Stream(NamedTuple):
     """Standard deviation of that sum, float32 [], while profiling."""
 
 
-def make_attention(config: ModelConfig, recipe: Recipe, init_base: str, name: str) -> Attention:
+def make_attention(config: ModelConfig, recipe: Recipe, name: str) -> Attention:
     """The attention of sub-layer `name` that config and recipe ask for."""
     return Attention(
         config.width,
         config.heads,
         config.attention_dropout,
-        init_base,
+        config.init or recipe.init,
         jnp.dtype(config.dtype),
         biases=recipe.biases,
         inner_norm=config.norm if name in recipe.inner_norm else "",
@@ -61,14 +61,14 @@ def make_attention(config: ModelConfig, recipe: Recipe, init_base: str, name: st
     )
 
 
-def make_feed_forward(config: ModelConfig, recipe: Recipe, init_base: str) -> FeedForward:
+def make_feed_forward(config: ModelConfig, recipe: Recipe) -> FeedForward:
     """The feed-forward sub-layer that config and recipe ask for."""
     return FeedForward(
         config.width,
         config.ffn_width,
         config.activation,
         config.activation_dropout,
-        init_base,
+        config.init or recipe.init,
         jnp.dtype(config.dtype),
         biases=recipe.biases,
         inner_norm=config.norm if "ffn" in recipe.inner_norm else "",
@@ -82,7 +82,6 @@ class Block(nn.Module):
 
     config: ModelConfig
     recipe: Recipe
-    init_base: str
 
     def _residual(
         self,
@@ -150,8 +149,8 @@ class EncoderBlock(Block):
     def __call__(self, stream: Stream, layer: LayerInput, mask_BTS: jax.Array) -> tuple[Stream, None]:
         """One layer; mask_BTS [B, 1, S] is True at real tokens."""
         stream, bottom = self._begin(stream, layer)
-        attention = make_attention(self.config, self.recipe, self.init_base, "self")
-        feed_forward = make_feed_forward(self.config, self.recipe, self.init_base)
+        attention = make_attention(self.config, self.recipe, "self")
+        feed_forward = make_feed_forward(self.config, self.recipe)
 
         def self_attention(z: jax.Array) -> jax.Array:
             key = site_key(layer.key, Site.SELF_PROBABILITIES)
@@ -200,9 +199,9 @@ class DecoderBlock(Block):
           The layer's output, and the self-attention's keys and values of x for the caller's cache.
         """
         stream, bottom = self._begin(stream, layer)
-        self_attention = make_attention(self.config, self.recipe, self.init_base, "self")
-        cross_attention = make_attention(self.config, self.recipe, self.init_base, "cross")
-        feed_forward = make_feed_forward(self.config, self.recipe, self.init_base)
+        self_attention = make_attention(self.config, self.recipe, "self")
+        cross_attention = make_attention(self.config, self.recipe, "cross")
+        feed_forward = make_feed_forward(self.config, self.recipe)
         new: list[KeysValues] = []
 
         def attend_self(z: jax.Array) -> jax.Array:
@@ -229,6 +228,11 @@ class DecoderBlock(Block):
         ffn_key = site_key(layer.key, Site.FFN_ACTIVATION)
         stream = self._residual("ffn", stream, lambda z: feed_forward(z, ffn_key), layer, Site.FFN_BRANCH, bottom)
         return stream, new[0]
+
+
+def make_block(config: ModelConfig, recipe: Recipe, stack: str) -> EncoderBlock | DecoderBlock:
+    """One layer of a stack."""
+    return EncoderBlock(config, recipe) if stack == "encoder" else DecoderBlock(config, recipe)
 
 
 def write_cache(cached: KeysValues, new: KeysValues, position: jax.Array) -> KeysValues:

@@ -1,13 +1,4 @@
-"""The encoder-decoder Transformer: pure functions of a parameter tree.
-
-Parameters:
-
-    embedding/{shared | source, target[, output]}   [V, D]
-    encoder/{self/{q,k,v,o}, ffn/{fc1,fc2}, ...}     [L, ...] per leaf: axis 0 is the layer
-    decoder/{self, cross, ffn, ...}                  [L, ...]
-    {encoder,decoder}_norm                           [D], if the method ends its stacks with a norm
-    {encoder,decoder}_{embedding_norm,combination}   what a few methods learn beside the layers
-"""
+"""The encoder-decoder Transformer: pure functions of a parameter tree, which `parameters.py` makes."""
 
 import dataclasses
 import functools
@@ -18,27 +9,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from branchnorm_jax.model.blocks import (
-    Block,
-    Cache,
-    DecoderBlock,
-    EncoderBlock,
-    LayerInput,
-    Stream,
-    make_attention,
-    write_cache,
-)
-from branchnorm_jax.model.combination import combined, init_combination
+from branchnorm_jax.model.blocks import Block, Cache, LayerInput, Stream, make_attention, make_block, write_cache
+from branchnorm_jax.model.combination import combined
 from branchnorm_jax.model.dropout import dropout
-from branchnorm_jax.model.embedding import drop_words, embed, fix_norm, init_table, sinusoids
+from branchnorm_jax.model.embedding import drop_words, embed, fix_norm, sinusoids
 from branchnorm_jax.model.methods import get_recipe
-from branchnorm_jax.model.norms import apply_norm, final_kind, init_norm
+from branchnorm_jax.model.norms import apply_norm, final_kind
+from branchnorm_jax.model.parameters import Params, by_layer, init_parameters
 from branchnorm_jax.model.recipe import ONE, Depth, Recipe, Rule, Weight
 from branchnorm_jax.model.stack import run_stack
 from branchnorm_jax.options import EOS, PAD, ModelConfig
 
-Params = dict[str, Any]
-STACKS = ("encoder", "decoder")
 UNUSED = -50.0
 """Logits of unused words, relative to the best."""
 
@@ -68,11 +49,6 @@ class Transformer:
         return get_recipe(self.config.method)
 
     @property
-    def init_base(self) -> str:
-        """Name of the base distribution of the weights."""
-        return self.config.init or self.recipe.init
-
-    @property
     def depth(self) -> Depth:
         """Layers of both stacks."""
         return Depth(self.config.encoder_layers, self.config.decoder_layers)
@@ -81,73 +57,7 @@ class Transformer:
 
     def init(self, key: jax.Array) -> Params:
         """Fresh float32 parameters; layer l of a stack depends on (key, stack, l) alone."""
-        c, recipe = self.config, self.recipe
-        tables = {
-            "all": {"shared": self.source_vocab},
-            "decoder": {"source": self.source_vocab, "target": self.target_vocab},
-            "none": {"source": self.source_vocab, "target": self.target_vocab, "output": self.target_vocab},
-        }[c.shared_embeddings]
-        embedding_key, *stack_keys = (jax.random.fold_in(key, index) for index in range(3))
-        params: Params = {
-            "embedding": {
-                name: self._table_gain(name)
-                * init_table(jax.random.fold_in(embedding_key, index), rows, c.width, c.embedding)
-                for index, (name, rows) in enumerate(tables.items())
-            }
-        }
-        if c.output_bias:
-            params["embedding"]["bias"] = jnp.zeros(self.target_vocab)
-        for stack, stack_key, layers in zip(STACKS, stack_keys, self.depth, strict=True):
-            params[stack] = self._init_stack(stack, stack_key, layers)
-            if recipe.embedding_norm:
-                params[f"{stack}_embedding_norm"] = init_norm(c.norm, c.width)
-            if recipe.stream.startswith("combination"):
-                params[f"{stack}_combination"] = init_combination(layers, c.width, c.norm)
-            if recipe.final == "norm":
-                params[f"{stack}_norm"] = init_norm(final_kind(c.norm), c.width)
-            elif recipe.final == "shift":
-                scale = {"scale": jnp.ones(())} if stack == "encoder" else {}
-                params[f"{stack}_norm"] = {"shift": jnp.zeros(())} | scale
-        return params
-
-    def _init_stack(self, stack: str, key: jax.Array, layers: int) -> Params:
-        stream = Stream(jnp.zeros((1, 1, self.config.width), self.config.carry_dtype))
-        mask, one = jnp.ones((1, 1, 1), bool), jnp.ones(())
-        inputs = (
-            LayerInput(one, one, one, one > 0),
-            *((mask,) if stack == "encoder" else (stream.x, mask, mask)),
-        )
-
-        def init_layer(layer_key: jax.Array) -> Params:
-            return self._block(stack).init(layer_key, stream, *inputs)["params"]
-
-        keys = jax.vmap(functools.partial(jax.random.fold_in, key))(jnp.arange(layers))
-        params = jax.vmap(init_layer)(keys)
-        return jax.tree_util.tree_map_with_path(lambda path, leaf: self._scaled(stack, path, leaf), params)
-
-    def _scaled(self, stack: str, path: Any, leaf: jax.Array) -> jax.Array:
-        """A fresh leaf times what the recipe says: matrices by their gain, learned weights by their start."""
-        name, *rest = (entry.key for entry in path)
-        recipe, rule = self.recipe, None
-        if name.endswith("skip"):
-            rule = recipe.skip.start
-        elif name.endswith("branch"):
-            rule = recipe.branch.start
-        elif rest and rest[-1] in ("kernel", "bias"):
-            matrix = rest[0]
-            rule = recipe.gain.get(f"{name}/{matrix}", recipe.gain.get("fc1" if matrix == "gate" else matrix))
-        return leaf if rule is None else leaf * self._by_layer(stack, rule).reshape(-1, *(1,) * (leaf.ndim - 1))
-
-    def _by_layer(self, stack: str, rule: Rule) -> jax.Array:
-        """The numbers of a rule for a stack's layers, [L] in float32 (float64 where the stream is)."""
-        exact = jnp.promote_types(self.config.carry_dtype, jnp.float32)
-        return jnp.broadcast_to(jnp.asarray(getattr(rule(self.depth), stack), exact), (getattr(self.depth, stack),))
-
-    def _table_gain(self, table: str) -> float:
-        rule = self.recipe.gain.get(f"embedding/{table}", ONE)
-        gain = rule(self.depth)[0 if table in ("source", "shared") else 1]
-        assert isinstance(gain, float)
-        return gain
+        return init_parameters(self.config, self.recipe, self.source_vocab, self.target_vocab, key)
 
     def abstract_params(self) -> Params:
         """Shapes and dtypes of the parameters; nothing is allocated."""
@@ -259,7 +169,7 @@ class Transformer:
     def start_cache(self, params: Params, memory_BSD: jax.Array, rows: int, capacity: int) -> Cache:
         """Empty self-attention caches [L, rows, capacity, H, K] and the source's keys and values [L, B, S, H, K]."""
         c = self.config
-        attention = make_attention(c, self.recipe, self.init_base, "cross")
+        attention = make_attention(c, self.recipe, "cross")
 
         def keys_values(cross_params: Params) -> Any:
             return attention.apply({"params": cross_params}, memory_BSD, method="keys_values")
@@ -363,9 +273,13 @@ class Transformer:
             probe=probes,
         )
 
+    def _by_layer(self, stack: str, rule: Rule) -> jax.Array:
+        """The numbers of a rule for a stack's layers, [L] in float32 (float64 where the stream is)."""
+        exact = jnp.promote_types(self.config.carry_dtype, jnp.float32)
+        return jnp.asarray(by_layer(rule, self.depth, stack), exact)
+
     def _block(self, stack: str) -> Block:
-        kind = EncoderBlock if stack == "encoder" else DecoderBlock
-        return kind(self.config, self.recipe, self.init_base)
+        return make_block(self.config, self.recipe, stack)
 
     def _table(self, params: Params, side: str) -> jax.Array:
         tables = params["embedding"]

@@ -14,7 +14,7 @@ import orbax.checkpoint as ocp
 from orbax.checkpoint.checkpoint_managers import preservation_policy
 
 from branchnorm_jax.errors import BranchNormError, StorageError, UserError
-from branchnorm_jax.model.transformer import Params
+from branchnorm_jax.model.parameters import Params
 from branchnorm_jax.options import TrainConfig
 from branchnorm_jax.training.state import TrainState, checksums
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import optax
 
 from branchnorm_jax.errors import UserError
-from branchnorm_jax.model.transformer import STACKS
+from branchnorm_jax.model.parameters import STACKS
 from branchnorm_jax.options import TrainConfig
 
 

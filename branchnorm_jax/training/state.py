@@ -12,7 +12,8 @@ from jax.sharding import Mesh, NamedSharding
 
 from branchnorm_jax.model.admin import profile
 from branchnorm_jax.model.axes import logical_axes
-from branchnorm_jax.model.transformer import Params, Transformer
+from branchnorm_jax.model.parameters import Params
+from branchnorm_jax.model.transformer import Transformer
 from branchnorm_jax.parallel.mesh import shard_tree, sharding
 
 INIT_STREAM, DROPOUT_STREAM, PROFILE_STREAM = range(3)

@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import optax
 
 from branchnorm_jax.model.losses import LossSums, smoothed_cross_entropy
-from branchnorm_jax.model.transformer import Params, Transformer, decoder_inputs
+from branchnorm_jax.model.parameters import Params
+from branchnorm_jax.model.transformer import Transformer, decoder_inputs
 from branchnorm_jax.options import PAD, Config
 from branchnorm_jax.training import schedules
 from branchnorm_jax.training.state import DROPOUT_STREAM, Batch, TrainState

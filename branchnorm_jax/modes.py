@@ -16,20 +16,21 @@ import jax.numpy as jnp
 
 from branchnorm_jax.analysis import methods_table, signal
 from branchnorm_jax.analysis import plan as planning
+from branchnorm_jax.analysis import sweep as sweeping
 from branchnorm_jax.analysis.report import draw_curves
 from branchnorm_jax.data.batches import make_plans
 from branchnorm_jax.data.corpus import read_pairs
 from branchnorm_jax.data.prepare import prepare
 from branchnorm_jax.data.tokenizer import load_tokenizer
 from branchnorm_jax.decoding.translate import Translation, Translator, make_model
-from branchnorm_jax.errors import UserError
+from branchnorm_jax.errors import DivergedError, UserError
 from branchnorm_jax.evaluation.evaluate import evaluate_split, format_table, write_results
 from branchnorm_jax.model.parameters import Params
 from branchnorm_jax.options import Config
 from branchnorm_jax.parallel.mesh import make_mesh
 from branchnorm_jax.training import logs, schedules
 from branchnorm_jax.training.checkpoint import Checkpoints
-from branchnorm_jax.training.loop import train
+from branchnorm_jax.training.loop import check_names, train
 from branchnorm_jax.training.state import Batch, abstract_params, init_params
 from branchnorm_jax.workdir import Workdir, write_atomically
 
@@ -184,6 +185,42 @@ def analyze(config: Config, workdir: Workdir) -> None:
     print(workdir / "signal.csv", workdir / "signal.png", sep="\n")
 
 
+def sweep(config: Config, workdir: Workdir) -> None:
+    """Trains and evaluates every run of `sweep.grid` in a folder of its own; goes on where it was stopped.
+
+    After each run: sweep.csv (every run), sweep.md (the table), sweep.png. A run that diverges is one of the results.
+    """
+    runs = {sweeping.name_of(run): run for run in sweeping.parse_grid(config.sweep.grid)}
+    # Before the first run, so that a mistake in the last one is told at once.
+    options = {name: sweeping.configure(config, run) for name, run in runs.items()}
+    for chosen in options.values():
+        check_names(chosen)
+    workdir.create()
+    folders = {name: (run, Workdir(workdir / name)) for name, run in runs.items()}
+    for number, (name, chosen) in enumerate(options.items(), start=1):
+        folder = folders[name][1]
+        status = sweeping.read_json(folder / "status.json").get("status")
+        if status == "diverged" or (status == "done" and (folder / "results.json").exists()):
+            logs.say(f"sweep {number}/{len(runs)}: {name} is there already, {status}")
+        else:
+            logs.say(f"sweep {number}/{len(runs)}: {name}")
+            try:
+                train(chosen, folder)
+                evaluate(chosen, folder)
+            except DivergedError as error:
+                logs.say(f"{name}: {error}")
+            jax.clear_caches()
+        rows = sweeping.collect(folders)
+        columns = [axis.strip() for axis in config.sweep.columns.split(",")]
+        if config.sweep.baseline:
+            sweeping.compare(rows, folders, config.sweep.baseline, config.data.target_lang)
+        table = sweeping.to_markdown(rows, columns, config.sweep.baseline)
+        write_atomically(workdir / "sweep.csv", sweeping.to_csv(rows))
+        write_atomically(workdir / "sweep.md", table)
+        sweeping.draw(rows, columns, workdir / "sweep.png")
+    print(table, end="")
+
+
 def read_chunks(text: TextIO | None) -> Iterator[list[str]]:
     """Lines of a stream in lists: a file's in chunks of `CHUNK`; a pipe's or terminal's as soon as they are there.
 
@@ -236,4 +273,4 @@ def _mode(stream: BinaryIO) -> int:
         return 0
 
 
-__all__ = ["analyze", "evaluate", "methods", "plan", "score", "train", "translate"]
+__all__ = ["analyze", "evaluate", "methods", "plan", "score", "sweep", "train", "translate"]

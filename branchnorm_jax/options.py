@@ -232,6 +232,15 @@ class AnalyzeConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class SweepConfig:
+    """Many runs."""
+
+    grid: str = option("", "runs, as axis=value,value axis=value | ...; axes: method, depth, any option", free=True)
+    columns: str = option("depth", "axes of the table's columns, comma-separated; others label lines", free=True)
+    baseline: str = option("", "method that the others are tested against; empty: no test", free=True)
+
+
+@dataclasses.dataclass(frozen=True)
 class Config:
     """All options. Use `from_config_dict` to make one: it validates."""
 
@@ -242,6 +251,7 @@ class Config:
     decode: DecodeConfig = dataclasses.field(default_factory=DecodeConfig)
     evaluate: EvaluateConfig = dataclasses.field(default_factory=EvaluateConfig)
     analyze: AnalyzeConfig = dataclasses.field(default_factory=AnalyzeConfig)
+    sweep: SweepConfig = dataclasses.field(default_factory=SweepConfig)
 
 
 def fields() -> Iterator[tuple[str, dataclasses.Field[Any]]]:

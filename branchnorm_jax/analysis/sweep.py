@@ -1,0 +1,191 @@
+"""Sweeps: a grid of runs written in one line, and their results as one table and one figure.
+
+A grid is axes separated by spaces, each `name=value,value`, all combined with all; `|` adds another grid:
+
+    method=post_ln,branchnorm depth=6L-6L,18L-18L | method=branchnorm depth=50L-50L train.seed=0,1
+
+`method` and `depth` are short for the options that they set; any other axis is an option's full name.
+"""
+
+import csv
+import io
+import itertools
+import json
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from branchnorm_jax import config as configs
+from branchnorm_jax.errors import UserError
+from branchnorm_jax.evaluation.significance import paired_bootstrap
+from branchnorm_jax.options import Config, fields
+from branchnorm_jax.training.logs import read_lines
+from branchnorm_jax.workdir import Workdir
+
+Run = dict[str, str]
+"""One point of a grid: axis -> value, as written."""
+
+SIGNIFICANT = 0.05
+
+
+def parse_grid(text: str) -> list[Run]:
+    """All runs of a grid, in its order, each once. Raises `UserError` for what is no grid."""
+    known = {name for name, _ in fields()}
+    runs: list[Run] = []
+    for part in text.split("|"):
+        axes: dict[str, list[str]] = {}
+        for word in part.split():
+            name, equals, values = word.partition("=")
+            if not equals or not all(values.split(",")):
+                raise UserError(f"sweep.grid: {word!r} is not name=value,value")
+            if name not in known | {"method", "depth"}:
+                hint = configs.nearest_name(name)
+                raise UserError(f"sweep.grid: no axis {name!r}" + (f"; did you mean {hint!r}?" if hint else ""))
+            axes[name] = values.split(",")
+        if not axes:
+            raise UserError("sweep.grid: give axes such as method=post_ln,branchnorm depth=6L-6L,18L-18L")
+        runs += [dict(zip(axes, point, strict=True)) for point in itertools.product(*axes.values())]
+    return [run for index, run in enumerate(runs) if run not in runs[:index]]
+
+
+def name_of(run: Run) -> str:
+    """Folder of a run: its values, with the names of options that do not speak for themselves."""
+    return "-".join(v if k in ("method", "depth") else f"{k.split('.')[-1]}={v}" for k, v in run.items())
+
+
+def configure(config: Config, run: Run) -> Config:
+    """The config of one run. Raises `UserError` for values that its options do not take."""
+    options = configs.default_config()
+    for full, value in configs.to_flat(config).items():
+        section, name = full.split(".")
+        options[section][name] = value
+    for axis, text in run.items():
+        if axis == "depth":
+            configs.set_depth(options, text)
+            continue
+        section, name = ("model", "method") if axis == "method" else axis.split(".")
+        kind = type(options[section][name])
+        try:
+            options[section][name] = text in ("True", "true", "1") if kind is bool else kind(text)
+        except ValueError as error:
+            raise UserError(f"sweep.grid: {axis}={text}: {kind.__name__} expected") from error
+    return configs.from_config_dict(options)
+
+
+def collect(folders: Mapping[str, tuple[Run, Workdir]], split: str = "test") -> list[dict[str, Any]]:
+    """One row per run: its axes, how it ended, scores, what it cost."""
+    rows = []
+    for name, (run, workdir) in folders.items():
+        status, results = read_json(workdir / "status.json"), read_json(workdir / "results.json")
+        validations = read_lines(workdir / "validation.jsonl")
+        scores = results.get(split, {})
+        rows.append(
+            {"run": name}
+            | run
+            | {
+                "status": status.get("status", "not run"),
+                "bleu": scores["bleu"]["score"] if "bleu" in scores else None,
+                "chrf": scores["chrf"]["score"] if "chrf" in scores else None,
+                "valid_nll": validations[-1]["nll"] if validations else None,
+                "updates": status.get("step"),
+                "train_seconds": status.get("train_seconds"),
+            }
+        )
+    return rows
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON file; a missing one is empty."""
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+
+
+def compare(rows: list[dict[str, Any]], folders: Mapping[str, tuple[Run, Workdir]], baseline: str, lang: str) -> None:
+    """Adds to each row the p-value of its difference from the run that has the method `baseline` and else the same."""
+    for row in rows:
+        run, workdir = folders[row["run"]]
+        other = name_of(run | {"method": baseline})
+        row["p_value"] = None
+        if other != row["run"] and other in folders:
+            theirs, ours = (folder / "evaluation" / "test.hypothesis" for folder in (folders[other][1], workdir))
+            if theirs.exists() and ours.exists():
+                references = lines(workdir / "evaluation" / "test.reference")
+                row["p_value"] = paired_bootstrap(lines(theirs), lines(ours), references, lang).p_value
+
+
+def lines(path: Path) -> list[str]:
+    """The lines of a text file, split at line feeds alone, as they were written."""
+    return path.read_text(encoding="utf-8").removesuffix("\n").split("\n")
+
+
+def to_csv(rows: Sequence[Mapping[str, Any]]) -> str:
+    """sweep.csv: every run."""
+    out = io.StringIO()
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    writer = csv.DictWriter(out, names, lineterminator="\n", restval="")
+    writer.writeheader()
+    writer.writerows(rows)
+    return out.getvalue()
+
+
+def cells(rows: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> dict[tuple[str, str], list[Mapping[str, Any]]]:
+    """Rows by (label of the line, label of the column); runs that differ in their seed alone share a cell."""
+    table: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
+    known = {name for name, _ in fields()} | {"method", "depth"}
+    for row in rows:
+        axes = {axis: row[axis] for axis in row if axis in known and axis != "train.seed"}
+        across = {axis: value for axis, value in axes.items() if axis in columns}
+        down = {axis: value for axis, value in axes.items() if axis not in columns}
+        table.setdefault((label(down), label(across)), []).append(row)
+    return table
+
+
+def label(axes: Mapping[str, str]) -> str:
+    """Axes and values for a table's margin."""
+    return " ".join(v if k in ("method", "depth") else f"{k.split('.')[-1]}={v}" for k, v in axes.items())
+
+
+def to_markdown(rows: Sequence[Mapping[str, Any]], columns: Sequence[str], baseline: str) -> str:
+    """sweep.md: BLEU, mean over seeds and half their range; a star where each run differs from the baseline's."""
+    table = cells(rows, columns)
+    down, across = (list(dict.fromkeys(key[side] for key in table)) for side in (0, 1))
+
+    def cell(found: Sequence[Mapping[str, Any]]) -> str:
+        if not found:
+            return ""
+        ended = [row["status"] for row in found if row["bleu"] is None]
+        if ended:
+            return ", ".join(dict.fromkeys(ended))
+        scores = [row["bleu"] for row in found]
+        star = "*" if all((row.get("p_value") or 1.0) < SIGNIFICANT for row in found) else ""
+        spread = f" ± {(max(scores) - min(scores)) / 2:.1f}" if len(scores) > 1 else ""
+        return f"{statistics.mean(scores):.2f}{spread}{star}"
+
+    text = [f"| | {' | '.join(across)} |", "|---|" + "---|" * len(across)]
+    text += [f"| {row} | {' | '.join(cell(table.get((row, column), [])) for column in across)} |" for row in down]
+    if baseline:
+        text += ["", f"\\* p < {SIGNIFICANT} against {baseline}, paired bootstrap."]
+    return "\n".join(text) + "\n"
+
+
+def draw(rows: Sequence[Mapping[str, Any]], columns: Sequence[str], path: Path) -> None:
+    """BLEU of every line of the table over its columns; runs without a score stand at the foot as crosses."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    table = cells(rows, columns)
+    down, across = (list(dict.fromkeys(key[side] for key in table)) for side in (0, 1))
+    figure, axes = pyplot.subplots(figsize=(2 + 1.6 * max(len(across), 3), 4.5), layout="constrained")
+    for index, row in enumerate(down):
+        points = [(x, found) for x, column in enumerate(across) if (found := table.get((row, column)))]
+        lost = [x for x, found in points if any(run["bleu"] is None for run in found)]
+        scored = [(x, statistics.mean(run["bleu"] for run in found)) for x, found in points if x not in lost]
+        colour = f"C{index % 10}"
+        axes.plot([x for x, _ in scored], [y for _, y in scored], "o-", color=colour, label=row)
+        axes.plot(lost, [0] * len(lost), "x", color=colour)
+    axes.set(xticks=range(len(across)), xticklabels=across, ylabel="test BLEU", ylim=(-2, None))
+    axes.legend(frameon=False, bbox_to_anchor=(1.02, 1), loc="upper left")
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)

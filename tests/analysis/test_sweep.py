@@ -1,0 +1,106 @@
+"""Grids, and a real sweep of two runs of which one diverges."""
+
+import csv
+from pathlib import Path
+
+import pytest
+
+from branchnorm_jax.analysis import sweep
+from branchnorm_jax.errors import UserError
+from branchnorm_jax.evaluation.significance import paired_bootstrap
+from branchnorm_jax.options import Config
+from tests.conftest import TINY, run_main
+
+
+def test_a_grid_combines_its_axes_and_names_its_runs() -> None:
+    runs = sweep.parse_grid(
+        "method=post_ln,rezero depth=6L-6L,18L-3L | method=rezero depth=6L-6L | method=keel train.seed=3"
+    )
+    assert [sweep.name_of(run) for run in runs] == [
+        "post_ln-6L-6L",
+        "post_ln-18L-3L",
+        "rezero-6L-6L",
+        "rezero-18L-3L",
+        "keel-seed=3",
+    ]
+    found = sweep.configure(Config(), runs[1])
+    assert (found.model.method, found.model.encoder_layers, found.model.decoder_layers) == ("post_ln", 18, 3)
+    assert sweep.configure(Config(), runs[4]).train.seed == 3
+
+
+@pytest.mark.parametrize(
+    ("grid", "said"),
+    [
+        ("", "give axes"),
+        ("method", "name=value"),
+        ("method=post_ln,", "name=value"),
+        ("train.learning_rat=1", "learning_rate"),
+        ("method=post_ln | ", "give axes"),
+    ],
+)
+def test_what_is_no_grid(grid: str, said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        sweep.parse_grid(grid)
+
+
+@pytest.mark.parametrize(("axis", "value"), [("train.seed", "x"), ("depth", "18"), ("model.heads", "7")])
+def test_values_that_an_option_does_not_take(axis: str, value: str) -> None:
+    with pytest.raises(UserError):
+        sweep.configure(Config(), {axis: value})
+
+
+def test_table_of_means_and_stars() -> None:
+    def row(method: str, depth: str, seed: str, bleu: float | None, p: float | None, status: str = "done") -> dict:
+        axes = {"method": method, "depth": depth, "train.seed": seed}
+        return {"run": f"{method}-{depth}-{seed}", **axes, "status": status, "bleu": bleu, "p_value": p}
+
+    rows = [
+        row("post_ln", "6L-6L", "0", 30.0, 0.01),
+        row("post_ln", "6L-6L", "1", 32.0, 0.02),
+        row("post_ln", "18L-18L", "0", None, None, "diverged"),
+        row("deepnorm", "6L-6L", "0", 29.0, None),
+        row("rezero", "18L-18L", "0", 28.0, 0.5),
+    ]
+    assert sweep.to_markdown(rows, ["depth"], "deepnorm").splitlines()[:5] == [
+        "| | 6L-6L | 18L-18L |",
+        "|---|---|---|",
+        "| post_ln | 31.00 ± 1.0* | diverged |",
+        "| deepnorm | 29.00 |  |",
+        "| rezero |  | 28.00 |",
+    ]
+
+
+def test_paired_bootstrap_tells_a_real_difference_from_none() -> None:
+    references = [f"{i} tree {i * i} house {i + 7} river {i % 5}" for i in range(200)]
+    half = [line if i % 2 else line.replace("house", "cat") for i, line in enumerate(references)]
+    other = [line if not i % 2 else line.replace("house", "cat") for i, line in enumerate(references)]
+    better = [line if i % 4 else line.replace("house", "cat") for i, line in enumerate(references)]
+    assert paired_bootstrap(half, better, references, "de").p_value < 0.01
+    assert paired_bootstrap(half, other, references, "de").p_value > 0.2
+    assert paired_bootstrap(half, references, references, "de").system == pytest.approx(100)
+
+
+def test_a_sweep_keeps_what_diverged_and_goes_on_where_it_was(tmp_path: Path) -> None:
+    grid = "method=post_ln,branchnorm depth=1L-1L | method=post_ln depth=1L-1L train.learning_rate=1e30"
+    options = (
+        *TINY,
+        "--mode=sweep",
+        f"--workdir={tmp_path}",
+        "--config.train.steps=12",
+        "--config.train.eval_every=0",
+        f"--config.sweep.grid={grid}",
+        "--config.sweep.baseline=branchnorm",
+    )
+    done = run_main(*options)
+    assert done.returncode == 0, done.stderr
+    with (tmp_path / "sweep.csv").open() as file:
+        rows = {row["run"]: row for row in csv.DictReader(file)}
+    assert [row["status"] for row in rows.values()] == ["done", "done", "diverged"]
+    assert float(rows["post_ln-1L-1L"]["bleu"]) >= 0
+    assert 0 < float(rows["post_ln-1L-1L"]["p_value"]) <= 1
+    assert "diverged" in (tmp_path / "sweep.md").read_text()
+    assert (tmp_path / "sweep.png").read_bytes().startswith(b"\x89PNG")
+    again = run_main(*options)
+    assert again.returncode == 0, again.stderr
+    assert again.stderr.count("is there already") == 3
+    assert again.stdout == (tmp_path / "sweep.md").read_text()

@@ -25,6 +25,7 @@ from branchnorm_jax.data.tokenizer import load_tokenizer
 from branchnorm_jax.decoding.translate import Translation, Translator, make_model
 from branchnorm_jax.errors import DivergedError, UserError
 from branchnorm_jax.evaluation.evaluate import evaluate_split, format_table, write_results
+from branchnorm_jax.model.methods import get_recipe
 from branchnorm_jax.model.parameters import Params
 from branchnorm_jax.options import Config
 from branchnorm_jax.parallel.mesh import make_mesh
@@ -155,12 +156,15 @@ def analyze(config: Config, workdir: Workdir) -> None:
 
     Untrained models are those of `analyze.methods`; text and vocabulary are the run's, made here if need be.
     """
-    trained = workdir.has_checkpoints and not config.analyze.methods
-    if trained:
+    trained = None
+    if workdir.has_checkpoints and not config.analyze.methods:
         workdir.check_config(config)
+        trained = load(config, workdir)
+    for method in config.analyze.names(config.model.method):
+        get_recipe(method)
+    if logs.read_lines(workdir / "metrics.jsonl"):
         print(draw_curves(workdir))
-    else:
-        workdir.create()
+    workdir.create()
     corpus = prepare(config.data, workdir.path, logs.say)
     _, valid = make_plans(config.data, corpus.train, corpus.valid, config.train.batch_tokens, config.train.seed)
     batch = Batch(*(jnp.asarray(side[:ANALYZED]) for side in next(iter(valid.in_order()))))
@@ -168,9 +172,8 @@ def analyze(config: Config, workdir: Workdir) -> None:
     for method in config.analyze.names(config.model.method):
         begin = time.perf_counter()
         changed = dataclasses.replace(config, model=dataclasses.replace(config.model, method=method))
-        if trained:
-            found = load(config, workdir)
-            model, params, alpha = found.translator.model, found.params, found.branch_scale
+        if trained is not None:
+            model, params, alpha = trained.translator.model, trained.params, trained.branch_scale
         else:
             model = make_model(changed.model, corpus.tokenizer)
             params = init_params(model, config.train.seed, batch)
@@ -179,7 +182,7 @@ def analyze(config: Config, workdir: Workdir) -> None:
         logs.say(f"{method}: measured in {time.perf_counter() - begin:.1f} s")
     write_atomically(workdir / "signal.csv", signal.to_csv(signals))
     m = config.model
-    state = "trained" if trained else "untrained"
+    state = "untrained" if trained is None else f"after {trained.step} updates"
     title = f"{state}, {m.encoder_layers}L-{m.decoder_layers}L, width {m.width}, {batch.source.shape[0]} sentences"
     signal.draw(signals, workdir / "signal.png", title)
     print(workdir / "signal.csv", workdir / "signal.png", sep="\n")

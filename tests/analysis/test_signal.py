@@ -43,13 +43,15 @@ def test_gradient_norm_is_the_steepest_slope(method: str) -> None:
     params = model.init(jax.random.key(0))
     found = signal.measure(config, model, params, ONE, BATCH)
 
-    def loss(probe: np.ndarray, layer: int) -> float:
-        probes = {"decoder": jnp.zeros((2, 2, 3, 8)).at[layer].set(jnp.asarray(probe, jnp.float32))}
+    @jax.jit
+    def loss(probe: jax.Array, layer: int) -> jax.Array:
+        probes = {"decoder": jnp.zeros((2, 2, 3, 8)).at[layer].set(probe)}
         sums = loss_sums(model, params, BATCH, ONE, 0.0, probes=probes)
-        return float(sums.loss / sums.tokens)
+        return sums.loss / sums.tokens
 
     for layer in range(2):
-        slopes = [(loss(step, layer) - loss(-step, layer)) / 2e-2 for step in 1e-2 * np.eye(48).reshape(48, 2, 3, 8)]
+        steps = 1e-2 * np.eye(48, dtype=np.float32).reshape(48, 2, 3, 8)
+        slopes = [(loss(step, layer) - loss(-step, layer)) / 2e-2 for step in steps]
         np.testing.assert_allclose(np.linalg.norm(slopes), found.gradient["decoder"][layer], rtol=1e-3)
 
 

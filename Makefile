@@ -25,10 +25,10 @@ quickstart: $(USE)
 	@$(RUN) launch/quickstart.py $(WORKDIR) $(ARGS)
 
 test: $(DEVELOP)
-	$(RUN) -m pytest -n 2 -m "not slow" --durations=10 $(ARGS)
+	$(RUN) -m pytest -n 2 --dist loadfile -m "not slow" --durations=10 $(ARGS)
 
 test-all: $(DEVELOP)
-	$(RUN) -m pytest -n 2 --durations=10 $(ARGS)
+	$(RUN) -m pytest -n 2 --dist loadfile --durations=10 $(ARGS)
 
 lint: $(DEVELOP)
 	$(RUN) -m ruff check

@@ -5,6 +5,7 @@ suffix are variants of the method before them: an ablation, or what the official
 paper.
 """
 
+import difflib
 from dataclasses import replace
 
 from branchnorm_jax.errors import UserError
@@ -390,7 +391,9 @@ _row(
 
 
 def get_recipe(method: str) -> Recipe:
-    """The recipe of that name. Raises `UserError` with the known names."""
+    """The recipe of that name. Raises `UserError` with the nearest one."""
     if method not in METHODS:
-        raise UserError(f"config: model.method={method!r} is not one of {', '.join(METHODS)}")
+        near = difflib.get_close_matches(method, METHODS, 1)
+        hint = f"did you mean {near[0]!r}? " if near else ""
+        raise UserError(f"config: no method {method!r}; {hint}--mode=methods lists all")
     return METHODS[method]

@@ -40,6 +40,16 @@ TINY = (
 )
 """Options of a run of seconds; what comes later on a command line wins."""
 
+HASTY = (
+    *TINY,
+    "--config.data.batch_shapes=1",
+    "--config.train.best_metric=loss",
+    "--config.train.eval_bleu_sentences=0",
+    "--config.decode.beam_size=1",
+    "--config.decode.max_length_a=0.1",
+)
+"""Where neither the batches nor the translations matter."""
+
 
 @pytest.fixture(scope="session", autouse=True)
 def compile_cache(tmp_path_factory: pytest.TempPathFactory) -> None:

@@ -9,7 +9,7 @@ from branchnorm_jax.analysis import sweep
 from branchnorm_jax.errors import UserError
 from branchnorm_jax.evaluation.significance import paired_bootstrap
 from branchnorm_jax.options import Config
-from tests.conftest import TINY, run_main
+from tests.conftest import HASTY, run_main
 
 
 def test_a_grid_combines_its_axes_and_names_its_runs() -> None:
@@ -83,7 +83,7 @@ def test_paired_bootstrap_tells_a_real_difference_from_none() -> None:
 def test_a_sweep_keeps_what_diverged_and_goes_on_where_it_was(tmp_path: Path) -> None:
     grid = "method=post_ln,branchnorm depth=1L-1L | method=post_ln depth=1L-1L train.learning_rate=1e30"
     options = (
-        *TINY,
+        *HASTY,
         "--mode=sweep",
         f"--workdir={tmp_path}",
         "--config.train.steps=12",

@@ -9,6 +9,7 @@
 
 import csv
 import io
+import itertools
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -65,10 +66,9 @@ def measure(config: Config, model: Transformer, params: Params, branch_scale: ja
         probes = {stack: jnp.zeros(shape) for stack, shape in shapes.items()}
         by_params, by_probes = jax.grad(loss, argnums=(0, 1))(params, probes)
         steps, _ = optimizer.update(by_params, optimizer.init(params), params)
-        sizes = {
-            stack: config.train.learning_rate * by_layer(steps[stack]) / by_layer(params[stack]) for stack in STACKS
-        }
-        return {stack: by_layer(probe) for stack, probe in by_probes.items()}, sizes
+        rate = config.train.learning_rate
+        sizes = {stack: rate * layer_norms(steps[stack]) / layer_norms(params[stack]) for stack in STACKS}
+        return {stack: layer_norms(probe) for stack, probe in by_probes.items()}, sizes
 
     tokens = max(1, min(source_length, JACOBIAN_INPUTS // width))
 
@@ -85,7 +85,7 @@ def measure(config: Config, model: Transformer, params: Params, branch_scale: ja
     return Signal(gradient, update, np.linalg.svd(np.asarray(jacobian(params)), compute_uv=False))
 
 
-def by_layer(tree: Any) -> jax.Array:
+def layer_norms(tree: Any) -> jax.Array:
     """Norm over all leaves [L, ...] together, for each layer: [L]."""
     squares = [jnp.square(leaf).reshape(leaf.shape[0], -1).sum(-1) for leaf in jax.tree.leaves(tree)]
     return jnp.sqrt(sum(squares, jnp.zeros(())))
@@ -115,12 +115,14 @@ def draw(signals: Mapping[str, Signal], path: Path, title: str) -> None:
     # What vanished is drawn at the foot of the axis rather than left out.
     floor = 1e-12
     figure, axes = pyplot.subplots(2, 3, figsize=(13, 6), layout="constrained")
-    for method, signal in signals.items():
+    # Several methods may draw the same line: each lets the ones below show through.
+    for (method, signal), style in zip(signals.items(), itertools.cycle(("-", "--", "-.", ":"))):
         for row, stack in enumerate(STACKS):
             for column, quantity in enumerate(("gradient", "update")):
                 values = getattr(signal, quantity)[stack]
-                axes[row, column].plot(np.arange(1, len(values) + 1), np.maximum(values, floor), label=method)
-        axes[0, 2].plot(np.arange(1, len(signal.singular_values) + 1), np.maximum(signal.singular_values, floor))
+                axes[row, column].plot(np.arange(1, len(values) + 1), np.maximum(values, floor), style, label=method)
+        values = np.maximum(signal.singular_values, floor)
+        axes[0, 2].plot(np.arange(1, len(values) + 1), values, style)
     for row, stack in enumerate(STACKS):
         axes[row, 0].set(title=f"gradient norm, {stack}", xlabel="layer", yscale="log")
         axes[row, 1].set(title=f"relative update, {stack}", xlabel="layer", yscale="log")

@@ -9,11 +9,13 @@ Var is over all elements of the batch, padding included. Since Var(LN(...)) = 1 
 w_k = sqrt(Var(x_0) + sum over j < k of Var(f_j)) for k > 1. The pass is one scan: r runs along with x.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
 from branchnorm_jax.model.parameters import Params
-from branchnorm_jax.model.transformer import Transformer, decoder_inputs, source_mask
+from branchnorm_jax.model.transformer import Transformer, causal_mask, decoder_inputs, source_mask
 
 
 def profile(model: Transformer, params: Params, source_BS: jax.Array, target_BT: jax.Array, key: jax.Array) -> Params:
@@ -26,14 +28,17 @@ def profile(model: Transformer, params: Params, source_BS: jax.Array, target_BT:
       target_BT: int [B, T].
       key: of the dropout masks.
     """
-    alpha = jnp.ones(())
-    memory, encoder = model.run_encoder(params, source_BS, alpha, key, profile=True)
-    inputs_BT, mask_B1S = decoder_inputs(target_BT), source_mask(source_BS)
-    _, decoder = model.run_decoder(params, memory, mask_B1S, inputs_BT, alpha, key, profile=True)
+    mask_B1S, inputs_BT = source_mask(source_BS), decoder_inputs(target_BT)
 
-    def fill(weights: Params, spreads: dict[str, tuple[jax.Array, ...]]) -> Params:
+    def spreads(stack: str, tokens: jax.Array, *arguments: jax.Array) -> tuple[jax.Array, Any]:
+        return model.run_tokens(params, stack, tokens, arguments, jnp.ones(()), key, profile=True)
+
+    memory_BSD, encoder = spreads("encoder", source_BS, mask_B1S)
+    _, decoder = spreads("decoder", inputs_BT, memory_BSD, causal_mask(inputs_BT.shape[1]), mask_B1S)
+
+    def fill(weights: Params, found: dict[str, tuple[jax.Array, ...]]) -> Params:
         return weights | {
-            name: jnp.broadcast_to(spread_L[:, None], weights[name].shape) for name, (spread_L,) in spreads.items()
+            name: jnp.broadcast_to(spread_L[:, None], weights[name].shape) for name, (spread_L,) in found.items()
         }
 
     return params | {"encoder": fill(params["encoder"], encoder), "decoder": fill(params["decoder"], decoder)}

@@ -17,10 +17,8 @@ import jax.numpy as jnp
 from branchnorm_jax.model.blocks import Stream
 from branchnorm_jax.model.norms import apply_norm, init_norm
 
-Params = dict[str, Any]
 
-
-def init_combination(layers: int, width: int, norm: str) -> Params:
+def init_combination(layers: int, width: int, norm: str) -> dict[str, Any]:
     """W [L+1, L+1], whose row l starts as the mean of the l + 1 outputs so far, and L norms."""
     rows = jnp.tri(layers + 1) / jnp.arange(1, layers + 2)[:, None]
     return {"weight": rows, "norm": init_norm(norm, width, (layers,))}
@@ -28,7 +26,7 @@ def init_combination(layers: int, width: int, norm: str) -> Params:
 
 def combined(
     layer: Callable[[Stream, Any], tuple[Stream, Any]],
-    params: Params,
+    params: dict[str, Any],
     embedded: jax.Array,
     per_layer: Any,
     *,

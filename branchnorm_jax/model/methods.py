@@ -1,8 +1,7 @@
 """Every method as data. To add one, add a row to `METHODS`: nothing else knows methods by name.
 
 N and M are the layers of encoder and decoder, l counts the layers of a stack from 1, D is the model width. Names with a
-suffix are variants of the method before them: an ablation, or what the official code does where it differs from its
-paper.
+suffix are variants of the method before them: an ablation, or what official code does where it differs from its paper.
 """
 
 import difflib
@@ -153,16 +152,17 @@ ADMIN = _row(
         },
     ),
 )
-for _name, _start, _order in (
-    ("admin_log", by.admin_log, "log n: w = sqrt((n + 1) / ln(n + 1) - 1)"),
-    ("admin_constant", by.admin_constant, "1: w = sqrt(n)"),
-    ("admin_linear", ONE, "n: w = 1"),
+for _name, _start, _order, _formula in (
+    ("admin_log", by.admin_log, "log n", "sqrt((n + 1) / ln(n + 1) - 1)"),
+    ("admin_constant", by.admin_constant, "1", "sqrt(n)"),
+    ("admin_linear", ONE, "n", "1"),
 ):
     _row(
         _name,
         replace(
             ADMIN,
-            note=f"No profiling; of n sub-layers the output changes by order {_order} at first, as in admin-torch.",
+            equation=f"x' = LN(w * x + F(x)), w [D] learned from {_formula}, n the number of sub-layers",
+            note=f"Admin without profiling, as in admin-torch: at first the output changes by order {_order}.",
             skip=Weight(_start, learned="vector"),
             profiled=False,
         ),

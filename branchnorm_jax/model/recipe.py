@@ -11,7 +11,6 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-SUBLAYERS = {"encoder": ("self", "ffn"), "decoder": ("self", "cross", "ffn")}
 EVERYWHERE = frozenset({"self", "cross", "ffn"})
 NOWHERE: frozenset[str] = frozenset()
 
@@ -136,8 +135,3 @@ class Recipe:
     init: str = "xavier_uniform"
     gain: Mapping[str, Rule] = dataclasses.field(default_factory=dict, hash=False)
     recommended: Mapping[str, Any] = dataclasses.field(default_factory=dict, hash=False)
-
-    @property
-    def scheduled(self) -> bool:
-        """Whether anything depends on alpha_t."""
-        return bool(self.skip.end or self.branch.end)

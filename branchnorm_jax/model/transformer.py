@@ -15,7 +15,7 @@ from branchnorm_jax.model.dropout import dropout
 from branchnorm_jax.model.embedding import drop_words, embed, fix_norm, sinusoids
 from branchnorm_jax.model.methods import get_recipe
 from branchnorm_jax.model.norms import apply_norm, final_kind
-from branchnorm_jax.model.parameters import Params, by_layer, init_parameters
+from branchnorm_jax.model.parameters import STACKS, Params, by_layer, init_parameters
 from branchnorm_jax.model.recipe import ONE, Depth, Recipe, Rule, Weight
 from branchnorm_jax.model.stack import run_stack
 from branchnorm_jax.options import EOS, PAD, ModelConfig
@@ -82,7 +82,8 @@ class Transformer:
           key: switches dropout on.
           probes: [N, B, S, D], added to the layers' inputs: with zeros, the gradient by them is that of the stream.
         """
-        return self.run_encoder(params, source_BS, branch_scale, key, probes)[0]
+        arguments = (source_mask(source_BS),)
+        return self.run_tokens(params, "encoder", source_BS, arguments, branch_scale, key, probes)[0]
 
     def decode(
         self,
@@ -95,42 +96,29 @@ class Transformer:
         probes: jax.Array | None = None,
     ) -> jax.Array:
         """Decoder output [B, T, D] for given decoder inputs (EOS, then the target without its last token)."""
-        return self.run_decoder(params, memory_BSD, mask_B1S, inputs_BT, branch_scale, key, probes)[0]
+        arguments = (memory_BSD, causal_mask(inputs_BT.shape[1]), mask_B1S)
+        return self.run_tokens(params, "decoder", inputs_BT, arguments, branch_scale, key, probes)[0]
 
-    def run_encoder(
+    def run_tokens(
         self,
         params: Params,
-        source_BS: jax.Array,
+        stack: str,
+        tokens_BT: jax.Array,
+        arguments: tuple[Any, ...],
         branch_scale: jax.Array,
-        key: jax.Array | None,
+        key: jax.Array | None = None,
         probes: jax.Array | None = None,
         profile: bool = False,
     ) -> tuple[jax.Array, Any]:
-        """`encode`, and what its blocks return: with `profile`, the spread before each sub-layer (see `admin.py`)."""
-        key = _fold(key, 0)
-        x_BSD = self._embed(params, "encoder", source_BS, self._positions(source_BS.shape[1]), key)
-        inputs = self._layer_inputs("encoder", branch_scale, key, probes)
-        arguments = (source_mask(source_BS),)
-        return self._run(params, "encoder", x_BSD, inputs, lambda _: arguments, profile=profile)
+        """Token ids through a whole stack: its output [B, T, D], and what its blocks return, stacked over layers.
 
-    def run_decoder(
-        self,
-        params: Params,
-        memory_BSD: jax.Array,
-        mask_B1S: jax.Array,
-        inputs_BT: jax.Array,
-        branch_scale: jax.Array,
-        key: jax.Array | None,
-        probes: jax.Array | None = None,
-        profile: bool = False,
-    ) -> tuple[jax.Array, Any]:
-        """`decode`, and what its blocks return: with `profile`, the spread before each sub-layer (see `admin.py`)."""
-        key = _fold(key, 1)
-        length = inputs_BT.shape[1]
-        x_BTD = self._embed(params, "decoder", inputs_BT, self._positions(length), key)
-        inputs = self._layer_inputs("decoder", branch_scale, key, probes)
-        arguments = (memory_BSD, jnp.tri(length, dtype=bool)[None], mask_B1S)
-        return self._run(params, "decoder", x_BTD, inputs, lambda _: arguments, profile=profile)
+        `arguments` is what every block takes beside stream and `LayerInput`. With `profile` the blocks return the
+        spread before each of their sub-layers (see `admin.py`).
+        """
+        key = _fold(key, STACKS.index(stack))
+        x_BTD = self._embed(params, stack, tokens_BT, self._positions(tokens_BT.shape[1]), key)
+        inputs = self._layer_inputs(stack, branch_scale, key, probes)
+        return self._run_layers(params, stack, x_BTD, inputs, lambda _: arguments, profile=profile)
 
     def logits(self, params: Params, x: jax.Array) -> jax.Array:
         """Scores of the target vocabulary, float32: [..., D] -> [..., V]."""
@@ -197,12 +185,12 @@ class Transformer:
             return None, seen_11T, mask_B1S, layer_cache, position
 
         inputs = self._layer_inputs("decoder", branch_scale, None)
-        x_N1D, new = self._run(params, "decoder", x_N1D, inputs, arguments, cache)
+        x_N1D, new = self._run_layers(params, "decoder", x_N1D, inputs, arguments, cache)
         return self.logits(params, x_N1D[:, 0]), cache._replace(self=write_cache(cache.self, new, position))
 
     # Parts
 
-    def _run(
+    def _run_layers(
         self,
         params: Params,
         stack: str,
@@ -304,6 +292,11 @@ class Transformer:
 def decoder_inputs(target_BT: jax.Array) -> jax.Array:
     """What the decoder reads under teacher forcing: EOS, then the target without its last token."""
     return jnp.pad(target_BT[:, :-1], ((0, 0), (1, 0)), constant_values=EOS)
+
+
+def causal_mask(length: int) -> jax.Array:
+    """[1, T, T], True where a position may look: at itself and before."""
+    return jnp.tri(length, dtype=bool)[None]
 
 
 def source_mask(source_BS: jax.Array) -> jax.Array:

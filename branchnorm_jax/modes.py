@@ -193,7 +193,7 @@ def sweep(config: Config, workdir: Workdir) -> None:
 
     After each run: sweep.csv (every run), sweep.md (the table), sweep.png. A run that diverges is one of the results.
     """
-    runs = {sweeping.name_of(run): run for run in sweeping.parse_grid(config.sweep.grid)}
+    runs = {sweeping.name_of(run): run for run in sweeping.parse_grid(config.sweep.grid, config.sweep.baseline)}
     # Before the first run, so that a mistake in the last one is told at once.
     options = {name: sweeping.configure(config, run) for name, run in runs.items()}
     for chosen in options.values():
@@ -202,8 +202,8 @@ def sweep(config: Config, workdir: Workdir) -> None:
     folders = {name: (run, Workdir(workdir / name)) for name, run in runs.items()}
     for number, (name, chosen) in enumerate(options.items(), start=1):
         folder = folders[name][1]
-        status = sweeping.read_json(folder / "status.json").get("status")
-        if status == "diverged" or (status == "done" and (folder / "results.json").exists()):
+        status = sweeping.ended(folder, chosen)
+        if status:
             logs.say(f"sweep {number}/{len(runs)}: {name} is there already, {status}")
         else:
             logs.say(f"sweep {number}/{len(runs)}: {name}")

@@ -144,7 +144,10 @@ class TrainConfig:
     warmup_steps: int = option(4000, "updates until the peak learning rate", unit="updates", minimum=0)
     warmup_init: float = option(1e-7, "learning rate of the first update", minimum=0)
     decay_steps: int = option(
-        4000, "inverse_sqrt_nowarmup: P of sqrt(P / (P + step)); polynomial: update that it ends at", unit="updates"
+        4000,
+        "inverse_sqrt_nowarmup: P of sqrt(P / (P + step)); polynomial: update that it ends at",
+        unit="updates",
+        minimum=1,
     )
     decay_power: float = option(1.0, "polynomial: power", minimum=0)
     end_learning_rate: float = option(0.0, "polynomial: learning rate at its end", minimum=0)

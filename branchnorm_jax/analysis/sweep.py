@@ -26,12 +26,13 @@ from branchnorm_jax.workdir import Workdir
 Run = dict[str, str]
 """One point of a grid: axis -> value, as written."""
 
+AXES = {"method", "depth", *(name for name, _ in fields())}
+TRUTH = {"true": True, "false": False}
 SIGNIFICANT = 0.05
 
 
-def parse_grid(text: str) -> list[Run]:
-    """All runs of a grid, in its order, each once. Raises `UserError` for what is no grid."""
-    known = {name for name, _ in fields()}
+def parse_grid(text: str, baseline: str = "") -> list[Run]:
+    """All runs of a grid, in its order, each once. Raises `UserError` for what is no grid, or lacks the baseline."""
     runs: list[Run] = []
     for part in text.split("|"):
         axes: dict[str, list[str]] = {}
@@ -39,19 +40,26 @@ def parse_grid(text: str) -> list[Run]:
             name, equals, values = word.partition("=")
             if not equals or not all(values.split(",")):
                 raise UserError(f"sweep.grid: {word!r} is not name=value,value")
-            if name not in known | {"method", "depth"}:
+            if name not in AXES:
                 hint = configs.nearest_name(name)
                 raise UserError(f"sweep.grid: no axis {name!r}" + (f"; did you mean {hint!r}?" if hint else ""))
+            if name in axes:
+                raise UserError(f"sweep.grid: axis {name} is there twice; write {name}=value,value, or a second grid")
             axes[name] = values.split(",")
         if not axes:
             raise UserError("sweep.grid: give axes such as method=post_ln,branchnorm depth=6L-6L,18L-18L")
         runs += [dict(zip(axes, point, strict=True)) for point in itertools.product(*axes.values())]
+    methods = dict.fromkeys(run["method"] for run in runs if "method" in run)
+    if baseline and baseline not in methods:
+        raise UserError(
+            f"sweep.baseline: {baseline!r} is not among the grid's methods ({', '.join(methods) or 'none'})"
+        )
     return [run for index, run in enumerate(runs) if run not in runs[:index]]
 
 
-def name_of(run: Run) -> str:
-    """Folder of a run: its values, with the names of options that do not speak for themselves."""
-    return "-".join(v if k in ("method", "depth") else f"{k.split('.')[-1]}={v}" for k, v in run.items())
+def name_of(run: Mapping[str, str], separator: str = "-") -> str:
+    """Folder of a run, or label in a table: its values, with the names of options that do not speak for themselves."""
+    return separator.join(v if k in ("method", "depth") else f"{k.split('.')[-1]}={v}" for k, v in run.items())
 
 
 def configure(config: Config, run: Run) -> Config:
@@ -67,10 +75,18 @@ def configure(config: Config, run: Run) -> Config:
         section, name = ("model", "method") if axis == "method" else axis.split(".")
         kind = type(options[section][name])
         try:
-            options[section][name] = text in ("True", "true", "1") if kind is bool else kind(text)
-        except ValueError as error:
+            options[section][name] = TRUTH[text.lower()] if kind is bool else kind(text)
+        except (KeyError, ValueError) as error:
             raise UserError(f"sweep.grid: {axis}={text}: {kind.__name__} expected") from error
     return configs.from_config_dict(options)
+
+
+def ended(workdir: Workdir, config: Config) -> str:
+    """How a run with this very config ended, "done" or "diverged"; "" if it is still to be trained or evaluated."""
+    if not (workdir / "config.json").exists() or configs.load(workdir / "config.json") != config:
+        return ""
+    status = read_json(workdir / "status.json").get("status")
+    return status if status == "diverged" or (status == "done" and (workdir / "results.json").exists()) else ""
 
 
 def collect(folders: Mapping[str, tuple[Run, Workdir]], split: str = "test") -> list[dict[str, Any]]:
@@ -131,18 +147,12 @@ def to_csv(rows: Sequence[Mapping[str, Any]]) -> str:
 def cells(rows: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> dict[tuple[str, str], list[Mapping[str, Any]]]:
     """Rows by (label of the line, label of the column); runs that differ in their seed alone share a cell."""
     table: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
-    known = {name for name, _ in fields()} | {"method", "depth"}
     for row in rows:
-        axes = {axis: row[axis] for axis in row if axis in known and axis != "train.seed"}
+        axes = {axis: row[axis] for axis in row if axis in AXES and axis != "train.seed"}
         across = {axis: value for axis, value in axes.items() if axis in columns}
         down = {axis: value for axis, value in axes.items() if axis not in columns}
-        table.setdefault((label(down), label(across)), []).append(row)
+        table.setdefault((name_of(down, " "), name_of(across, " ")), []).append(row)
     return table
-
-
-def label(axes: Mapping[str, str]) -> str:
-    """Axes and values for a table's margin."""
-    return " ".join(v if k in ("method", "depth") else f"{k.split('.')[-1]}={v}" for k, v in axes.items())
 
 
 def to_markdown(rows: Sequence[Mapping[str, Any]], columns: Sequence[str], baseline: str) -> str:

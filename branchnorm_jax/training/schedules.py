@@ -55,7 +55,7 @@ def constant(train: TrainConfig, width: int) -> Schedule:
 
 def inverse_sqrt_nowarmup(train: TrainConfig, width: int) -> Schedule:
     """T-Fixup's schedule: peak sqrt(P / (P + step)) with P = `decay_steps`, at its peak from the first update on."""
-    period = max(train.decay_steps, 1)
+    period = train.decay_steps
 
     def schedule(step: jax.Array) -> jax.Array:
         return train.learning_rate * jnp.sqrt(period / (period + step.astype(jnp.float32)))

@@ -36,14 +36,19 @@ def test_a_grid_combines_its_axes_and_names_its_runs() -> None:
         ("method=post_ln,", "name=value"),
         ("train.learning_rat=1", "learning_rate"),
         ("method=post_ln | ", "give axes"),
+        ("method=post_ln method=rezero", "twice"),
+        ("method=post_ln,rezero", "'deepnorm' is not among the grid's methods \\(post_ln, rezero\\)"),
     ],
 )
 def test_what_is_no_grid(grid: str, said: str) -> None:
     with pytest.raises(UserError, match=said):
-        sweep.parse_grid(grid)
+        sweep.parse_grid(grid, baseline="deepnorm")
 
 
-@pytest.mark.parametrize(("axis", "value"), [("train.seed", "x"), ("depth", "18"), ("model.heads", "7")])
+@pytest.mark.parametrize(
+    ("axis", "value"),
+    [("train.seed", "x"), ("depth", "18"), ("model.heads", "7"), ("model.scan", "yes")],
+)
 def test_values_that_an_option_does_not_take(axis: str, value: str) -> None:
     with pytest.raises(UserError):
         sweep.configure(Config(), {axis: value})
@@ -104,3 +109,6 @@ def test_a_sweep_keeps_what_diverged_and_goes_on_where_it_was(tmp_path: Path) ->
     assert again.returncode == 0, again.stderr
     assert again.stderr.count("is there already") == 3
     assert again.stdout == (tmp_path / "sweep.md").read_text()
+    other = run_main(*options, "--config.train.label_smoothing=0.2")
+    assert other.returncode == 2
+    assert "train.label_smoothing: 0.1 -> 0.2" in other.stderr

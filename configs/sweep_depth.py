@@ -1,9 +1,9 @@
 """Methods by depth on the built-in corpus, everything else equal: the shape of the papers' Tables 1 and 2.
 
-    python main.py --mode=sweep --config=configs/sweep_depth.py --workdir=runs/sweep
+    python main.py --mode=sweep --config=configs/sweep_depth.py --workdir=runs/sweep_depth
 
-Another grid: --config.sweep.grid="method=post_ln,branchnorm depth=6L-6L train.learning_rate=1e-3,2e-3"
-with --config.sweep.columns=train.learning_rate. The options that a method's authors recommend are not taken here.
+Another grid: --config.sweep.grid="method=post_ln,branchnorm depth=6L-6L train.seed=0,1,2"
+The options that a method's authors recommend are not taken here. Results: docs/results.md.
 """
 
 import ml_collections
@@ -12,12 +12,19 @@ from configs import numerals
 
 
 def get_config(depth: str = "") -> ml_collections.ConfigDict:
-    """The quickstart's run at width 64."""
+    """The quickstart's corpus; width, batches and length such that all runs together take hours on two CPU cores."""
     config = numerals.get_config(depth)
     config.model.width = 64
     config.model.ffn_width = 128
+    config.model.dropout = 0.0
+    config.model.alpha_steps = 600
+    config.train.steps = 600
+    config.train.batch_tokens = 1024
+    config.train.warmup_steps = 200
     config.train.eval_every = 0
-    config.train.checkpoint_every = 300
+    config.train.eval_bleu_sentences = 0
+    config.train.best_metric = "loss"
+    config.train.checkpoint_every = 200
     config.sweep.grid = (
         "method=post_ln,pre_ln,deepnorm,branchnorm,rezero,sub_ln,t_fixup,admin depth=6L-6L,18L-18L"
         " | method=post_ln,deepnorm,branchnorm depth=50L-50L"

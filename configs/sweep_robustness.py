@@ -1,0 +1,22 @@
+"""Without warm-up, and with 2 and 4 times the learning rate, at 18L-18L: the BranchNorm paper's Figure 6, in small.
+
+    python main.py --mode=sweep --config=configs/sweep_robustness.py --workdir=runs/sweep_robustness
+
+Deeper: --config=configs/sweep_robustness.py:50L-50L. Results: docs/results.md.
+"""
+
+import ml_collections
+
+from configs import sweep_depth
+
+
+def get_config(depth: str = "") -> ml_collections.ConfigDict:
+    """The runs of `sweep_depth.py` with other warm-ups and learning rates."""
+    config = sweep_depth.get_config(depth or "18L-18L")
+    methods = "method=post_ln,deepnorm,branchnorm"
+    config.sweep.grid = (
+        f"{methods} train.warmup_steps=200 train.learning_rate=1.5e-3,3e-3,6e-3"
+        f" | {methods} train.warmup_steps=0 train.learning_rate=1.5e-3"
+    )
+    config.sweep.columns = "train.warmup_steps,train.learning_rate"
+    return config

@@ -11,12 +11,13 @@ from configs import sweep_depth
 
 
 def get_config(depth: str = "") -> ml_collections.ConfigDict:
-    """The runs of `sweep_depth.py` with other warm-ups and learning rates."""
+    """The runs of `sweep_depth.py` with other learning rates, and with one that starts at its peak."""
     config = sweep_depth.get_config(depth or "18L-18L")
+    config.train.decay_steps = config.train.warmup_steps
     methods = "method=post_ln,deepnorm,branchnorm"
     config.sweep.grid = (
-        f"{methods} train.warmup_steps=200 train.learning_rate=1.5e-3,3e-3,6e-3"
-        f" | {methods} train.warmup_steps=0 train.learning_rate=1.5e-3"
+        f"{methods} train.learning_rate=1.5e-3,3e-3,6e-3"
+        f" | {methods} train.learning_rate=1.5e-3 train.schedule=inverse_sqrt_nowarmup"
     )
-    config.sweep.columns = "train.warmup_steps,train.learning_rate"
+    config.sweep.columns = "train.learning_rate,train.schedule"
     return config

@@ -8,6 +8,7 @@ A grid is axes separated by spaces, each `name=value,value`, all combined with a
 """
 
 import csv
+import dataclasses
 import io
 import itertools
 import json
@@ -19,7 +20,7 @@ from typing import Any
 from branchnorm_jax import config as configs
 from branchnorm_jax.errors import UserError
 from branchnorm_jax.evaluation.significance import paired_bootstrap
-from branchnorm_jax.options import Config, fields
+from branchnorm_jax.options import Config, SweepConfig, fields
 from branchnorm_jax.training.logs import read_lines
 from branchnorm_jax.workdir import Workdir
 
@@ -78,7 +79,8 @@ def configure(config: Config, run: Run) -> Config:
             options[section][name] = TRUTH[text.lower()] if kind is bool else kind(text)
         except (KeyError, ValueError) as error:
             raise UserError(f"sweep.grid: {axis}={text}: {kind.__name__} expected") from error
-    return configs.from_config_dict(options)
+    # A run does not depend on the grid that it is in: a longer grid leaves the runs that are there as they are.
+    return dataclasses.replace(configs.from_config_dict(options), sweep=SweepConfig())
 
 
 def ended(workdir: Workdir, config: Config) -> str:

@@ -53,6 +53,6 @@ def drop_words(tokens_BT: jax.Array, rate: float, key: jax.Array | None) -> jax.
     return jnp.where(drop, UNK, tokens_BT)
 
 
-def embed(tokens_BT: jax.Array, table_VD: jax.Array, positions_TD: jax.Array) -> jax.Array:
-    """sqrt(D) E[token] + position, float32 [B, T, D]."""
-    return table_VD[tokens_BT] * table_VD.shape[1] ** 0.5 + positions_TD
+def embed(tokens_BT: jax.Array, table_VD: jax.Array, positions: jax.Array) -> jax.Array:
+    """sqrt(D) E[token] + position, float32 [B, T, D]; positions [T, D] or [B, T, D]."""
+    return table_VD[tokens_BT] * table_VD.shape[1] ** 0.5 + positions

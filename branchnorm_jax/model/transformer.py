@@ -116,7 +116,8 @@ class Transformer:
         spread before each of their sub-layers (see `admin.py`).
         """
         key = _fold(key, STACKS.index(stack))
-        x_BTD = self._embed(params, stack, tokens_BT, self._positions(tokens_BT.shape[1]), key)
+        positions_BTD = self._positions(tokens_BT.shape[1])[count_before(tokens_BT)]
+        x_BTD = self._embed(params, stack, tokens_BT, positions_BTD, key)
         inputs = self._layer_inputs(stack, branch_scale, key, probes)
         return self._run_layers(params, stack, x_BTD, inputs, lambda _: arguments, profile=profile)
 
@@ -278,12 +279,12 @@ class Transformer:
         return jnp.asarray(sinusoids(length, self.config.width, self.config.positions))
 
     def _embed(
-        self, params: Params, stack: str, tokens_BT: jax.Array, positions_TD: jax.Array, key: jax.Array | None
+        self, params: Params, stack: str, tokens_BT: jax.Array, positions: jax.Array, key: jax.Array | None
     ) -> jax.Array:
         c, side = self.config, "source" if stack == "encoder" else "target"
         key = _fold(key, 0)
         tokens_BT = drop_words(tokens_BT, c.word_dropout, _fold(key, 1))
-        x_BTD = embed(tokens_BT, self._table(params, side), positions_TD)
+        x_BTD = embed(tokens_BT, self._table(params, side), positions)
         if self.recipe.embedding_norm:
             x_BTD = apply_norm(c.norm, params[f"{stack}_embedding_norm"], x_BTD)
         return dropout(x_BTD, c.dropout, key).astype(c.carry_dtype)
@@ -292,6 +293,12 @@ class Transformer:
 def decoder_inputs(target_BT: jax.Array) -> jax.Array:
     """What the decoder reads under teacher forcing: EOS, then the target without its last token."""
     return jnp.pad(target_BT[:, :-1], ((0, 0), (1, 0)), constant_values=EOS)
+
+
+def count_before(tokens_BT: jax.Array) -> jax.Array:
+    """Position of each real token, [B, T]: how many real ones stand before it. Sources may be padded on either side."""
+    real = tokens_BT != PAD
+    return jnp.cumsum(real, axis=1) - real
 
 
 def causal_mask(length: int) -> jax.Array:

@@ -243,13 +243,19 @@ def test_decoding_with_a_cache_equals_teacher_forcing(method: str, scan: bool) -
         np.testing.assert_allclose(logits.reshape(2, 2, -1)[:, 1], forced[:, position], atol=2e-5)
 
 
-def test_padding_changes_nothing() -> None:
+@pytest.mark.parametrize(("left", "right"), [(0, 5), (5, 0), (2, 3)])
+def test_padding_changes_nothing(left: int, right: int) -> None:
     model = small()
     params = init(model, KEY)
-    wide = jnp.pad(SOURCE, ((0, 0), (0, 5)))
+    wide = jnp.pad(SOURCE, ((0, 0), (left, right)))
     np.testing.assert_allclose(
         forward(model, params, wide, TARGET, ONE), forward(model, params, SOURCE, TARGET, ONE), atol=1e-5
     )
+
+
+def test_a_row_of_padding_alone_stays_finite() -> None:
+    model = small()
+    params = init(model, KEY)
     empty_row = forward(model, params, jnp.zeros_like(SOURCE), TARGET, ONE)
     assert bool(jnp.isfinite(empty_row).all())
 

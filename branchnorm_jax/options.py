@@ -76,7 +76,18 @@ class ModelConfig:
         "float32", "data type of the residual stream between sub-layers", choices=("float32", "float16", "bfloat16")
     )
     scan: bool = option(True, "run the layers as one lax.scan (compile time independent of depth)", free=True)
-    remat: bool = option(False, "recompute each layer in the backward pass: less memory, ~1/3 more time", free=True)
+    remat: str = option(
+        "none",
+        "what the backward pass computes again instead of keeping it: nothing; scores and hidden feed-forward layers "
+        "(save_branches: 1/3 of the memory, 1/10 more time); all but the stream between layers (full: 1/3 more time), "
+        "or between groups of layers (nested: 2/3 more time)",
+        choices=("none", "full", "save_branches", "nested"),
+        free=True,
+    )
+    group: int = option(
+        0, "layers per group of remat=nested; 0: the size that needs least memory", minimum=0, free=True
+    )
+    unroll: int = option(1, "layers per iteration of the scan", minimum=1, free=True)
 
 
 @dataclasses.dataclass(frozen=True)

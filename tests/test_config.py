@@ -98,7 +98,7 @@ def test_an_unknown_section_is_named_with_the_known_ones():
         ("model", "width", None, "int"),
         ("model", "dropout", "0.1", "float"),
         ("model", "dropout", True, "float"),
-        ("model", "remat", 1, "bool"),
+        ("model", "remat", True, "str"),
         ("model", "method", 3, "str"),
     ],
 )
@@ -216,12 +216,12 @@ def test_a_config_is_frozen():
 
 
 def test_difference():
-    changes = {"model": {"width": 256, "remat": True}, "train": {"steps": 5}}
+    changes = {"model": {"width": 256, "remat": "full"}, "train": {"steps": 5}}
     old, new = Config(), from_config_dict(changes)
     assert options.difference(old, new, free=False) == ["model.width: 512 -> 256"]
     assert options.difference(old, new, free=True) == [
         "model.width: 512 -> 256",
-        "model.remat: False -> True",
+        "model.remat: 'none' -> 'full'",
         "train.steps: 100000 -> 5",
     ]
     assert options.difference(new, new, free=True) == []

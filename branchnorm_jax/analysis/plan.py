@@ -27,6 +27,17 @@ def forward_flops(config: Config, source_length: float, target_length: float, vo
     }
 
 
+def recomputed_flops(config: Config, forward: dict[str, float], source_length: float, target_length: float) -> float:
+    """What the backward pass computes again, per pair of tokens: see the table of `run_stack`."""
+    m = config.model
+    if m.remat == "save_branches":
+        hidden = (4 if m.activation == "swiglu" else 2) * m.width * m.ffn_width
+        scores = 2 * m.width
+        encoder = m.encoder_layers * (hidden + scores * source_length)
+        return encoder + m.decoder_layers * (hidden + scores * (target_length / 2 + source_length))
+    return {"none": 0, "full": 1, "nested": 2}[m.remat] * (forward["encoder"] + forward["decoder"])
+
+
 def make_plan(config: Config, length: float = 32.0) -> dict[str, Any]:
     """Parameters, operations and bytes of a config, from shapes alone.
 
@@ -47,7 +58,7 @@ def make_plan(config: Config, length: float = 32.0) -> dict[str, Any]:
 
     by_part = {name: count(part) for name, part in params.items()}
     flops = forward_flops(config, length, length, vocabulary)
-    recomputed = flops["encoder"] + flops["decoder"] if config.model.remat else 0.0
+    recomputed = recomputed_flops(config, flops, length, length)
     return {
         "parameters": count(params),
         "non_embedding_parameters": count(params) - by_part["embedding"],

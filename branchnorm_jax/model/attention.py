@@ -3,6 +3,7 @@
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from branchnorm_jax.model.dropout import dropout
 from branchnorm_jax.model.linear import Linear
@@ -68,11 +69,13 @@ class Attention(nn.Module):
             self.heads_H = self.param("head_scale", nn.initializers.ones, (self.heads,))
 
     def _heads(self, x: jax.Array) -> jax.Array:
+        """[..., D] -> [..., H, K]."""
         return x.reshape(*x.shape[:-1], self.heads, self.width // self.heads)
 
     def keys_values(self, memory_BSD: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Keys and values of a memory, [B, S, H, K] each: computed once per sentence when decoding."""
-        return self._heads(self.k(memory_BSD)), self._heads(self.v(memory_BSD))
+        k, v = (checkpoint_name(linear(memory_BSD), "projection") for linear in (self.k, self.v))
+        return self._heads(k), self._heads(v)
 
     def __call__(
         self,
@@ -82,7 +85,8 @@ class Attention(nn.Module):
         key: jax.Array | None = None,
     ) -> jax.Array:
         """Attends from x to given keys and values: [B, T, D] -> [B, T, D]."""
-        out_BTHK = attend(self._heads(self.q(x_BTD)), *keys_values, mask_BTS, self.dropout, key)
+        q_BTHK = self._heads(checkpoint_name(self.q(x_BTD), "projection"))
+        out_BTHK = checkpoint_name(attend(q_BTHK, *keys_values, mask_BTS, self.dropout, key), "context")
         if self.head_scale == "before":
             out_BTHK = out_BTHK * self.heads_H[:, None].astype(out_BTHK.dtype)
         out_BTD = out_BTHK.reshape(*x_BTD.shape)

@@ -6,6 +6,7 @@ from typing import NamedTuple
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from branchnorm_jax.model.attention import Attention
 from branchnorm_jax.model.dropout import Site, dropout, site_key
@@ -103,7 +104,7 @@ class Block(nn.Module):
             z = z * layer.pre_scale
         if recipe.shifts:
             z = z - self.param(f"{name}_shift", nn.initializers.zeros, ())
-        h = branch(z)
+        h = checkpoint_name(branch(z), "branch")
         h = self._norm(f"{name}_branch_norm", h) if name in recipe.branch_norm else h
         h = dropout(h, self.config.dropout, site_key(layer.key, site)).astype(x.dtype)
         a = self._weight("skip", name, layer.skip) if stream.spread is None else stream.spread

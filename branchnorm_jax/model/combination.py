@@ -43,7 +43,8 @@ def combined(
       norm: kind of the norms.
       post: normalise after combining instead of before.
     """
-    weight = jnp.tril(params["weight"]).astype(embedded.dtype)
+    # Row l is read when columns 0 .. l were pushed: what stands above the diagonal is never used.
+    weight = params["weight"].astype(embedded.dtype)
 
     def combine(carry: Any, inputs: Any) -> tuple[Any, Any]:
         stream, sums = carry

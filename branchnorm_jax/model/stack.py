@@ -1,5 +1,6 @@
-"""Depth: the same layer applied L times to stacked parameters, as a loop or as one scan."""
+"""Depth: the same layer applied L times to stacked parameters, and what the backward pass keeps of it."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -8,17 +9,39 @@ import jax.numpy as jnp
 
 Carry = Any
 PerLayer = Any
+Layer = Callable[[Carry, PerLayer], tuple[Carry, PerLayer]]
+
+REMAT = ("none", "full", "save_branches", "nested")
+"""What the backward pass keeps, and so what it computes again (see `run_stack`)."""
+
+SAVED = ("projection", "context", "branch")
+"""Names that `save_branches` keeps beside the carry: see `attention.py` and `blocks.py`."""
 
 
 def run_stack(
-    layer: Callable[[Carry, PerLayer], tuple[Carry, PerLayer]],
+    layer: Layer,
     carry: Carry,
     per_layer: PerLayer,
     *,
-    scan: bool,
-    remat: bool,
+    scan: bool = True,
+    remat: str = "none",
+    group: int = 0,
+    unroll: int = 1,
 ) -> tuple[Carry, PerLayer]:
-    """carry, out_l = layer(carry, per_layer_l) for l = 0 .. L-1.
+    """carry, out_l = layer(carry, per_layer_l) for l = 0 .. L-1. All ways share every number up to rounding.
+
+    Let c be the bytes of one carry, which is D numbers per token, and u those of D numbers in the compute type. Of an
+    encoder layer with F = 4 D the backward pass keeps, and computes again:
+
+    | remat         | kept per layer | kept in all               | computed again              |
+    |---------------|----------------|---------------------------|-----------------------------|
+    | none          | c + about 20 u | L (c + 20 u)              | nothing                     |
+    | save_branches | c + 6 u        | L (c + 6 u)               | fc1, scores, norms: 1/3 of a forward pass |
+    | full          | c              | L c                       | one forward pass: 1/3 more time |
+    | nested        | 1/g of c       | (L / g) c + g (c + 2 p)   | two forward passes: 2/3 more time |
+
+    `nested` runs groups of g layers, keeps the carry before each, and runs a group with `full` when its turn comes.
+    Then it also holds a slice of the group's parameters and one of their gradients, p bytes per layer each.
 
     Args:
       layer: a pure function.
@@ -26,20 +49,63 @@ def run_stack(
       per_layer: tree of [L, ...] leaves: parameters, coefficients, keys, caches.
       scan: one `lax.scan`, whose compile time does not depend on L; otherwise a Python loop, which XLA can optimise
         across layers and which takes the longer to compile the deeper the stack.
-      remat: keep only the carries for the backward pass and compute each layer again there.
+      remat: one of `REMAT`.
+      group: g; 0 chooses it by `best_group`. What is left of L is a last, shorter group.
+      unroll: layers per iteration of the scan.
 
     Returns:
-      The last carry, and the outputs stacked to [L, ...] leaves. The two ways share parameters, dropout masks and, up
-      to rounding, every number.
+      The last carry, and the outputs stacked to [L, ...] leaves.
     """
-    if remat:
+
+    def run(layer: Layer, carry: Carry, per_layer: PerLayer, unroll: int = 1) -> tuple[Carry, PerLayer]:
+        if scan:
+            return jax.lax.scan(layer, carry, per_layer, unroll=unroll)
+        outputs = []
+        for index in range(depth_of(per_layer)):
+            carry, output = layer(carry, jax.tree.map(lambda leaf, index=index: leaf[index], per_layer))
+            outputs.append(output)
+        return carry, jax.tree.map(lambda *leaves: jnp.stack(leaves), *outputs)
+
+    if remat != "none":
+        policy = jax.checkpoint_policies.save_only_these_names(*SAVED) if remat == "save_branches" else None
         # Under a scan the loop itself keeps XLA from merging the two computations of a layer.
-        layer = jax.checkpoint(layer, prevent_cse=not scan)
-    if scan:
-        return jax.lax.scan(layer, carry, per_layer)
-    outputs = []
-    depth = jax.tree.leaves(per_layer)[0].shape[0]
-    for index in range(depth):
-        carry, output = layer(carry, jax.tree.map(lambda leaf, index=index: leaf[index], per_layer))
-        outputs.append(output)
-    return carry, jax.tree.map(lambda *leaves: jnp.stack(leaves), *outputs)
+        layer = jax.checkpoint(layer, policy=policy, prevent_cse=not scan)
+    if remat != "nested":
+        return run(layer, carry, per_layer, unroll)
+
+    def run_group(carry: Carry, layers: PerLayer) -> tuple[Carry, PerLayer]:
+        return run(layer, carry, layers, unroll)
+
+    depth = depth_of(per_layer)
+    group = min(group or best_group(depth, size_of(carry), size_of(per_layer) / depth), depth)
+    whole = depth - depth % group
+    groups = jax.tree.map(lambda leaf: leaf[:whole].reshape(-1, group, *leaf.shape[1:]), per_layer)
+    carry, outputs = run(jax.checkpoint(run_group, prevent_cse=not scan), carry, groups)
+    outputs = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), outputs)
+    if whole < depth:
+        rest = jax.tree.map(lambda leaf: leaf[whole:], per_layer)
+        carry, last = jax.checkpoint(run_group)(carry, rest)
+        outputs = jax.tree.map(lambda *leaves: jnp.concatenate(leaves), outputs, last)
+    return carry, outputs
+
+
+def best_group(depth: int, carry_bytes: float, layer_bytes: float) -> int:
+    """The g that keeps least: sqrt(L c / (c + 2 p)), from the derivative of (L / g) c + g (c + 2 p).
+
+    The minimum is flat, and a group that divides L leaves no remainder, for which all parameters would be copied once:
+    so the divisor of L nearest in ratio, if there is one within a factor of 1.5.
+    """
+    best = math.sqrt(depth * carry_bytes / (carry_bytes + 2 * layer_bytes))
+    divisors = [g for g in range(1, depth + 1) if depth % g == 0]
+    nearest = min(divisors, key=lambda g: abs(math.log(g / best)))
+    return nearest if abs(math.log(nearest / best)) <= math.log(1.5) else max(1, round(best))
+
+
+def depth_of(per_layer: PerLayer) -> int:
+    """L of a tree of [L, ...] leaves."""
+    return jax.tree.leaves(per_layer)[0].shape[0]
+
+
+def size_of(tree: Any) -> int:
+    """Bytes of all leaves."""
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))

@@ -217,7 +217,8 @@ class Transformer:
             return block.apply(variables, stream, layer_input, *given)
 
         scanned = (params[stack], inputs, per_layer)
-        run = functools.partial(run_stack, scan=c.scan, remat=c.remat and per_layer is None)
+        remat = c.remat if per_layer is None else "none"
+        run = functools.partial(run_stack, scan=c.scan, remat=remat, group=c.group, unroll=c.unroll)
         if recipe.stream.startswith("combination"):
             combine, carry, inputs = combined(
                 layer, params[f"{stack}_combination"], x, scanned, norm=c.norm, post=recipe.stream.endswith("post")

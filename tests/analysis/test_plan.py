@@ -9,6 +9,7 @@ from branchnorm_jax import config as configs
 from branchnorm_jax.analysis.plan import forward_flops, make_plan
 from branchnorm_jax.analysis.report import draw_curves
 from branchnorm_jax.errors import UserError
+from branchnorm_jax.model.stack import REMAT
 from branchnorm_jax.options import Config
 from branchnorm_jax.workdir import Workdir
 
@@ -38,10 +39,19 @@ def test_operations_of_an_update(depth: str, gigaflops: float) -> None:
     assert found / 1e9 == pytest.approx(gigaflops, rel=0.02)
 
 
-def test_recomputation_is_one_more_forward_pass_of_the_layers() -> None:
-    plain, remat = (make_plan(config(model__remat=remat)) for remat in (False, True))
-    parts = plain["forward_flops_by_part"]
-    assert remat["flops_per_target_token"] - plain["flops_per_target_token"] == parts["encoder"] + parts["decoder"]
+def test_recomputation() -> None:
+    """One more forward pass of the layers, two, or that of fc1 and the scores q k."""
+    plans = {remat: make_plan(config("6L-6L", model__remat=remat)) for remat in REMAT}
+    parts = plans["none"]["forward_flops_by_part"]
+    more = {k: plan["flops_per_target_token"] - plans["none"]["flops_per_target_token"] for k, plan in plans.items()}
+    layers = parts["encoder"] + parts["decoder"]
+    hidden, scores = 2 * 512 * 2048, 2 * 512 * 32
+    assert more == {
+        "none": 0,
+        "save_branches": 6 * (hidden + scores) + 6 * (hidden + 1.5 * scores),
+        "full": layers,
+        "nested": 2 * layers,
+    }
 
 
 def test_state_is_parameters_and_two_moments() -> None:

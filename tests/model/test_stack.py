@@ -1,0 +1,91 @@
+"""Every way to run a stack against a plain loop; what each keeps for the backward pass; the size of groups."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from jax.ad_checkpoint import checkpoint_name
+
+from branchnorm_jax.model.stack import REMAT, best_group, run_stack
+
+
+def layer(x: jax.Array, given: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    """A small residual layer [B, D] that returns its gain, too."""
+    matrix, gain = given
+    hidden = checkpoint_name(jnp.tanh(x @ matrix), "branch")
+    return x + gain * jnp.sin(hidden), gain * hidden.sum()
+
+
+def stacked(depth: int, width: int = 4) -> tuple[jax.Array, jax.Array]:
+    rng = np.random.default_rng(depth)
+    return jnp.asarray(rng.normal(size=(depth, width, width))), jnp.linspace(0.1, 1.0, depth)
+
+
+def results(depth: int, **how: Any) -> tuple[Any, Any, Any]:
+    """Output, outputs by layer, and the gradient of a scalar of both."""
+
+    def scalar(x: jax.Array, layers: Any) -> tuple[jax.Array, Any]:
+        out, by_layer = run_stack(layer, x, layers, **how)
+        return jnp.sin(out).sum() + (by_layer * jnp.arange(depth)).sum(), (out, by_layer)
+
+    (_, found), gradient = jax.value_and_grad(scalar, argnums=(0, 1), has_aux=True)(jnp.ones((3, 4)), stacked(depth))
+    return *found, gradient
+
+
+WAYS = [dict(depth=7, group=3, scan=scan, remat=remat) for scan in (True, False) for remat in REMAT]
+WAYS += [dict(depth=6, group=2, unroll=2, remat=remat) for remat in REMAT]
+WAYS += [dict(depth=depth, group=group, remat="nested") for depth, group in ((6, 0), (7, 50), (1, 0))]
+
+
+@pytest.mark.parametrize("way", WAYS, ids=str)
+def test_all_ways_are_a_loop(way: dict[str, Any]) -> None:
+    with jax.enable_x64(True):
+        x, outputs, layers = jnp.ones((3, 4)), [], stacked(way["depth"])
+        for index in range(way["depth"]):
+            x, output = layer(x, jax.tree.map(lambda leaf, index=index: leaf[index], layers))
+            outputs.append(output)
+        found, by_layer, gradient = results(**way)
+        expected = results(way["depth"], scan=False)[2]
+    np.testing.assert_allclose(found, x, rtol=1e-12)
+    np.testing.assert_allclose(by_layer, outputs, rtol=1e-12)
+    for ours, theirs in zip(jax.tree.leaves(gradient), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-9, atol=1e-12)
+
+
+def kept(remat: str, depth: int = 64, group: int = 0) -> int:
+    """Numbers that the forward pass hands to the backward pass, parameters apart."""
+    x, layers = jnp.ones((3, 4)), stacked(depth)
+    saved = jax.vjp(lambda x: run_stack(layer, x, layers, remat=remat, group=group)[0], x)[1]
+    known = [id(leaf) for leaf in jax.tree.leaves(layers)]
+    return sum(leaf.size for leaf in jax.tree.leaves(saved) if id(leaf) not in known and leaf.shape[-2:] == (3, 4))
+
+
+def test_what_is_kept_for_the_backward_pass() -> None:
+    carry = 12
+    assert kept("full") == 64 * carry
+    assert kept("save_branches") == 2 * 64 * carry
+    assert kept("none") >= 2 * 64 * carry
+    assert kept("nested", group=8) == 8 * carry
+    assert kept("nested", depth=67, group=8) == 9 * carry
+
+
+@given(depth=st.integers(1, 600), carry=st.floats(1, 1e9), layer=st.floats(1, 1e9))
+def test_the_best_group_is_near_the_least_memory(depth: int, carry: float, layer: float) -> None:
+    def needed(g: int) -> float:
+        return depth / g * carry + g * (carry + 2 * layer)
+
+    g = best_group(depth, carry, layer)
+    assert 1 <= g <= depth
+    # A factor of 1.5 beside the minimum of x + 1/x costs (1.5 + 1 / 1.5) / 2, and rounding to whole numbers a little.
+    assert needed(g) <= 1.1 * min(needed(other) for other in range(1, depth + 1))
+
+
+def test_a_group_divides_the_depth_where_it_can() -> None:
+    assert best_group(500, 1.0, 0.0) == 20
+    assert best_group(36, 1.0, 0.0) == 6
+    # No divisor of a prime is near its root.
+    assert best_group(499, 1.0, 0.0) == 22

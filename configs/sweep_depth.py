@@ -27,6 +27,8 @@ def get_config(depth: str = "") -> ml_collections.ConfigDict:
     config.train.checkpoint_every = 200
     config.sweep.grid = (
         "method=post_ln,pre_ln,deepnorm,branchnorm,rezero,sub_ln,t_fixup,admin depth=6L-6L,18L-18L"
+        # T = 600 spans the run; T = 200 ends with the warm-up, as the paper's 4000 does.
+        " | method=branchnorm depth=6L-6L,18L-18L,50L-50L model.alpha_steps=200"
         " | method=post_ln,deepnorm,branchnorm depth=50L-50L"
     )
     config.sweep.baseline = "deepnorm"

@@ -14,10 +14,8 @@ def get_config(depth: str = "") -> ml_collections.ConfigDict:
     """The runs of `sweep_depth.py` with other learning rates, and with one that starts at its peak."""
     config = sweep_depth.get_config(depth or "18L-18L")
     config.train.decay_steps = config.train.warmup_steps
-    methods = "method=post_ln,deepnorm,branchnorm"
-    config.sweep.grid = (
-        f"{methods} train.learning_rate=1.5e-3,3e-3,6e-3"
-        f" | {methods} train.learning_rate=1.5e-3 train.schedule=inverse_sqrt_nowarmup"
-    )
+    methods = "method=post_ln,deepnorm,branchnorm", "method=branchnorm model.alpha_steps=200"
+    rates = "train.learning_rate=1.5e-3,3e-3,6e-3", "train.learning_rate=1.5e-3 train.schedule=inverse_sqrt_nowarmup"
+    config.sweep.grid = " | ".join(f"{method} {rate}" for method in methods for rate in rates)
     config.sweep.columns = "train.learning_rate,train.schedule"
     return config

@@ -87,6 +87,9 @@ class ModelConfig:
     group: int = option(
         0, "layers per group of remat=nested; 0: the size that needs least memory", minimum=0, free=True
     )
+    logits_mb: int = option(
+        32, "largest block of float32 logits that the loss holds at once", unit="MB", minimum=1, free=True
+    )
     unroll: int = option(1, "layers per iteration of the scan", minimum=1, free=True)
 
 

@@ -12,6 +12,7 @@ import numpy as np
 from branchnorm_jax.data.tokenizer import Tokenizer
 from branchnorm_jax.decoding.beam import Hypotheses, beam_search
 from branchnorm_jax.model.blocks import Cache
+from branchnorm_jax.model.losses import UNUSED_NLL
 from branchnorm_jax.model.parameters import Params
 from branchnorm_jax.model.transformer import Transformer, source_mask
 from branchnorm_jax.options import EOS, PAD, DecodeConfig, ModelConfig
@@ -176,6 +177,7 @@ class Translator:
             inputs = jnp.pad(target[:, :-1], ((0, 0), (1, 0)), constant_values=EOS)
             log_probs = jax.nn.log_softmax(self.model(params, source, inputs, branch_scale))
             chosen = jnp.take_along_axis(log_probs, target[..., None], axis=-1)[..., 0]
+            chosen = jnp.where(self.model.output(params).used_V[target], chosen, -UNUSED_NLL)
             return jnp.where(target != PAD, chosen, 0.0).sum(1)
 
         return forced

@@ -1,9 +1,12 @@
-"""Dropout as a pure function of a key, so that loop, scan, remat and resume draw the same bits."""
+"""Dropout as a pure function of a key and of each element's place: no mask is ever kept."""
 
 import enum
+import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 
 class Site(enum.IntEnum):
@@ -25,13 +28,46 @@ def site_key(key: jax.Array | None, site: int) -> jax.Array | None:
 def dropout(x: jax.Array, rate: float, key: jax.Array | None) -> jax.Array:
     """Zeroes each element with probability `rate` and divides the others by 1 - rate; the identity without a key.
 
-    One 32-bit random word serves two elements, since drawing bits is what dropout costs: the rate is therefore a
-    multiple of 2^-16, and the divisor is exact for the rate so rounded.
+    The mask is a hash of key and element number, some ten integer operations that compile into the loop around them
+    and that the backward pass does again. So it costs no memory, and is the same under loop, scan, remat, resume, and
+    however the array is split over devices.
     """
-    if key is None or rate == 0.0:
-        return x
-    threshold = round(rate * 2**16)
-    words = jax.random.bits(key, (*x.shape[:-1], -(-x.shape[-1] // 2)), jnp.uint32)
-    halves = jnp.stack([words & 0xFFFF, words >> 16], axis=-1).reshape(*x.shape[:-1], -1)[..., : x.shape[-1]]
-    keep = halves >= threshold
-    return jnp.where(keep, x / (1 - threshold / 2**16), 0).astype(x.dtype)
+    return x if key is None or rate == 0.0 else _drop(rate, x, key)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _drop(rate: float, x: jax.Array, key: jax.Array) -> jax.Array:
+    keep = random_bits(key, x.shape) >= np.uint32(min(round(rate * 2**32), 2**32 - 1))
+    return jnp.where(keep, x / (1 - rate), 0).astype(x.dtype)
+
+
+def _forward(rate: float, x: jax.Array, key: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return _drop(rate, x, key), key
+
+
+def _backward(rate: float, key: jax.Array, cotangent: jax.Array) -> tuple[jax.Array, Any]:
+    return _drop(rate, cotangent, key), np.zeros(key.shape, jax.dtypes.float0)
+
+
+_drop.defvjp(_forward, _backward)
+
+
+def random_bits(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """Hashes of the key and of the numbers of the elements, uint32.
+
+    Two rounds, with a half of the key before each: after one round the masks of two keys would be the same but for the
+    order of their elements. Good enough for masks, not for cryptography.
+    """
+    index, stride = jnp.uint32(0), 1
+    for axis in reversed(range(len(shape))):
+        index = index + jax.lax.broadcasted_iota(jnp.uint32, shape, axis) * np.uint32(stride % 2**32)
+        stride *= shape[axis]
+    halves = jax.random.key_data(key)
+    return _mix(_mix(index ^ halves[0]) + halves[-1])
+
+
+def _mix(x: jax.Array) -> jax.Array:
+    """lowbias32 of Wellons's search for integer hashes: each input bit flips each output bit half of the time."""
+    x = (x ^ (x >> 16)) * np.uint32(0x7FEB352D)
+    x = (x ^ (x >> 15)) * np.uint32(0x846CA68B)
+    return x ^ (x >> 16)

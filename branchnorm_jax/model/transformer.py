@@ -13,15 +13,13 @@ from branchnorm_jax.model.blocks import Block, Cache, LayerInput, Stream, make_a
 from branchnorm_jax.model.combination import combined
 from branchnorm_jax.model.dropout import dropout
 from branchnorm_jax.model.embedding import drop_words, embed, fix_norm, sinusoids
+from branchnorm_jax.model.losses import Output
 from branchnorm_jax.model.methods import get_recipe
 from branchnorm_jax.model.norms import apply_norm, final_kind
 from branchnorm_jax.model.parameters import STACKS, Params, by_layer, init_parameters
 from branchnorm_jax.model.recipe import ONE, Depth, Recipe, Rule, Weight
 from branchnorm_jax.model.stack import run_stack
 from branchnorm_jax.options import EOS, PAD, ModelConfig
-
-UNUSED = -50.0
-"""Logits of unused words, relative to the best."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,23 +119,17 @@ class Transformer:
         inputs = self._layer_inputs(stack, branch_scale, key, probes)
         return self._run_layers(params, stack, x_BTD, inputs, lambda _: arguments, profile=profile)
 
+    def output(self, params: Params) -> Output:
+        """The last layer, for `losses.py`."""
+        used = np.ones(self.target_vocab, bool)
+        used[list(self.unused)] = False
+        return Output(self._table(params, "output"), params["embedding"].get("bias"), jnp.asarray(used))
+
     def logits(self, params: Params, x: jax.Array) -> jax.Array:
         """Scores of the target vocabulary, float32: [..., D] -> [..., V]."""
-        dtype = jnp.dtype(self.config.dtype)
-        table_VD = self._table(params, "output").astype(dtype)
-        exact = jnp.promote_types(dtype, jnp.float32)
-        logits = jnp.einsum("...d,vd->...v", x.astype(dtype), table_VD, preferred_element_type=exact)
-        if self.config.output_bias:
-            logits = logits + params["embedding"]["bias"]
-        if self.unused:
-            # So far below the best that they add nothing to a softmax, near enough that their own loss stays finite.
-            used = np.ones(self.target_vocab, bool)
-            used[list(self.unused)] = False
-            best = jnp.where(used, logits, -jnp.inf).max(-1, keepdims=True)
-            logits = jnp.where(used, logits, jax.lax.stop_gradient(best) + UNUSED)
-        return logits
+        return self.output(params).logits(x.astype(self.config.dtype))
 
-    def __call__(
+    def hidden(
         self,
         params: Params,
         source_BS: jax.Array,
@@ -146,12 +138,23 @@ class Transformer:
         key: jax.Array | None = None,
         probes: Mapping[str, jax.Array] | None = None,
     ) -> jax.Array:
-        """Logits [B, T, V] float32 of the next target tokens (teacher forcing); `probes` by stack, as in `encode`."""
+        """The decoder's output [B, T, D] in the compute type (teacher forcing); `probes` by stack, as in `encode`."""
         probe = probes or {}
         memory_BSD = self.encode(params, source_BS, branch_scale, key, probe.get("encoder"))
         mask_B1S = source_mask(source_BS)
         x_BTD = self.decode(params, memory_BSD, mask_B1S, inputs_BT, branch_scale, key, probe.get("decoder"))
-        return self.logits(params, x_BTD)
+        return x_BTD.astype(self.config.dtype)
+
+    def __call__(
+        self,
+        params: Params,
+        source_BS: jax.Array,
+        inputs_BT: jax.Array,
+        branch_scale: jax.Array,
+        key: jax.Array | None = None,
+    ) -> jax.Array:
+        """Logits [B, T, V] float32 of the next target tokens (teacher forcing)."""
+        return self.logits(params, self.hidden(params, source_BS, inputs_BT, branch_scale, key))
 
     # Decoding, one token at a time
 

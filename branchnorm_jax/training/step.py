@@ -36,8 +36,11 @@ def loss_sums(
     probes: Mapping[str, jax.Array] | None = None,
 ) -> LossSums:
     """Smoothed cross-entropy of a batch under teacher forcing."""
-    logits = model(params, batch.source, decoder_inputs(batch.target), branch_scale, key, probes)
-    return smoothed_cross_entropy(logits, batch.target, batch.target != PAD, smoothing, model.unused)
+    x_BTD = model.hidden(params, batch.source, decoder_inputs(batch.target), branch_scale, key, probes)
+    block_bytes = model.config.logits_mb * 2**20
+    return smoothed_cross_entropy(
+        x_BTD, model.output(params), batch.target, batch.target != PAD, smoothing, block_bytes
+    )
 
 
 def make_train_step(

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from branchnorm_jax.model.dropout import Site, dropout, site_key
+from branchnorm_jax.model.dropout import Site, dropout, random_bits, site_key
 
 
 @pytest.mark.parametrize("rate", [0.1, 0.5, 0.9])
@@ -16,16 +16,51 @@ def test_rate_and_scale(rate: float, width: int) -> None:
     kept = y != 0
     # Five standard errors of a binomial share.
     assert abs(kept.mean() - (1 - rate)) < 5 * np.sqrt(rate * (1 - rate) / x.size)
-    np.testing.assert_allclose(y[kept], 1 / (1 - rate), rtol=1e-3)
+    np.testing.assert_allclose(y[kept], 1 / (1 - rate), rtol=1e-6)
     np.testing.assert_allclose(np.unique(y[kept]).size, 1)
 
 
-def test_neighbours_are_independent() -> None:
-    """Two elements share a random word: their masks must not."""
-    kept = np.asarray(dropout(jnp.ones((4000, 64)), 0.5, jax.random.key(1))) != 0
-    for distance in (1, 2, 3):
-        both = (kept[:, distance:] & kept[:, :-distance]).mean()
-        assert abs(both - 0.25) < 5 * np.sqrt(0.25 * 0.75 / kept.size)
+@pytest.mark.parametrize("axis", [0, 1, 2])
+@pytest.mark.parametrize("distance", [1, 2, 3, 16, 32])
+def test_neighbours_are_independent(axis: int, distance: int) -> None:
+    kept = np.asarray(dropout(jnp.ones((64, 64, 64)), 0.5, jax.random.key(1))) != 0
+    kept = np.moveaxis(kept, axis, 0)
+    both = (kept[distance:] & kept[:-distance]).mean()
+    assert abs(both - 0.25) < 5 * np.sqrt(0.25 * 0.75 / kept.size)
+
+
+def test_masks_of_related_keys_are_independent() -> None:
+    """Steps, layers and sites fold small numbers into one key; neither these masks nor their permutations agree."""
+    keys = [jax.random.fold_in(jax.random.key(0), index) for index in range(40)]
+    kept = np.stack([np.asarray(dropout(jnp.ones(4096), 0.5, key)) != 0 for key in keys])
+    shares = np.corrcoef(kept)[np.triu_indices(40, 1)]
+    assert np.abs(shares).max() < 5 / np.sqrt(4096)
+    # A mask whose elements were only moved would have the same number of ones in each.
+    assert len(set(kept.sum(1))) > 20
+
+
+def test_bits_are_uniform() -> None:
+    """Each of the 32 bits, and each of 256 values of each byte, as often as the others."""
+    bits = np.asarray(random_bits(jax.random.key(3), (1000, 1000)))
+    for place in range(32):
+        assert abs(((bits >> place) & 1).mean() - 0.5) < 5 * 0.5 / np.sqrt(bits.size)
+    for place in (0, 8, 16, 24):
+        counts = np.bincount(((bits >> place) & 0xFF).ravel(), minlength=256)
+        chi_square = ((counts - bits.size / 256) ** 2 / (bits.size / 256)).sum()
+        assert abs(chi_square - 255) < 5 * np.sqrt(2 * 255)
+
+
+def test_rows_of_a_larger_array_do_not_repeat() -> None:
+    masks = np.asarray(dropout(jnp.ones((2000, 64)), 0.5, jax.random.key(5))) != 0
+    assert len({row.tobytes() for row in masks}) == 2000
+
+
+def test_the_gradient_has_the_same_mask() -> None:
+    x, key = jnp.linspace(1, 2, 100), jax.random.key(2)
+    y, gradient = jax.value_and_grad(lambda x: (dropout(x, 0.3, key) * jnp.arange(100)).sum())(x)
+    kept = np.asarray(dropout(x, 0.3, key)) != 0
+    np.testing.assert_allclose(gradient, np.where(kept, np.arange(100) / 0.7, 0.0), rtol=1e-6)
+    np.testing.assert_allclose(y, (gradient * x).sum(), rtol=1e-5)
 
 
 def test_off_without_key_or_rate() -> None:

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from branchnorm_jax.model import admin
+from branchnorm_jax.model.losses import smoothed_cross_entropy
 from branchnorm_jax.model.methods import METHODS
 from branchnorm_jax.model.norms import apply_norm, init_norm
 from branchnorm_jax.model.recipe import NOWHERE, ONE, Recipe, Weight
@@ -234,20 +235,24 @@ def test_word_dropout_replaces_words_at_its_rate() -> None:
 
 
 def test_unused_words_get_no_probability_and_no_smoothing() -> None:
-    from branchnorm_jax.model.losses import smoothed_cross_entropy
-
     unused = (3, 17, 29)
     model = Transformer(dataclasses.replace(SMALL, method="post_ln"), 30, 30, unused)
     params = drawn(model)
-    logits = model(params, SOURCE, TARGET, ALPHA)
-    probabilities = jax.nn.softmax(logits)
-    assert float(probabilities[..., list(unused)].max()) < 1e-20
+    probabilities = jax.nn.softmax(model(params, SOURCE, TARGET, ALPHA))
+    assert float(probabilities[..., list(unused)].max()) == 0
     used = [word for word in range(30) if word not in unused]
-    full = Transformer(dataclasses.replace(SMALL, method="post_ln"), 30, 30)(params, SOURCE, TARGET, ALPHA)
-    np.testing.assert_allclose(probabilities[..., used], jax.nn.softmax(full[..., used]), atol=1e-6)
-    targets = jnp.array([[used.index(5), used.index(9)]])
-    weights = jnp.ones((1, 2))
-    ours = smoothed_cross_entropy(logits[:1, :2], jnp.array([[5, 9]]), weights, 0.1, unused)
-    theirs = smoothed_cross_entropy(full[:1, :2][..., used], targets, weights, 0.1)
-    np.testing.assert_allclose(ours, theirs, rtol=1e-5)
-    assert bool(jnp.isfinite(smoothed_cross_entropy(logits[:1, :2], jnp.array([[3, 17]]), weights, 0.1, unused).loss))
+    full = Transformer(dataclasses.replace(SMALL, method="post_ln"), 30, 30)
+    logits = full(params, SOURCE, TARGET, ALPHA)
+    np.testing.assert_allclose(probabilities[..., used], jax.nn.softmax(logits[..., used]), atol=1e-6)
+    # The loss is that of a vocabulary without them.
+    targets, weights = jnp.array([[5, 9]]), jnp.ones((1, 2))
+    x = full.hidden(params, SOURCE, TARGET, ALPHA)[:1, :2]
+    smaller = full.output(params)._replace(
+        table_VD=full.output(params).table_VD[np.array(used)], used_V=jnp.ones(27, bool)
+    )
+    renamed = jnp.array([[used.index(5), used.index(9)]])
+    np.testing.assert_allclose(
+        smoothed_cross_entropy(x, model.output(params), targets, weights, 0.1),
+        smoothed_cross_entropy(x, smaller, renamed, weights, 0.1),
+        rtol=1e-5,
+    )

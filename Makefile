@@ -5,7 +5,7 @@
 #                                                       another language pair needs a workdir of its own
 #   make test        the tests, minutes                 make test ARGS="-k bleu"   some of them
 #   make test-all    also the slow ones                 make lint                  style and types
-#   make bench       every figure of benchmarks/        make clean                 environment and caches; runs/ stays
+#   make bench       the figures that need no data      make clean                 environment and caches; runs/ stays
 #
 # PYTHON=python3.12 chooses the interpreter that the environment is made with, VENV=<folder> where it lies.
 
@@ -36,9 +36,7 @@ lint: $(DEVELOP)
 	$(RUN) -m mypy
 
 bench: $(DEVELOP)
-	@set -e; for script in $(sort $(wildcard benchmarks/*.py)); do \
-		echo "== $$script"; PYTHONPATH=. $(RUN) $$script $(ARGS); \
-	done
+	@set -e; for name in loss depth; do echo "== $$name"; $(RUN) -m benchmarks.$$name; done
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info

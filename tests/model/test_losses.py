@@ -1,5 +1,7 @@
 """The smoothed loss and its gradient against their definition in NumPy; its floor; what it holds."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -56,7 +58,9 @@ def test_equals_its_definition(seed: int, eps: float, length: int, positions: in
 
         def loss(x: jax.Array, table: jax.Array, bias: jax.Array) -> tuple[jax.Array, LossSums]:
             output = Output(table, bias if with_bias else None, jnp.asarray(used))
-            sums = smoothed_cross_entropy(x, output, targets, weights, eps, 4 * rows * words * positions)
+            sums = smoothed_cross_entropy(
+                x, output, jnp.asarray(targets), jnp.asarray(weights), eps, 4 * rows * words * positions
+            )
             return 3 * sums.loss, sums
 
         alone = loss(*map(jnp.asarray, (x, table, bias)))[1]
@@ -112,5 +116,5 @@ def test_it_holds_one_block_of_logits() -> None:
     def loss(x: jax.Array, table: jax.Array) -> jax.Array:
         return smoothed_cross_entropy(x, Output(table, None, used), targets, weights, 0.1, 2**20).loss
 
-    memory = jax.jit(jax.grad(loss, argnums=(0, 1))).lower(x, table).compile().memory_analysis()
+    memory: Any = jax.jit(jax.grad(loss, argnums=(0, 1))).lower(x, table).compile().memory_analysis()
     assert memory.temp_size_in_bytes < 3 * 2**20

@@ -211,8 +211,8 @@ def test_loop_scan_and_remat_draw_the_same_masks_and_give_the_same_numbers() -> 
     params = init(small(method=method, **depth), KEY)
     loss, gradient = loss_and_gradient(scan=True)
     norm = np.sqrt(sum(float(jnp.square(leaf).sum()) for leaf in jax.tree.leaves(gradient)))
-    ways: list[dict[str, Any]] = [{"remat": remat} for remat in ("full", "save_branches")]
-    for how in [{"scan": False}, {"remat": "nested", "group": 2}, *ways]:
+    ways: list[dict[str, Any]] = [{"remat": remat, "group": 2} for remat in ("full", "save_branches", "nested")]
+    for how in [dict(scan=False), *ways]:
         other_loss, other_gradient = loss_and_gradient(**how)
         np.testing.assert_allclose(other_loss, loss, rtol=1e-6)
         difference = jax.tree.map(lambda a, b: float(jnp.abs(a - b).max()), gradient, other_gradient)

@@ -1,0 +1,129 @@
+"""What depth costs: compilation, program size and memory of 500L-500L, and what the parts of an update add to its time.
+
+    python -m benchmarks.depth
+
+Widths are small, so that two cores can run it in about twenty minutes; the ratios are what counts.
+"""
+
+import argparse
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from benchmarks.measure import alternate, save
+from branchnorm_jax.model.stack import REMAT
+from branchnorm_jax.model.transformer import Transformer
+from branchnorm_jax.options import Config, ModelConfig
+from branchnorm_jax.parallel.mesh import make_mesh
+from branchnorm_jax.training.optimizer import make_optimizer
+from branchnorm_jax.training.state import Batch, TrainState, init_state
+from branchnorm_jax.training.step import loss_sums, make_train_step
+
+VOCABULARY = 800
+DEEP, SHALLOW = 500, 6
+
+
+def model(layers: int, **changes: Any) -> Transformer:
+    """BranchNorm, feed-forward layers of 4 D, and no more scores per token than D: as in the papers' models."""
+    base = ModelConfig(encoder_layers=layers, decoder_layers=layers, width=32, ffn_width=128, heads=1)
+    return Transformer(dataclasses.replace(base, **changes), VOCABULARY, VOCABULARY)
+
+
+def batch(rows: int) -> Batch:
+    """Random words, 32 a sentence."""
+    words = jax.random.randint(jax.random.key(1), (2, rows, 32), 3, VOCABULARY)
+    return Batch(words[0], words[1])
+
+
+def update(network: Transformer, data: Batch) -> tuple[Any, TrainState]:
+    """The jitted update, and a state before the first one."""
+    config = dataclasses.replace(Config(), model=network.config)
+    optimizer = make_optimizer(config.train)
+    state = init_state(network, optimizer, make_mesh(config.parallel, 0), 0, data)
+    return jax.jit(make_train_step(network, optimizer, config)), state
+
+
+def compilation(pairs: int) -> dict[str, Any]:
+    """Tracing, lowering and compiling the update, and the length of the program, deep over shallow."""
+    data, programs = batch(8), {}
+    states = {layers: update(model(layers), data)[1] for layers in (DEEP, SHALLOW)}
+
+    def compile_it(layers: int) -> None:
+        # A new function each time: nothing is known from before.
+        network = model(layers)
+        config = dataclasses.replace(Config(), model=network.config)
+        step = jax.jit(make_train_step(network, make_optimizer(config.train), config))
+        program: Any = step.lower(states[layers], data).compile()
+        programs[layers] = program.as_text().count(" = ")
+
+    times = alternate(lambda: compile_it(DEEP), lambda: compile_it(SHALLOW), pairs)
+    return {"compile_deep_over_shallow": times, "program_deep_over_shallow": programs[DEEP] / programs[SHALLOW]}
+
+
+def memory(pairs: int) -> dict[str, Any]:
+    """Temporary memory of the gradient of 4096 tokens at 500L-500L under each remat, and the time of `nested`."""
+    data = batch(128)
+
+    def gradient(network: Transformer) -> Any:
+        def loss(params: Any) -> jax.Array:
+            return loss_sums(network, params, data, jnp.float32(0.5), 0.1, jax.random.key(0)).loss
+
+        return jax.jit(jax.grad(loss)).lower(network.abstract_params()).compile()
+
+    def temporary(program: Any) -> int:
+        return program.memory_analysis().temp_size_in_bytes
+
+    compiled = {remat: gradient(model(DEEP, remat=remat)) for remat in REMAT}
+    found: dict[str, Any] = {f"temporary_bytes_{remat}": temporary(compiled[remat]) for remat in REMAT}
+    carry = 4 * 32 * data.source.size
+    workspace = temporary(gradient(model(1, remat="full"))) - 2 * carry
+    bound = 2 * DEEP * carry + workspace
+    params = model(DEEP).init(jax.random.key(0))
+    return found | {
+        "full_over_carries_and_workspace": found["temporary_bytes_full"] / bound,
+        "none_over_full": found["temporary_bytes_none"] / found["temporary_bytes_full"],
+        "full_over_nested": found["temporary_bytes_full"] / found["temporary_bytes_nested"],
+        "time_nested_over_full": alternate(lambda: compiled["nested"](params), lambda: compiled["full"](params), pairs),
+    }
+
+
+def step_time(first: dict[str, Any], second: dict[str, Any], pairs: int) -> dict[str, Any]:
+    """Time of an update of 1024 tokens, 18L-18L of width 64, of one model over that of another."""
+    data = batch(32)
+    wide: dict[str, Any] = dict(width=64, ffn_width=256, heads=2)
+    (ours, our_state), (theirs, their_state) = (
+        update(model(18, **wide, **changes), data) for changes in (first, second)
+    )
+    return alternate(lambda: ours(our_state, data), lambda: theirs(their_state, data), pairs)
+
+
+def recompilations() -> int:
+    """Programs beyond the first that 4000 updates of growing alpha need."""
+    data = batch(1)
+    step, state = update(model(1), data)
+    for _ in range(4000):
+        state, _ = step(state, data)
+    return step._cache_size() - 1
+
+
+def main() -> None:
+    """All figures."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--pairs", type=int, default=7, help="pairs of each measurement")
+    pairs = parser.parse_args().pairs
+    save(
+        "depth",
+        compilation(pairs)
+        | memory(pairs)
+        | {
+            "time_branchnorm_over_post_ln": step_time(dict(method="branchnorm"), dict(method="post_ln"), 3 * pairs),
+            "time_dropout_over_none": step_time(dict(dropout=0.1), dict(dropout=0.0), 3 * pairs),
+            "recompilations": recompilations(),
+        },
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -68,7 +68,7 @@ def memory(pairs: int) -> dict[str, Any]:
 
     def gradient(network: Transformer) -> Any:
         def loss(params: Any) -> jax.Array:
-            return loss_sums(network, params, data, jnp.float32(0.5), 0.1, jax.random.key(0)).loss
+            return loss_sums(network, params, data, jnp.float32(0.5), 0.1, jax.random.key(0))[0].loss
 
         return jax.jit(jax.grad(loss)).lower(network.abstract_params()).compile()
 

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from branchnorm_jax.analysis import methods_table, signal
 from branchnorm_jax.analysis import plan as planning
 from branchnorm_jax.analysis import sweep as sweeping
-from branchnorm_jax.analysis.report import draw_curves
+from branchnorm_jax.analysis.report import draw_curves, draw_layers
 from branchnorm_jax.data.batches import make_plans
 from branchnorm_jax.data.corpus import read_pairs
 from branchnorm_jax.data.prepare import prepare
@@ -164,6 +164,8 @@ def analyze(config: Config, workdir: Workdir) -> None:
         get_recipe(method)
     if logs.read_lines(workdir / "metrics.jsonl"):
         print(draw_curves(workdir))
+    if logs.read_lines(workdir / "layers.jsonl"):
+        print(draw_layers(workdir))
     workdir.create()
     corpus = prepare(config.data, workdir.path, logs.say)
     _, valid = make_plans(config.data, corpus.train, corpus.valid, config.train.batch_tokens, config.train.seed)

@@ -171,6 +171,13 @@ class TrainConfig:
     )
     label_smoothing: float = option(0.1, "probability given to the other words", minimum=0, maximum=0.99)
     log_every: int = option(10, "interval of metrics.jsonl lines; 0: never", unit="updates", minimum=0, free=True)
+    watch_every: int = option(
+        100,
+        "interval of layers.jsonl lines: statistics of every layer; 0: none are computed",
+        unit="updates",
+        minimum=0,
+        free=True,
+    )
     eval_every: int = option(1000, "interval of validations; 0: only at the end", unit="updates", minimum=0, free=True)
     eval_bleu_sentences: int = option(
         200, "validation sentences translated for BLEU; 0: no BLEU", unit="sentences", minimum=0, free=True

@@ -2,7 +2,10 @@
 
 from pathlib import Path
 
+import numpy as np
+
 from branchnorm_jax.errors import UserError
+from branchnorm_jax.model.parameters import STACKS
 from branchnorm_jax.training.logs import read_lines
 from branchnorm_jax.workdir import Workdir
 
@@ -45,5 +48,56 @@ def draw_curves(workdir: Workdir) -> Path:
     rate.set_ylabel("learning rate", color="tab:gray")
     path = workdir / "curves.png"
     figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+    return path
+
+
+LAYER_STATISTICS = {
+    "gradient": ("gradient norm", "log"),
+    "update": ("update / weights", "log"),
+    "branch": ("branch / residual", "log"),
+    "cosine": ("cosine of input and output", "linear"),
+    "sparsity": ("hidden units at 0", "linear"),
+}
+"""Name in layers.jsonl -> (title, colour scale)."""
+
+
+def draw_layers(workdir: Workdir) -> Path:
+    """Draws layers.jsonl as heat maps, layer by update, into `<workdir>/layers.png`.
+
+    Raises:
+      UserError: if the run has logged no statistics.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import colors, pyplot
+
+    lines = read_lines(workdir / "layers.jsonl")
+    if not lines:
+        raise UserError(f"{workdir / 'layers.jsonl'}: nothing to draw; train first, with train.watch_every > 0")
+    steps = [line["step"] for line in lines]
+    figure, axes = pyplot.subplots(
+        len(STACKS), len(LAYER_STATISTICS), figsize=(3 * len(LAYER_STATISTICS), 5), layout="constrained", squeeze=False
+    )
+    for row, stack in zip(axes, STACKS, strict=True):
+        for axis, (name, (title, scale)) in zip(row, LAYER_STATISTICS.items(), strict=True):
+            values = np.array([line[stack][name] for line in lines], np.float64).T
+            if scale == "log":
+                # Of what spans more decades than eyes can tell apart, the lowest are drawn as one; zeros with them.
+                top = max(values.max(), 1e-30)
+                least = max(values[values > 0].min(initial=top), 1e-8 * top) / 1.01
+                norm: colors.Normalize = colors.LogNorm(least, top)
+                values = np.maximum(values, least)
+            else:
+                norm = colors.Normalize()
+            # A column is drawn from its update to the next.
+            edges = [*steps, steps[-1] + max(1, steps[-1] - steps[-2] if len(steps) > 1 else 1)]
+            mesh = axis.pcolormesh(edges, np.arange(len(values) + 1) + 0.5, values, norm=norm, cmap="viridis")
+            figure.colorbar(mesh, ax=axis)
+            axis.set(title=f"{stack}: {title}", xlabel="update", ylabel="layer")
+            axis.title.set_fontsize(9)
+    path = workdir / "layers.png"
+    figure.savefig(path, dpi=110)
     pyplot.close(figure)
     return path

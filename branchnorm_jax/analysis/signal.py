@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from branchnorm_jax.model.parameters import STACKS, Params
+from branchnorm_jax.model.parameters import STACKS, Params, layer_norms
 from branchnorm_jax.model.transformer import Transformer
 from branchnorm_jax.options import Config
 from branchnorm_jax.training.optimizer import make_optimizer
@@ -60,7 +60,7 @@ def measure(config: Config, model: Transformer, params: Params, branch_scale: ja
     @jax.jit
     def backward(params: Params) -> tuple[Any, Any]:
         def loss(params: Params, probes: dict[str, jax.Array]) -> jax.Array:
-            sums = loss_sums(model, params, batch, branch_scale, config.train.label_smoothing, probes=probes)
+            sums, _ = loss_sums(model, params, batch, branch_scale, config.train.label_smoothing, probes=probes)
             return sums.loss / sums.tokens
 
         probes = {stack: jnp.zeros(shape) for stack, shape in shapes.items()}
@@ -83,12 +83,6 @@ def measure(config: Config, model: Transformer, params: Params, branch_scale: ja
 
     gradient, update = jax.tree.map(np.asarray, backward(params))
     return Signal(gradient, update, np.linalg.svd(np.asarray(jacobian(params)), compute_uv=False))
-
-
-def layer_norms(tree: Any) -> jax.Array:
-    """Norm over all leaves [L, ...] together, for each layer: [L]."""
-    squares = [jnp.square(leaf).reshape(leaf.shape[0], -1).sum(-1) for leaf in jax.tree.leaves(tree)]
-    return jnp.sqrt(sum(squares, jnp.zeros(())))
 
 
 def to_csv(signals: Mapping[str, Signal]) -> str:

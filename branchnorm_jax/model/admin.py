@@ -31,7 +31,7 @@ def profile(model: Transformer, params: Params, source_BS: jax.Array, target_BT:
     mask_B1S, inputs_BT = source_mask(source_BS), decoder_inputs(target_BT)
 
     def spreads(stack: str, tokens: jax.Array, *arguments: jax.Array) -> tuple[jax.Array, Any]:
-        return model.run_tokens(params, stack, tokens, arguments, jnp.ones(()), key, profile=True)
+        return model.run_tokens(params, stack, tokens, arguments, jnp.ones(()), key, sown="profile")
 
     memory_BSD, encoder = spreads("encoder", source_BS, mask_B1S)
     _, decoder = spreads("decoder", inputs_BT, memory_BSD, causal_mask(inputs_BT.shape[1]), mask_B1S)

@@ -114,6 +114,8 @@ class Block(nn.Module):
             y = jnp.where(layer.post, norm(y), y)
         elif recipe.post:
             y = self._norm(f"{name}_post_norm", y)
+        if self.is_mutable_collection("watch"):
+            self.sow("watch", "branch", rms(h) / rms(a * x))
         if stream.total is not None:
             stream = stream._replace(total=stream.total + h)
         if stream.spread is not None:
@@ -234,6 +236,11 @@ class DecoderBlock(Block):
 def make_block(config: ModelConfig, recipe: Recipe, stack: str) -> EncoderBlock | DecoderBlock:
     """One layer of a stack."""
     return EncoderBlock(config, recipe) if stack == "encoder" else DecoderBlock(config, recipe)
+
+
+def rms(x: jax.Array) -> jax.Array:
+    """Root of the mean square of all elements, float32 []."""
+    return jnp.sqrt(jnp.square(x.astype(jnp.float32)).mean())
 
 
 def write_cache(cached: KeysValues, new: KeysValues, position: jax.Array) -> KeysValues:

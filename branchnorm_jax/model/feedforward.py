@@ -43,6 +43,8 @@ class FeedForward(nn.Module):
             h_BTF = jax.nn.gelu(h_BTF, approximate=False)
         else:
             h_BTF = jax.nn.relu(h_BTF)
+        if self.is_mutable_collection("watch"):
+            self.sow("watch", "sparsity", (h_BTF == 0).mean())
         h_BTF = dropout(h_BTF, self.dropout, key)
         if self.inner_norm:
             h_BTF = Norm(self.inner_norm, name="inner_norm")(h_BTF)

@@ -86,6 +86,12 @@ def init_stack(config: ModelConfig, recipe: Recipe, depth: Depth, stack: str, ke
     return jax.tree_util.tree_map_with_path(scaled, jax.vmap(init_layer)(keys))
 
 
+def layer_norms(tree: Any) -> jax.Array:
+    """Norm over all leaves [L, ...] together, for each layer: [L]."""
+    squares = [jnp.square(leaf).reshape(leaf.shape[0], -1).sum(-1) for leaf in jax.tree.leaves(tree)]
+    return jnp.sqrt(sum(squares, jnp.zeros(())))
+
+
 def start_rule(recipe: Recipe, names: list[str]) -> Rule | None:
     """What the leaf of a stack at this path is multiplied by at the start; None: nothing."""
     sublayer, matrix = names[0], names[1] if len(names) > 1 else ""

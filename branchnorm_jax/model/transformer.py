@@ -106,18 +106,19 @@ class Transformer:
         branch_scale: jax.Array,
         key: jax.Array | None = None,
         probes: jax.Array | None = None,
-        profile: bool = False,
+        sown: str = "",
     ) -> tuple[jax.Array, Any]:
         """Token ids through a whole stack: its output [B, T, D], and what its blocks return, stacked over layers.
 
-        `arguments` is what every block takes beside stream and `LayerInput`. With `profile` the blocks return the
-        spread before each of their sub-layers (see `admin.py`).
+        `arguments` is what every block takes beside stream and `LayerInput`. `sown` asks the blocks to return what they
+        measure instead: "profile", the spread before each of their sub-layers (see `admin.py`), or "watch" (see
+        `watched`).
         """
         key = _fold(key, STACKS.index(stack))
         positions_BTD = self._positions(tokens_BT.shape[1])[count_before(tokens_BT)]
         x_BTD = self._embed(params, stack, tokens_BT, positions_BTD, key)
         inputs = self._layer_inputs(stack, branch_scale, key, probes)
-        return self._run_layers(params, stack, x_BTD, inputs, lambda _: arguments, profile=profile)
+        return self._run_layers(params, stack, x_BTD, inputs, lambda _: arguments, sown=sown)
 
     def output(self, params: Params) -> Output:
         """The last layer, for `losses.py`."""
@@ -137,13 +138,17 @@ class Transformer:
         branch_scale: jax.Array,
         key: jax.Array | None = None,
         probes: Mapping[str, jax.Array] | None = None,
-    ) -> jax.Array:
-        """The decoder's output [B, T, D] in the compute type (teacher forcing); `probes` by stack, as in `encode`."""
-        probe = probes or {}
-        memory_BSD = self.encode(params, source_BS, branch_scale, key, probe.get("encoder"))
-        mask_B1S = source_mask(source_BS)
-        x_BTD = self.decode(params, memory_BSD, mask_B1S, inputs_BT, branch_scale, key, probe.get("decoder"))
-        return x_BTD.astype(self.config.dtype)
+        sown: str = "",
+    ) -> tuple[jax.Array, dict[str, Any]]:
+        """The decoder's output [B, T, D] in the compute type (teacher forcing), and what the blocks return, by stack.
+
+        `probes` by stack, as in `encode`; `sown` as in `run_tokens`.
+        """
+        run, probe, mask_B1S = functools.partial(self.run_tokens, params), probes or {}, source_mask(source_BS)
+        memory_BSD, encoder = run("encoder", source_BS, (mask_B1S,), branch_scale, key, probe.get("encoder"), sown)
+        arguments = (memory_BSD, causal_mask(inputs_BT.shape[1]), mask_B1S)
+        x_BTD, decoder = run("decoder", inputs_BT, arguments, branch_scale, key, probe.get("decoder"), sown)
+        return x_BTD.astype(self.config.dtype), {"encoder": encoder, "decoder": decoder} if sown else {}
 
     def __call__(
         self,
@@ -154,7 +159,7 @@ class Transformer:
         key: jax.Array | None = None,
     ) -> jax.Array:
         """Logits [B, T, V] float32 of the next target tokens (teacher forcing)."""
-        return self.logits(params, self.hidden(params, source_BS, inputs_BT, branch_scale, key))
+        return self.logits(params, self.hidden(params, source_BS, inputs_BT, branch_scale, key)[0])
 
     # Decoding, one token at a time
 
@@ -202,7 +207,7 @@ class Transformer:
         inputs: LayerInput,
         arguments: Callable[[Any], tuple[Any, ...]],
         per_layer: Any = None,
-        profile: bool = False,
+        sown: str = "",
     ) -> tuple[jax.Array, Any]:
         """Runs embeddings x [B, T, D] through the layers of a stack and what follows them.
 
@@ -214,10 +219,10 @@ class Transformer:
         def layer(stream: Stream, scanned: tuple[Params, LayerInput, Any]) -> tuple[Stream, Any]:
             layer_params, layer_input, extra = scanned
             variables, given = {"params": layer_params}, arguments(extra)
-            if profile:
-                (stream, _), found = block.apply(variables, stream, layer_input, *given, mutable=["profile"])
-                return stream, found["profile"]
-            return block.apply(variables, stream, layer_input, *given)
+            if not sown:
+                return block.apply(variables, stream, layer_input, *given)
+            (after, _), found = block.apply(variables, stream, layer_input, *given, mutable=[sown])
+            return after, watched(stream.x, after.x, found[sown]) if sown == "watch" else found[sown]
 
         scanned = (params[stack], inputs, per_layer)
         remat = c.remat if per_layer is None else "none"
@@ -229,7 +234,7 @@ class Transformer:
             (stream, _), outputs = run(combine, carry, inputs)
         else:
             total = x.astype(jnp.promote_types(x.dtype, jnp.float32)) if recipe.stream == "dual" else None
-            stream, outputs = run(layer, Stream(x, total, jnp.ones(()) if profile else None), scanned)
+            stream, outputs = run(layer, Stream(x, total, jnp.ones(()) if sown == "profile" else None), scanned)
         return self._end(params, stack, stream), outputs
 
     def _end(self, params: Params, stack: str, stream: Stream) -> jax.Array:
@@ -313,6 +318,21 @@ def causal_mask(length: int) -> jax.Array:
 def source_mask(source_BS: jax.Array) -> jax.Array:
     """[B, 1, S], True at real tokens."""
     return (source_BS != PAD)[:, None, :]
+
+
+def watched(before: jax.Array, after: jax.Array, sown: Mapping[str, Any]) -> dict[str, jax.Array]:
+    """What is worth watching of one layer, float32 [] each, over all positions, padding included.
+
+    branch: rms(b F) / rms(a x), the mean of its sub-layers. cosine: of its input and output, the mean over positions.
+    sparsity: share of hidden feed-forward units that are exactly 0.
+    """
+    x, y = before.astype(jnp.float32), after.astype(jnp.float32)
+    squares = jnp.square(x).sum(-1) * jnp.square(y).sum(-1)
+    return {
+        "branch": jnp.stack(sown["branch"]).mean(),
+        "cosine": ((x * y).sum(-1) * jax.lax.rsqrt(squares + 1e-20)).mean(),
+        "sparsity": sown["ffn"]["sparsity"][0],
+    }
 
 
 def _fold(key: jax.Array | None, index: int) -> jax.Array | None:

@@ -145,6 +145,7 @@ class Run:
         if start < self.total:
             self._compile()
         metrics_log = logs.JsonLines(self.workdir / "metrics.jsonl", start)
+        layers_log = logs.JsonLines(self.workdir / "layers.jsonl", start)
         self.validation_log = logs.JsonLines(self.workdir / "validation.jsonl", self.memory.evaluated + 1)
         self.tensorboard = logs.TensorBoard(self.workdir / "tensorboard", start)
         batches = prefetch(self.plan.batch_at, start, self.total, c.prefetch)
@@ -160,6 +161,7 @@ class Run:
                 return
             step, metrics, batch = pending
             pending = None
+            metrics, layers = metrics._replace(layers={}), jax.device_get(metrics.layers)
             metrics = jax.tree.map(float, jax.device_get(metrics))
             seconds = time.perf_counter() - self.clock
             self.clock = time.perf_counter()
@@ -169,10 +171,15 @@ class Run:
             check_finite(step, "loss", metrics.loss)
             check_finite(step, "gradient norm", metrics.grad_norm)
             if c.log_every and (step % c.log_every == 0 or step == self.total - 1):
-                line = {"step": step, **metrics._asdict(), "seconds": seconds, "batch": batch.digest()}
+                scalars = {name: value for name, value in metrics._asdict().items() if name != "layers"}
+                line = {"step": step, **scalars, "seconds": seconds, "batch": batch.digest()}
                 line["target_tokens"] = int(metrics.target_tokens)
                 metrics_log.write(line)
-                self.tensorboard.write(step, metrics._asdict())
+                self.tensorboard.write(step, scalars)
+            if c.watch_every and (step % c.watch_every == 0 or step == self.total - 1):
+                # Four digits are more than a picture shows, and half the file.
+                rounded = jax.tree.map(lambda values: [float(f"{value:.3e}") for value in values], layers)
+                layers_log.write({"step": step, **rounded})
             rate = sum(tokens for tokens, _ in recent) / sum(seconds for _, seconds in recent)
             bar.set_postfix_str(
                 f"loss {metrics.loss:.3f} lr {metrics.learning_rate:.2e} alpha {metrics.alpha:.3f} {rate:,.0f} tok/s",
@@ -208,6 +215,7 @@ class Run:
             batches.close()
             bar.close()
             metrics_log.close()
+            layers_log.close()
             self.validation_log.close()
             self.tensorboard.close()
 

@@ -1,14 +1,14 @@
 """One update and one validation batch, as pure functions of state and batch."""
 
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
 from branchnorm_jax.model.losses import LossSums, smoothed_cross_entropy
-from branchnorm_jax.model.parameters import Params
+from branchnorm_jax.model.parameters import STACKS, Params, layer_norms
 from branchnorm_jax.model.transformer import Transformer, decoder_inputs
 from branchnorm_jax.options import PAD, Config
 from branchnorm_jax.training import schedules
@@ -24,6 +24,12 @@ class Metrics(NamedTuple):
     alpha: jax.Array
     grad_norm: jax.Array
     target_tokens: jax.Array
+    layers: dict[str, dict[str, jax.Array]] = {}  # noqa: RUF012
+    """By stack and statistic, float32 [L], if `train.watch_every` asks for it.
+
+    gradient: norm over the layer's parameters. update: norm of their change over their own. The others: see
+    `model.transformer.watched`.
+    """
 
 
 def loss_sums(
@@ -34,13 +40,14 @@ def loss_sums(
     smoothing: float,
     key: jax.Array | None = None,
     probes: Mapping[str, jax.Array] | None = None,
-) -> LossSums:
-    """Smoothed cross-entropy of a batch under teacher forcing."""
-    x_BTD = model.hidden(params, batch.source, decoder_inputs(batch.target), branch_scale, key, probes)
+    sown: str = "",
+) -> tuple[LossSums, dict[str, Any]]:
+    """Smoothed cross-entropy of a batch under teacher forcing, and what `Transformer.hidden` returns beside."""
+    inputs = decoder_inputs(batch.target)
+    x_BTD, by_layer = model.hidden(params, batch.source, inputs, branch_scale, key, probes, sown)
     block_bytes = model.config.logits_mb * 2**20
-    return smoothed_cross_entropy(
-        x_BTD, model.output(params), batch.target, batch.target != PAD, smoothing, block_bytes
-    )
+    real = batch.target != PAD
+    return smoothed_cross_entropy(x_BTD, model.output(params), batch.target, real, smoothing, block_bytes), by_layer
 
 
 def make_train_step(
@@ -50,16 +57,16 @@ def make_train_step(
     train = config.train
     learning_rate = schedules.learning_rate(train, config.model.width)
     alpha = schedules.alpha(config.model)
-    parts = train.accumulation
+    parts, sown = train.accumulation, "watch" if train.watch_every else ""
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         alpha_t, rate = alpha(state.step), learning_rate(state.step) * state.rate_scale
         key = jax.random.fold_in(jax.random.fold_in(jax.random.key(train.seed), DROPOUT_STREAM), state.step)
         tokens = (batch.target != PAD).sum().astype(jnp.float32)
 
-        def part_loss(params: Params, part: Batch, part_key: jax.Array) -> tuple[jax.Array, jax.Array]:
-            sums = loss_sums(model, params, part, alpha_t, train.label_smoothing, part_key)
-            return sums.loss / tokens, sums.nll / tokens
+        def part_loss(params: Params, part: Batch, part_key: jax.Array) -> tuple[jax.Array, Any]:
+            sums, by_layer = loss_sums(model, params, part, alpha_t, train.label_smoothing, part_key, sown=sown)
+            return sums.loss / tokens, (sums.nll / tokens, jax.tree.map(lambda value: value / parts, by_layer))
 
         gradient = jax.value_and_grad(part_loss, has_aux=True)
 
@@ -70,15 +77,19 @@ def make_train_step(
         split = jax.tree.map(lambda x: x.reshape(-1, parts, *x.shape[1:]).swapaxes(0, 1), batch)
         keys = jax.vmap(lambda index: jax.random.fold_in(key, index))(jnp.arange(parts))
         if parts == 1:
-            (loss, nll), grads = gradient(state.params, batch, keys[0])
+            (loss, (nll, layers)), grads = gradient(state.params, batch, keys[0])
         else:
             zero = jax.tree.map(
                 lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(gradient, state.params, batch, key)
             )
-            ((loss, nll), grads), _ = jax.lax.scan(add_part, zero, (split, keys))
+            ((loss, (nll, layers)), grads), _ = jax.lax.scan(add_part, zero, (split, keys))
         directions, opt_state = optimizer.update(grads, state.opt_state, state.params)
         params = jax.tree.map(lambda p, d: p - rate * d, state.params, directions)
-        metrics = Metrics(loss, nll, rate, alpha_t, optax.tree.norm(grads), tokens)
+        if sown:
+            for stack in STACKS:
+                layers[stack]["gradient"] = layer_norms(grads[stack])
+                layers[stack]["update"] = rate * layer_norms(directions[stack]) / layer_norms(state.params[stack])
+        metrics = Metrics(loss, nll, rate, alpha_t, optax.tree.norm(grads), tokens, layers)
         return TrainState(state.step + 1, params, opt_state, state.rate_scale), metrics
 
     return train_step
@@ -89,6 +100,6 @@ def make_eval_step(model: Transformer, config: Config) -> Callable[[TrainState, 
     alpha = schedules.alpha(config.model)
 
     def eval_step(state: TrainState, batch: Batch) -> LossSums:
-        return loss_sums(model, state.params, batch, alpha(state.step), config.train.label_smoothing)
+        return loss_sums(model, state.params, batch, alpha(state.step), config.train.label_smoothing)[0]
 
     return eval_step

@@ -46,7 +46,7 @@ def test_gradient_norm_is_the_steepest_slope(method: str) -> None:
     @jax.jit
     def loss(probe: jax.Array, layer: int) -> jax.Array:
         probes = {"decoder": jnp.zeros((2, 2, 3, 8)).at[layer].set(probe)}
-        sums = loss_sums(model, params, BATCH, ONE, 0.0, probes=probes)
+        sums, _ = loss_sums(model, params, BATCH, ONE, 0.0, probes=probes)
         return sums.loss / sums.tokens
 
     for layer in range(2):

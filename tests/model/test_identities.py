@@ -246,7 +246,7 @@ def test_unused_words_get_no_probability_and_no_smoothing() -> None:
     np.testing.assert_allclose(probabilities[..., used], jax.nn.softmax(logits[..., used]), atol=1e-6)
     # The loss is that of a vocabulary without them.
     targets, weights = jnp.array([[5, 9]]), jnp.ones((1, 2))
-    x = full.hidden(params, SOURCE, TARGET, ALPHA)[:1, :2]
+    x = full.hidden(params, SOURCE, TARGET, ALPHA)[0][:1, :2]
     smaller = full.output(params)._replace(
         table_VD=full.output(params).table_VD[np.array(used)], used_V=jnp.ones(27, bool)
     )

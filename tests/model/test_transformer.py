@@ -147,7 +147,7 @@ def test_branchnorm_at_alpha_zero_is_a_norm_of_the_embeddings_with_dead_branches
     np.testing.assert_allclose(memory, expected, atol=41 * 1e-5 * np.abs(expected).max())
 
     def loss(params: Any) -> jax.Array:
-        x = model.hidden(params, SOURCE, TARGET, jnp.float32(0.0))
+        x = model.hidden(params, SOURCE, TARGET, jnp.float32(0.0))[0]
         return smoothed_cross_entropy(x, model.output(params), TARGET, TARGET != 0, 0.1).loss
 
     gradient = jax.grad(loss)(params)
@@ -202,7 +202,7 @@ def test_loop_scan_and_remat_draw_the_same_masks_and_give_the_same_numbers() -> 
         model = small(method=method, **depth, **RATES, **how)
 
         def loss(params: Any) -> jax.Array:
-            x = model.hidden(params, SOURCE, TARGET, alpha, key)
+            x = model.hidden(params, SOURCE, TARGET, alpha, key)[0]
             sums = smoothed_cross_entropy(x, model.output(params), TARGET, TARGET != 0, 0.1)
             return sums.loss / sums.tokens
 

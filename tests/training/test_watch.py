@@ -1,0 +1,119 @@
+"""Statistics of the layers against their definitions, and the file and picture that a run makes of them."""
+
+import dataclasses
+import functools
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from branchnorm_jax.analysis.report import draw_layers
+from branchnorm_jax.model.transformer import Transformer, count_before
+from branchnorm_jax.options import Config, ModelConfig, ParallelConfig, TrainConfig
+from branchnorm_jax.parallel.mesh import make_mesh
+from branchnorm_jax.training.optimizer import make_optimizer
+from branchnorm_jax.training.state import Batch, init_state
+from branchnorm_jax.training.step import make_train_step
+from branchnorm_jax.workdir import Workdir
+from tests.conftest import HASTY, run_main
+from tests.reference import transformer as reference
+
+MODEL = ModelConfig(method="post_ln", encoder_layers=3, decoder_layers=2, width=16, ffn_width=24, heads=2, dropout=0.0)
+CONFIG = Config(model=MODEL, train=TrainConfig(steps=10, learning_rate=1e-2, schedule="constant", warmup_steps=0))
+BATCH = Batch(
+    jnp.array([[5, 6, 7, 1, 0, 0], [9, 8, 7, 6, 5, 1]] * 2), jnp.array([[4, 5, 6, 1, 0], [7, 8, 9, 3, 1]] * 2)
+)
+
+
+def with_train(**changes: Any) -> Config:
+    return dataclasses.replace(CONFIG, train=dataclasses.replace(CONFIG.train, **changes))
+
+
+@functools.cache
+def one_update(config: Config) -> tuple[Any, Any, Any, Transformer]:
+    """(state before, state after, metrics, model) of the first update."""
+    model, optimizer = Transformer(config.model, 12, 12), make_optimizer(config.train)
+    state = init_state(model, optimizer, make_mesh(ParallelConfig(), 0), 0, BATCH)
+    after, metrics = jax.jit(make_train_step(model, optimizer, config))(state, BATCH)
+    return state, after, metrics, model
+
+
+def test_gradient_and_update_of_every_layer() -> None:
+    before, after, metrics, _ = one_update(CONFIG)
+    moments = next(
+        s.mu for s in jax.tree.leaves(after.opt_state, is_leaf=lambda s: hasattr(s, "mu")) if hasattr(s, "mu")
+    )
+    for stack, layers in (("encoder", 3), ("decoder", 2)):
+        for index in range(layers):
+
+            def norm(tree: Any, stack: str = stack, index: int = index) -> float:
+                parts = [np.asarray(leaf[index], np.float64).ravel() for leaf in jax.tree.leaves(tree[stack])]
+                return float(np.linalg.norm(np.concatenate(parts)))
+
+            change = jax.tree.map(jnp.subtract, after.params, before.params)
+            np.testing.assert_allclose(
+                metrics.layers[stack]["update"][index], norm(change) / norm(before.params), rtol=1e-3
+            )
+            # The first moment of a first update is the gradient times 1 - b1.
+            np.testing.assert_allclose(metrics.layers[stack]["gradient"][index], norm(moments) / 0.1, rtol=1e-4)
+
+
+def test_branch_cosine_and_sparsity_of_the_encoder() -> None:
+    """Sub-layer by sub-layer in NumPy."""
+    before, _, metrics, model = one_update(CONFIG)
+    exact = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), before.params)
+    mask = np.asarray(BATCH.source != 0)[:, None]
+    positions = model._positions(6)[count_before(BATCH.source)]
+    x = np.asarray(model._embed(before.params, "encoder", BATCH.source, positions, None), np.float64)
+    for index in range(3):
+        p = jax.tree.map(lambda leaf, index=index: leaf[index], exact["encoder"])
+        start, ratios = x, []
+        for sublayer in ("self", "ffn"):
+            if sublayer == "self":
+                f = reference.attention(x, x, p["self"], mask, 2, None, False)
+            else:
+                hidden = np.maximum(x @ p["ffn"]["fc1"]["kernel"] + p["ffn"]["fc1"]["bias"], 0)
+                f = hidden @ p["ffn"]["fc2"]["kernel"] + p["ffn"]["fc2"]["bias"]
+            ratios.append(np.sqrt((f**2).mean() / (x**2).mean()))
+            x = reference.ln(x + f, p[f"{sublayer}_post_norm"])
+        cosines = (start * x).sum(-1) / np.linalg.norm(start, axis=-1) / np.linalg.norm(x, axis=-1)
+        found = {name: float(values[index]) for name, values in metrics.layers["encoder"].items()}
+        np.testing.assert_allclose(found["branch"], np.mean(ratios), rtol=1e-4)
+        np.testing.assert_allclose(found["cosine"], cosines.mean(), rtol=1e-4)
+        np.testing.assert_allclose(found["sparsity"], (hidden == 0).mean(), atol=1e-6)
+
+
+def test_accumulation_averages_its_parts() -> None:
+    _, _, whole, _ = one_update(CONFIG)
+    _, _, parts, _ = one_update(with_train(accumulation=2))
+    for stack in ("encoder", "decoder"):
+        np.testing.assert_allclose(parts.layers[stack]["gradient"], whole.layers[stack]["gradient"], rtol=1e-4)
+        for name in ("branch", "cosine", "sparsity"):
+            np.testing.assert_allclose(parts.layers[stack][name], whole.layers[stack][name], rtol=0.05)
+
+
+def test_watching_changes_no_figure_and_can_be_off() -> None:
+    _, _, on, _ = one_update(CONFIG)
+    _, _, off, _ = one_update(with_train(watch_every=0))
+    assert off.layers == {}
+    np.testing.assert_allclose(on._replace(layers={})[:-1], off[:-1], rtol=1e-6)
+
+
+def test_a_run_logs_and_draws_its_layers(tmp_path: Path) -> None:
+    options = (*HASTY, f"--workdir={tmp_path}", "--config.train.steps=12", "--config.train.watch_every=5")
+    done = run_main(*options, "--config.train.eval_every=0")
+    assert done.returncode == 0, done.stderr
+    lines = [json.loads(line) for line in (tmp_path / "layers.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [0, 5, 10, 11]
+    config = json.loads((tmp_path / "config.json").read_text())["model"]
+    for line in lines:
+        for stack in ("encoder", "decoder"):
+            assert {len(values) for values in line[stack].values()} == {config[f"{stack}_layers"]}
+            assert set(line[stack]) == {"gradient", "update", "branch", "cosine", "sparsity"}
+    # BranchNorm's branches are closed in the first update, and open later.
+    assert set(lines[0]["encoder"]["branch"]) == {0.0}
+    assert min(lines[-1]["encoder"]["branch"]) > 0
+    assert draw_layers(Workdir(tmp_path)).read_bytes().startswith(b"\x89PNG")

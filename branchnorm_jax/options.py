@@ -169,6 +169,11 @@ class TrainConfig:
     decay_patience: int = option(
         3, "val_decay: when the score of a validation is below that of each of so many before it", minimum=1
     )
+    nonfinite: str = option(
+        "stop",
+        "an update whose loss or gradient is not finite ends the run, or changes nothing",
+        choices=("stop", "skip"),
+    )
     label_smoothing: float = option(0.1, "probability given to the other words", minimum=0, maximum=0.99)
     log_every: int = option(10, "interval of metrics.jsonl lines; 0: never", unit="updates", minimum=0, free=True)
     watch_every: int = option(

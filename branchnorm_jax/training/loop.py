@@ -29,7 +29,7 @@ from branchnorm_jax.training.checkpoint import Checkpoints
 from branchnorm_jax.training.optimizer import make_optimizer
 from branchnorm_jax.training.state import Batch, abstract_state, init_state, sha256
 from branchnorm_jax.training.step import Metrics, make_eval_step, make_train_step
-from branchnorm_jax.training.watch import check_finite
+from branchnorm_jax.training.watch import check_finite, check_skipped
 from branchnorm_jax.workdir import Workdir, write_atomically
 
 
@@ -51,6 +51,9 @@ class Memory:
     compiled_shapes: int = 0
     recent_scores: list[float] = dataclasses.field(default_factory=list)
     """Of the last validations, oldest first: what `val_decay` looks at."""
+    skipped: int = 0
+    """Updates without a finite gradient, which changed nothing (`train.nonfinite=skip`)."""
+    skipped_in_a_row: int = 0
 
 
 def train(config: Config, workdir: Workdir) -> None:
@@ -168,9 +171,16 @@ class Run:
             self.memory.train_seconds += seconds
             self.memory.target_tokens += int(metrics.target_tokens)
             recent.append((int(metrics.target_tokens), seconds))
-            check_finite(step, "loss", metrics.loss)
-            check_finite(step, "gradient norm", metrics.grad_norm)
-            if c.log_every and (step % c.log_every == 0 or step == self.total - 1):
+            skipped = c.nonfinite == "skip" and not math.isfinite(metrics.loss + metrics.grad_norm)
+            if skipped:
+                self.memory.skipped += 1
+                logs.say(f"step {step}: loss {metrics.loss}, gradient norm {metrics.grad_norm}: update skipped")
+            else:
+                check_finite(step, "loss", metrics.loss, layers)
+                check_finite(step, "gradient norm", metrics.grad_norm, layers)
+            self.memory.skipped_in_a_row = self.memory.skipped_in_a_row + 1 if skipped else 0
+            check_skipped(step, self.memory.skipped_in_a_row, layers)
+            if c.log_every and (step % c.log_every == 0 or step == self.total - 1 or skipped):
                 scalars = {name: value for name, value in metrics._asdict().items() if name != "layers"}
                 line = {"step": step, **scalars, "seconds": seconds, "batch": batch.digest()}
                 line["target_tokens"] = int(metrics.target_tokens)
@@ -232,6 +242,7 @@ class Run:
             "state_sha256": digest,
             "compile_seconds": memory.compile_seconds,
             "compiled_shapes": memory.compiled_shapes,
+            "skipped_updates": memory.skipped,
             "batch_fill": self.plan.fill,
             "train_seconds": memory.train_seconds,
             "target_tokens_per_second": memory.target_tokens / memory.train_seconds if memory.train_seconds else 0.0,

@@ -85,6 +85,11 @@ def make_train_step(
             ((loss, (nll, layers)), grads), _ = jax.lax.scan(add_part, zero, (split, keys))
         directions, opt_state = optimizer.update(grads, state.opt_state, state.params)
         params = jax.tree.map(lambda p, d: p - rate * d, state.params, directions)
+        if train.nonfinite == "skip":
+            good = jnp.isfinite(loss + optax.tree.norm(grads))
+            params, opt_state = jax.tree.map(
+                lambda new, old: jnp.where(good, new, old), (params, opt_state), (state.params, state.opt_state)
+            )
         if sown:
             for stack in STACKS:
                 layers[stack]["gradient"] = layer_norms(grads[stack])

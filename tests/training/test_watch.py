@@ -9,6 +9,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
+import pytest
 
 from branchnorm_jax.analysis.report import draw_layers
 from branchnorm_jax.model.transformer import Transformer, count_before
@@ -17,6 +19,7 @@ from branchnorm_jax.parallel.mesh import make_mesh
 from branchnorm_jax.training.optimizer import make_optimizer
 from branchnorm_jax.training.state import Batch, init_state
 from branchnorm_jax.training.step import make_train_step
+from branchnorm_jax.training.watch import origin
 from branchnorm_jax.workdir import Workdir
 from tests.conftest import HASTY, run_main
 from tests.reference import transformer as reference
@@ -43,9 +46,7 @@ def one_update(config: Config) -> tuple[Any, Any, Any, Transformer]:
 
 def test_gradient_and_update_of_every_layer() -> None:
     before, after, metrics, _ = one_update(CONFIG)
-    moments = next(
-        s.mu for s in jax.tree.leaves(after.opt_state, is_leaf=lambda s: hasattr(s, "mu")) if hasattr(s, "mu")
-    )
+    moments = optax.tree.get(after.opt_state, "mu")
     for stack, layers in (("encoder", 3), ("decoder", 2)):
         for index in range(layers):
 
@@ -117,3 +118,67 @@ def test_a_run_logs_and_draws_its_layers(tmp_path: Path) -> None:
     assert set(lines[0]["encoder"]["branch"]) == {0.0}
     assert min(lines[-1]["encoder"]["branch"]) > 0
     assert draw_layers(Workdir(tmp_path)).read_bytes().startswith(b"\x89PNG")
+
+
+class Poisoned(Transformer):
+    """A network whose decoder's output is not a number for batches that begin with word 11."""
+
+    def hidden(self, params: Any, source_BS: jax.Array, *arguments: Any, **options: Any) -> Any:
+        x, by_layer = super().hidden(params, source_BS, *arguments, **options)
+        return x * jnp.where(source_BS[0, 0] == 11, jnp.nan, 1.0), by_layer
+
+
+def test_a_skipped_update_changes_nothing_but_the_step() -> None:
+    config = with_train(nonfinite="skip")
+    model, optimizer = Poisoned(config.model, 12, 12), make_optimizer(config.train)
+    state = init_state(model, optimizer, make_mesh(ParallelConfig(), 0), 0, BATCH)
+    step = jax.jit(make_train_step(model, optimizer, config))
+    good, metrics = step(state, BATCH)
+    assert np.isfinite(float(metrics.grad_norm))
+    same, metrics = step(good, BATCH._replace(source=BATCH.source.at[0, 0].set(11)))
+    assert not np.isfinite(float(metrics.loss))
+    assert int(same.step) == 2
+    jax.tree.map(np.testing.assert_array_equal, same.params, good.params)
+    jax.tree.map(np.testing.assert_array_equal, same.opt_state, good.opt_state)
+    # And the first update was that of a step which does not look.
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), good.params, one_update(CONFIG)[1].params)
+
+
+@pytest.mark.parametrize(
+    ("broken", "said"),
+    [
+        ({}, ""),
+        ({("encoder", "branch"): [1], ("decoder", "branch"): [0, 1]}, "forward pass of encoder layer 2"),
+        ({("decoder", "branch"): [1], ("encoder", "gradient"): [0, 1, 2]}, "forward pass of decoder layer 2"),
+        ({("decoder", "gradient"): [0], ("encoder", "gradient"): [0, 1, 2]}, "backward pass of decoder layer 1"),
+        ({("encoder", "gradient"): [0, 1]}, "backward pass of encoder layer 2"),
+    ],
+)
+def test_where_trouble_began(broken: dict[tuple[str, str], list[int]], said: str) -> None:
+    layers = {
+        stack: {name: np.ones(depth) for name in ("branch", "gradient")}
+        for stack, depth in (("encoder", 3), ("decoder", 2))
+    }
+    for (stack, name), places in broken.items():
+        layers[stack][name][places] = np.nan
+    found = origin(layers)
+    assert found.endswith(said) if said else found == ""
+
+
+def test_a_run_that_skips_all_updates_ends(tmp_path: Path) -> None:
+    """At this learning rate the first update leaves weights that no gradient can be had from."""
+    done = run_main(
+        *HASTY,
+        f"--workdir={tmp_path}",
+        "--config.train.steps=40",
+        "--config.train.learning_rate=1e38",
+        "--config.train.warmup_steps=0",
+        "--config.train.nonfinite=skip",
+        "--config.train.checkpoint_every=0",
+        "--config.train.eval_every=0",
+    )
+    assert done.returncode == 3
+    assert "10 updates in a row" in done.stderr.splitlines()[-1]
+    assert "pass of" in done.stderr.splitlines()[-1]
+    status = json.loads((tmp_path / "status.json").read_text())
+    assert (status["status"], status["skipped_updates"]) == ("diverged", 10)

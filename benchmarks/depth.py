@@ -78,7 +78,7 @@ def memory(pairs: int) -> dict[str, Any]:
     compiled = {remat: gradient(model(DEEP, remat=remat)) for remat in REMAT}
     found: dict[str, Any] = {f"temporary_bytes_{remat}": temporary(compiled[remat]) for remat in REMAT}
     carry = 4 * 32 * data.source.size
-    workspace = temporary(gradient(model(1, remat="full"))) - 2 * carry
+    workspace = temporary(gradient(model(2, remat="full"))) - 4 * carry
     bound = 2 * DEEP * carry + workspace
     params = model(DEEP).init(jax.random.key(0))
     return found | {

@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import optax
 
 from benchmarks.measure import alternate, save
-from branchnorm_jax.model.losses import Output, smoothed_cross_entropy
+from branchnorm_jax.model.losses import Blocks, smoothed_cross_entropy
+from branchnorm_jax.model.output import Output
 
 ROWS, LENGTH, WORDS, WIDTH, SMOOTHING = 128, 32, 32_000, 512, 0.1
 
@@ -18,7 +19,7 @@ ROWS, LENGTH, WORDS, WIDTH, SMOOTHING = 128, 32, 32_000, 512, 0.1
 def ours(x: jax.Array, table: jax.Array, targets: jax.Array) -> jax.Array:
     """Mean loss, in blocks."""
     output, weights = Output(table, None, jnp.ones(WORDS, bool)), jnp.ones((ROWS, LENGTH))
-    return smoothed_cross_entropy(x, output, targets, weights, SMOOTHING).loss / weights.size
+    return smoothed_cross_entropy(x, output, targets, weights, SMOOTHING, Blocks(2**25)).loss / weights.size
 
 
 def one_hot(x: jax.Array, table: jax.Array, targets: jax.Array) -> jax.Array:

@@ -80,7 +80,7 @@ class ModelConfig:
         "none",
         "what the backward pass computes again instead of keeping it: nothing; scores and hidden feed-forward layers "
         "(save_branches: 1/3 of the memory, 1/10 more time); all but the stream between layers (full: 1/3 more time), "
-        "or between groups of layers (nested: 2/3 more time)",
+        "or between groups of layers (nested: 2/3 more time; dlcl: as full)",
         choices=("none", "full", "save_branches", "nested"),
         free=True,
     )
@@ -88,7 +88,7 @@ class ModelConfig:
         0, "layers per group of remat=nested; 0: the size that needs least memory", minimum=0, free=True
     )
     logits_mb: int = option(
-        32, "largest block of float32 logits that the loss holds at once", unit="MB", minimum=1, free=True
+        128, "largest block of float32 logits that the loss holds at once, per device", unit="MB", minimum=1, free=True
     )
     unroll: int = option(1, "layers per iteration of the scan", minimum=1, free=True)
 

@@ -63,7 +63,7 @@ LAYER_STATISTICS = {
 
 
 def draw_layers(workdir: Workdir) -> Path:
-    """Draws layers.jsonl as heat maps, layer by update, into `<workdir>/layers.png`.
+    """Draws layers.jsonl as heat maps, layer by update, into `<workdir>/layers.png`; red is not finite.
 
     Raises:
       UserError: if the run has logged no statistics.
@@ -77,23 +77,26 @@ def draw_layers(workdir: Workdir) -> Path:
     if not lines:
         raise UserError(f"{workdir / 'layers.jsonl'}: nothing to draw; train first, with train.watch_every > 0")
     steps = [line["step"] for line in lines]
+    shades = pyplot.get_cmap("viridis").with_extremes(bad="tab:red")
     figure, axes = pyplot.subplots(
         len(STACKS), len(LAYER_STATISTICS), figsize=(3 * len(LAYER_STATISTICS), 5), layout="constrained", squeeze=False
     )
     for row, stack in zip(axes, STACKS, strict=True):
         for axis, (name, (title, scale)) in zip(row, LAYER_STATISTICS.items(), strict=True):
-            values = np.array([line[stack][name] for line in lines], np.float64).T
+            # null, what was not finite, becomes NaN.
+            values = np.ma.masked_invalid(np.array([line[stack][name] for line in lines], np.float64).T)
+            finite = values.compressed()
             if scale == "log":
                 # Of what spans more decades than eyes can tell apart, the lowest are drawn as one; zeros with them.
-                top = max(values.max(), 1e-30)
-                least = max(values[values > 0].min(initial=top), 1e-8 * top) / 1.01
+                top = max(finite.max(initial=0), 1e-30)
+                least = max(finite[finite > 0].min(initial=top), 1e-8 * top) / 1.01
                 norm: colors.Normalize = colors.LogNorm(least, top)
                 values = np.maximum(values, least)
             else:
                 norm = colors.Normalize()
             # A column is drawn from its update to the next.
             edges = [*steps, steps[-1] + max(1, steps[-1] - steps[-2] if len(steps) > 1 else 1)]
-            mesh = axis.pcolormesh(edges, np.arange(len(values) + 1) + 0.5, values, norm=norm, cmap="viridis")
+            mesh = axis.pcolormesh(edges, np.arange(len(values) + 1) + 0.5, values, norm=norm, cmap=shades)
             figure.colorbar(mesh, ax=axis)
             axis.set(title=f"{stack}: {title}", xlabel="update", ylabel="layer")
             axis.title.set_fontsize(9)

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from branchnorm_jax.model.parameters import STACKS, Params, layer_norms
+from branchnorm_jax.model.parameters import STACKS, Params, norm_by_layer
 from branchnorm_jax.model.transformer import Transformer
 from branchnorm_jax.options import Config
 from branchnorm_jax.training.optimizer import make_optimizer
@@ -67,8 +67,8 @@ def measure(config: Config, model: Transformer, params: Params, branch_scale: ja
         by_params, by_probes = jax.grad(loss, argnums=(0, 1))(params, probes)
         steps, _ = optimizer.update(by_params, optimizer.init(params), params)
         rate = config.train.learning_rate
-        sizes = {stack: rate * layer_norms(steps[stack]) / layer_norms(params[stack]) for stack in STACKS}
-        return {stack: layer_norms(probe) for stack, probe in by_probes.items()}, sizes
+        sizes = {stack: rate * norm_by_layer(steps[stack]) / norm_by_layer(params[stack]) for stack in STACKS}
+        return {stack: norm_by_layer(probe) for stack, probe in by_probes.items()}, sizes
 
     tokens = max(1, min(source_length, JACOBIAN_INPUTS // width))
 

@@ -87,8 +87,10 @@ def ended(workdir: Workdir, config: Config) -> str:
     """How a run with this very config ended, "done" or "diverged"; "" if it is still to be trained or evaluated."""
     if not (workdir / "config.json").exists() or configs.load(workdir / "config.json") != config:
         return ""
-    status = read_json(workdir / "status.json").get("status")
-    return status if status == "diverged" or (status == "done" and (workdir / "results.json").exists()) else ""
+    status, results = read_json(workdir / "status.json").get("status"), workdir / "results.json"
+    # Scores that are older than the status are those of a shorter run, or of other options.
+    evaluated = results.exists() and results.stat().st_mtime >= (workdir / "status.json").stat().st_mtime
+    return status if status == "diverged" or (status == "done" and evaluated) else ""
 
 
 def collect(folders: Mapping[str, tuple[Run, Workdir]], split: str = "test") -> list[dict[str, Any]]:
@@ -119,13 +121,22 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def compare(rows: list[dict[str, Any]], folders: Mapping[str, tuple[Run, Workdir]], baseline: str, lang: str) -> None:
-    """Adds to each row the p-value of its difference from the run that has the method `baseline` and else the same."""
+    """Adds to each row the p-value of its difference from its baseline.
+
+    That is the run of the method `baseline` all of whose other axes this run has, too: options that only this run's
+    grid names, such as a T that the baseline does not know, stand in no way.
+    """
     for row in rows:
         run, workdir = folders[row["run"]]
-        other = name_of(run | {"method": baseline})
+        method = run.get("method", "")
+        partners = [
+            folder
+            for other, folder in folders.values()
+            if other.get("method") == baseline != method and (other | {"method": method}).items() <= run.items()
+        ]
         row["p_value"] = None
-        if other != row["run"] and other in folders:
-            theirs, ours = (folder / "evaluation" / "test.hypothesis" for folder in (folders[other][1], workdir))
+        if partners:
+            theirs, ours = (folder / "evaluation" / "test.hypothesis" for folder in (partners[0], workdir))
             if theirs.exists() and ours.exists():
                 references = lines(workdir / "evaluation" / "test.reference")
                 row["p_value"] = paired_bootstrap(lines(theirs), lines(ours), references, lang).p_value

@@ -12,7 +12,6 @@ import numpy as np
 from branchnorm_jax.data.tokenizer import Tokenizer
 from branchnorm_jax.decoding.beam import Hypotheses, beam_search
 from branchnorm_jax.model.blocks import Cache
-from branchnorm_jax.model.losses import UNUSED_NLL
 from branchnorm_jax.model.parameters import Params
 from branchnorm_jax.model.transformer import Transformer, source_mask
 from branchnorm_jax.options import EOS, PAD, DecodeConfig, ModelConfig
@@ -175,9 +174,7 @@ class Translator:
         @jax.jit
         def forced(params: Params, branch_scale: jax.Array, source: jax.Array, target: jax.Array) -> jax.Array:
             inputs = jnp.pad(target[:, :-1], ((0, 0), (1, 0)), constant_values=EOS)
-            log_probs = jax.nn.log_softmax(self.model(params, source, inputs, branch_scale))
-            chosen = jnp.take_along_axis(log_probs, target[..., None], axis=-1)[..., 0]
-            chosen = jnp.where(self.model.output(params).used_V[target], chosen, -UNUSED_NLL)
-            return jnp.where(target != PAD, chosen, 0.0).sum(1)
+            nll, _ = self.model.output(params).nll(self.model(params, source, inputs, branch_scale), target)
+            return -jnp.where(target != PAD, nll, 0.0).sum(1)
 
         return forced

@@ -1,7 +1,7 @@
 """Encoder and decoder layers. One residual function serves all methods: it reads the recipe, never a name."""
 
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
@@ -106,7 +106,7 @@ class Block(nn.Module):
             z = z - self.param(f"{name}_shift", nn.initializers.zeros, ())
         h = checkpoint_name(branch(z), "branch")
         h = self._norm(f"{name}_branch_norm", h) if name in recipe.branch_norm else h
-        h = dropout(h, self.config.dropout, site_key(layer.key, site)).astype(x.dtype)
+        h = dropout(h.astype(x.dtype), self.config.dropout, site_key(layer.key, site))
         a = self._weight("skip", name, layer.skip) if stream.spread is None else stream.spread
         h = self._weight("branch", name, layer.branch) * h
         y = a * x + h if bottom is None else a * x + h + bottom
@@ -115,7 +115,8 @@ class Block(nn.Module):
         elif recipe.post:
             y = self._norm(f"{name}_post_norm", y)
         if self.is_mutable_collection("watch"):
-            self.sow("watch", "branch", rms(h) / rms(a * x))
+            self.sow("watch", "branch", mean_square(h))
+            self.sow("watch", "skip", mean_square(a * x))
         if stream.total is not None:
             stream = stream._replace(total=stream.total + h)
         if stream.spread is not None:
@@ -238,9 +239,31 @@ def make_block(config: ModelConfig, recipe: Recipe, stack: str) -> EncoderBlock 
     return EncoderBlock(config, recipe) if stack == "encoder" else DecoderBlock(config, recipe)
 
 
-def rms(x: jax.Array) -> jax.Array:
-    """Root of the mean square of all elements, float32 []."""
-    return jnp.sqrt(jnp.square(x.astype(jnp.float32)).mean())
+def mean_square(x: jax.Array) -> jax.Array:
+    """Of each row of [B, T, D], float32 [B]: means over rows, which devices share, are for later."""
+    return jnp.square(x.astype(jnp.float32)).mean((1, 2))
+
+
+def watched(before: jax.Array, after: jax.Array, sown: Mapping[str, Any]) -> dict[str, jax.Array]:
+    """What a layer shows of itself, row by row: see `training/watch.py`.
+
+    Args:
+      before: its input, [B, T, D].
+      after: its output.
+      sown: what its parts sowed in "watch".
+
+    Returns:
+      branch, skip: mean squares of b F and a x, [sub-layers, B]; cosine of input and output and sparsity of the hidden
+      feed-forward units, [B].
+    """
+    x, y = before.astype(jnp.float32), after.astype(jnp.float32)
+    squares = jnp.square(x).sum(-1) * jnp.square(y).sum(-1)
+    return {
+        "branch": jnp.stack(sown["branch"]),
+        "skip": jnp.stack(sown["skip"]),
+        "cosine": ((x * y).sum(-1) * jax.lax.rsqrt(squares + 1e-20)).mean(1),
+        "sparsity": sown["ffn"]["sparsity"][0],
+    }
 
 
 def write_cache(cached: KeysValues, new: KeysValues, position: jax.Array) -> KeysValues:

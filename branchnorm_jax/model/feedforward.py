@@ -44,7 +44,7 @@ class FeedForward(nn.Module):
         else:
             h_BTF = jax.nn.relu(h_BTF)
         if self.is_mutable_collection("watch"):
-            self.sow("watch", "sparsity", (h_BTF == 0).mean())
+            self.sow("watch", "sparsity", (h_BTF == 0).mean((1, 2), jnp.float32))
         h_BTF = dropout(h_BTF, self.dropout, key)
         if self.inner_norm:
             h_BTF = Norm(self.inner_norm, name="inner_norm")(h_BTF)

@@ -9,8 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-UNUSED_NLL = 50.0
-"""What a word costs that gets no probability, nats: dear, but finite."""
+from branchnorm_jax.model.output import Output, product
 
 
 class LossSums(NamedTuple):
@@ -21,21 +20,13 @@ class LossSums(NamedTuple):
     tokens: jax.Array
 
 
-class Output(NamedTuple):
-    """The last layer: logits = x W^T + b in float32, -inf for words that are not used."""
+class Blocks(NamedTuple):
+    """How the logits of a batch are cut into blocks."""
 
-    table_VD: jax.Array
-    """W in float32, multiplied in the type of x."""
-    bias_V: jax.Array | None
-    """b in float32, if there is one."""
-    used_V: jax.Array
-    """bool."""
-
-    def logits(self, x: jax.Array) -> jax.Array:
-        """[..., D] -> [..., V] float32."""
-        logits = _product("...d,vd->...v", x, self.table_VD.astype(x.dtype))
-        logits = logits if self.bias_V is None else logits + self.bias_V
-        return jnp.where(self.used_V, logits, -jnp.inf)
+    block_bytes: int = 2**27
+    """Of the float32 logits that one device holds at once; at least those of one position of each of its rows."""
+    shards: int = 1
+    """Devices that the rows are split over."""
 
 
 def smoothed_cross_entropy(
@@ -44,9 +35,9 @@ def smoothed_cross_entropy(
     targets_BT: jax.Array,
     weights_BT: jax.Array,
     smoothing: float,
-    block_bytes: int = 2**25,
+    blocks: Blocks = Blocks(),  # noqa: B008
 ) -> LossSums:
-    """Label-smoothed cross-entropy in fairseq's form (since 2021), of which `loss` alone has a gradient.
+    """Label-smoothed cross-entropy in fairseq's form (since 2021).
 
     The cross-entropy against q(target) = 1 - eps and q(any other word) = s = eps / (V - 1), with logits z:
 
@@ -62,60 +53,66 @@ def smoothed_cross_entropy(
       targets_BT: int [B, T], the words to predict.
       weights_BT: [B, T], 1 at real tokens and 0 at padding.
       smoothing: eps.
-      block_bytes: of the float32 logits that are held at once; at least those of one position of every row are.
+      blocks: how much is held at once.
+
+    Returns:
+      Sums of which `loss` has a gradient, by x and `output`; all others are constants to a gradient.
     """
-    weights_BT = weights_BT.astype(jnp.promote_types(x_BTD.dtype, jnp.float32))
-    loss, nll = _sums(smoothing, block_bytes, x_BTD, output, targets_BT, weights_BT)
-    return LossSums(loss, nll, weights_BT.sum())
+    weights_BT = jax.lax.stop_gradient(weights_BT.astype(jnp.promote_types(x_BTD.dtype, jnp.float32)))
+    loss, nll = _sums(smoothing, blocks, x_BTD, output, targets_BT, weights_BT)
+    return LossSums(loss, jax.lax.stop_gradient(nll), weights_BT.sum())
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _sums(
-    smoothing: float, block_bytes: int, x: jax.Array, output: Output, targets: jax.Array, weights: jax.Array
+    smoothing: float, blocks: Blocks, x: jax.Array, output: Output, targets: jax.Array, weights: jax.Array
 ) -> Any:
-    split, _ = _blocks(block_bytes, output, x)
+    split, _ = _cut(blocks, output, x)
     all_words = _all_words(output)
 
     def block(part: tuple[jax.Array, ...]) -> jax.Array:
-        return _terms(smoothing, output, all_words, *_flatten(part))[0]
+        return _terms(smoothing, output, all_words, *part)[0]
 
     loss, nll = jax.lax.map(block, tuple(map(split, (x, targets, weights)))).sum(0)
     return loss, nll
 
 
 def _forward(
-    smoothing: float, block_bytes: int, x: jax.Array, output: Output, targets: jax.Array, weights: jax.Array
+    smoothing: float, blocks: Blocks, x: jax.Array, output: Output, targets: jax.Array, weights: jax.Array
 ) -> Any:
-    split, join = _blocks(block_bytes, output, x)
+    split, join = _cut(blocks, output, x)
     parts = tuple(map(split, (x, targets, weights)))
     all_words = _all_words(output)
-    # Slices of W's gradient: its sum over several blocks then needs no second array of its size.
-    slices = math.gcd(x.shape[-1], 8) if len(parts[0]) > 1 else 1
-    slice_width = x.shape[-1] // slices
+    # W's gradient grows in slices, so that what is added to it is no larger than a block either.
+    width, words = x.shape[-1], len(output.table_VD)
+    fits = blocks.block_bytes // (4 * words) if len(parts[0]) > 1 else width
+    slice_width = max(n for n in range(1, width + 1) if width % n == 0 and n <= max(1, fits))
 
     def block(gradient: tuple[jax.Array, jax.Array | None], part: tuple[jax.Array, ...]) -> Any:
         by_table, by_bias = gradient
-        x, *labels = _flatten(part)
-        sums, by_logits = _terms(smoothing, output, all_words, x, *labels)
+        x = part[0]
+        sums, by_logits = _terms(smoothing, output, all_words, *part)
         rough = by_logits.astype(x.dtype)
 
         def add(index: jax.Array, by_table: jax.Array) -> jax.Array:
             at = index * slice_width
-            more = _product("nv,nd->vd", rough, jax.lax.dynamic_slice_in_dim(x, at, slice_width, 1))
-            so_far = jax.lax.dynamic_slice_in_dim(by_table, at, slice_width, 1)
-            return jax.lax.dynamic_update_slice_in_dim(by_table, so_far + more, at, 1)
+            more = product("gnv,gnd->gvd", rough, jax.lax.dynamic_slice_in_dim(x, at, slice_width, 2))
+            so_far = jax.lax.dynamic_slice_in_dim(by_table, at, slice_width, 2)
+            return jax.lax.dynamic_update_slice_in_dim(by_table, so_far + more, at, 2)
 
-        by_table = jax.lax.fori_loop(0, slices, add, by_table)
-        by_x = _product("nv,vd->nd", rough, output.table_VD.astype(x.dtype)).astype(x.dtype)
-        by_bias = jax.tree.map(lambda total: total + by_logits.sum(0), by_bias)
-        return (by_table, by_bias), (sums, by_x.reshape(part[0].shape))
+        by_table = jax.lax.fori_loop(0, width // slice_width, add, by_table)
+        by_bias = jax.tree.map(lambda total: total + by_logits.sum(1), by_bias)
+        by_x = product("gnv,vd->gnd", rough, output.table_VD.astype(x.dtype)).astype(x.dtype)
+        return (by_table, by_bias), (sums, by_x)
 
-    start = jax.tree.map(jnp.zeros_like, (output.table_VD, output.bias_V))
+    # Each shard of the rows adds up its own: what the devices exchange, they exchange once, at the end.
+    start = jax.tree.map(lambda leaf: jnp.zeros((blocks.shards, *leaf.shape)), (output.table_VD, output.bias_V))
     by_output, (sums, by_x) = jax.lax.scan(block, start, parts)
+    by_output = jax.tree.map(lambda total: total.sum(0), by_output)
     return tuple(sums.sum(0)), (join(by_x), *by_output, output.used_V, targets, weights)
 
 
-def _backward(smoothing: float, block_bytes: int, kept: Any, cotangents: tuple[jax.Array, jax.Array]) -> Any:
+def _backward(smoothing: float, blocks: Blocks, kept: Any, cotangents: tuple[jax.Array, jax.Array]) -> Any:
     by_x, by_table, by_bias, used, targets, weights = kept
     by_x, by_table, by_bias = jax.tree.map(lambda g: (cotangents[0] * g).astype(g.dtype), (by_x, by_table, by_bias))
     no_used, no_targets = (np.zeros(array.shape, jax.dtypes.float0) for array in (used, targets))
@@ -128,23 +125,23 @@ _sums.defvjp(_forward, _backward)
 def _terms(
     smoothing: float,
     output: Output,
-    all_words: tuple[jax.Array, ...],
+    all_words: tuple[jax.Array, jax.Array, jax.Array],
     x: jax.Array,
     targets: jax.Array,
     weights: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
-    """Of one block of n positions: the sums [loss, nll] [2], and the gradient of the loss by the logits [n, V]."""
+    """Of a block [shards, n, ...]: the sums [loss, nll] [2], and the gradient of the loss by the logits [.., V]."""
     table_D, bias, words = all_words
     share = smoothing / jnp.maximum(words - 1, 1)
     certain = 1 - smoothing - share
     logits = output.logits(x)
-    normaliser = jax.nn.logsumexp(logits, axis=-1)
-    target = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
-    nll = jnp.where(output.used_V[targets], normaliser - target, UNUSED_NLL)
+    nll, normaliser = output.nll(logits, targets)
     every = x.astype(table_D.dtype) @ table_D + bias
     loss = normaliser - certain * (normaliser - nll) - share * every
+    # Where the target is not used, z_target is the normaliser less a constant.
+    mass = jnp.where(output.used_V[targets], 1.0, 1 - certain)[..., None]
     wanted = jnp.where(jnp.arange(logits.shape[-1]) == targets[..., None], certain, 0.0) + share
-    by_logits = jnp.exp(logits - normaliser[..., None]) - jnp.where(output.used_V, wanted, 0.0)
+    by_logits = mass * jnp.exp(logits - normaliser[..., None]) - jnp.where(output.used_V, wanted, 0.0)
     return jnp.stack([(weights * loss).sum(), (weights * nll).sum()]), weights[..., None] * by_logits
 
 
@@ -155,30 +152,26 @@ def _all_words(output: Output) -> tuple[jax.Array, jax.Array, jax.Array]:
     return used @ output.table_VD, bias, used.sum()
 
 
-def _flatten(part: tuple[jax.Array, ...]) -> list[jax.Array]:
-    """[B, t, ...] -> [n, ...]: two dimensions are what the compilers multiply without copies."""
-    return [array.reshape(-1, *array.shape[2:]) for array in part]
+def _cut(
+    blocks: Blocks, output: Output, x: jax.Array
+) -> tuple[Callable[[jax.Array], jax.Array], Callable[[jax.Array], jax.Array]]:
+    """Two functions: [B, T, ...] -> [blocks, shards, n, ...], filled up with zeros, and back.
 
-
-def _product(letters: str, a: jax.Array, b: jax.Array) -> jax.Array:
-    """A product summed, and returned, in float32 at least."""
-    return jnp.einsum(letters, a, b, preferred_element_type=jnp.promote_types(a.dtype, jnp.float32))
-
-
-def _blocks(
-    block_bytes: int, output: Output, x: jax.Array
-) -> tuple[Callable[..., jax.Array], Callable[..., jax.Array]]:
-    """Two functions: [B, T, ...] -> [blocks, B, t, ...], filled up with zeros, and back."""
+    A block holds t positions of every row, n = t B / shards.
+    """
     rows, length = x.shape[:2]
-    at_once = max(1, block_bytes // (4 * rows * output.table_VD.shape[0]))
+    shards = blocks.shards
+    at_once = max(1, blocks.block_bytes // (4 * (rows // shards) * output.table_VD.shape[0]))
     count = math.ceil(length / at_once)
     size = math.ceil(length / count)
 
     def split(array: jax.Array) -> jax.Array:
         filled = jnp.pad(array, ((0, 0), (0, count * size - length), *((0, 0),) * (array.ndim - 2)))
-        return jnp.moveaxis(filled.reshape(rows, count, size, *array.shape[2:]), 1, 0)
+        parts = jnp.moveaxis(filled.reshape(rows, count, size, *array.shape[2:]), 1, 0)
+        return parts.reshape(count, shards, -1, *array.shape[2:])
 
     def join(parts: jax.Array) -> jax.Array:
-        return jnp.moveaxis(parts, 0, 1).reshape(rows, count * size, *parts.shape[3:])[:, :length]
+        whole = parts.reshape(count, rows, size, *parts.shape[3:])
+        return jnp.moveaxis(whole, 0, 1).reshape(rows, count * size, *parts.shape[3:])[:, :length]
 
     return split, join

@@ -86,7 +86,7 @@ def init_stack(config: ModelConfig, recipe: Recipe, depth: Depth, stack: str, ke
     return jax.tree_util.tree_map_with_path(scaled, jax.vmap(init_layer)(keys))
 
 
-def layer_norms(tree: Any) -> jax.Array:
+def norm_by_layer(tree: Any) -> jax.Array:
     """Norm over all leaves [L, ...] together, for each layer: [L]."""
     squares = [jnp.square(leaf).reshape(leaf.shape[0], -1).sum(-1) for leaf in jax.tree.leaves(tree)]
     return jnp.sqrt(sum(squares, jnp.zeros(())))

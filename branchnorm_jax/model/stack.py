@@ -11,11 +11,15 @@ Carry = Any
 PerLayer = Any
 Layer = Callable[[Carry, PerLayer], tuple[Carry, PerLayer]]
 
-REMAT = ("none", "full", "save_branches", "nested")
-"""What the backward pass keeps, and so what it computes again (see `run_stack`)."""
+POLICIES: dict[str, Any] = {
+    "save_branches": jax.checkpoint_policies.save_only_these_names("projection", "context", "branch"),
+    "full": None,
+    "nested": None,
+}
+"""What the backward pass keeps of a layer beside its input; the names are those of `attention.py` and `blocks.py`."""
 
-SAVED = ("projection", "context", "branch")
-"""Names that `save_branches` keeps beside the carry: see `attention.py` and `blocks.py`."""
+REMAT = ("none", *POLICIES)
+"""All choices, see `run_stack`."""
 
 
 def run_stack(
@@ -66,27 +70,33 @@ def run_stack(
             outputs.append(output)
         return carry, jax.tree.map(lambda *leaves: jnp.stack(leaves), *outputs)
 
-    if remat != "none":
-        policy = jax.checkpoint_policies.save_only_these_names(*SAVED) if remat == "save_branches" else None
-        # Under a scan the loop itself keeps XLA from merging the two computations of a layer.
-        layer = jax.checkpoint(layer, policy=policy, prevent_cse=not scan)
+    depth = depth_of(per_layer)
     if remat != "nested":
-        return run(layer, carry, per_layer, unroll)
+        return run(remembering(layer, remat, looped=scan and unroll < depth), carry, per_layer, unroll)
 
     def run_group(carry: Carry, layers: PerLayer) -> tuple[Carry, PerLayer]:
-        return run(layer, carry, layers, unroll)
+        looped = scan and unroll < depth_of(layers)
+        return run(remembering(layer, "full", looped), carry, layers, unroll)
 
-    depth = depth_of(per_layer)
     group = min(group or best_group(depth, size_of(carry), size_of(per_layer) / depth), depth)
     whole = depth - depth % group
     groups = jax.tree.map(lambda leaf: leaf[:whole].reshape(-1, group, *leaf.shape[1:]), per_layer)
-    carry, outputs = run(jax.checkpoint(run_group, prevent_cse=not scan), carry, groups)
+    carry, outputs = run(remembering(run_group, remat, looped=scan and group < whole), carry, groups)
     outputs = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), outputs)
     if whole < depth:
         rest = jax.tree.map(lambda leaf: leaf[whole:], per_layer)
-        carry, last = jax.checkpoint(run_group)(carry, rest)
+        carry, last = remembering(run_group, remat)(carry, rest)
         outputs = jax.tree.map(lambda *leaves: jnp.concatenate(leaves), outputs, last)
     return carry, outputs
+
+
+def remembering(layer: Layer, remat: str, looped: bool = False) -> Layer:
+    """The same layer, of which the backward pass keeps what `remat` says.
+
+    `looped` promises that the layer runs in a loop of the compiled program. The loop keeps XLA from merging the two
+    computations of a layer into one whose results are kept after all; without it a barrier has to.
+    """
+    return layer if remat == "none" else jax.checkpoint(layer, policy=POLICIES[remat], prevent_cse=not looped)
 
 
 def best_group(depth: int, carry_bytes: float, layer_bytes: float) -> int:

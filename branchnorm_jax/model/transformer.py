@@ -9,16 +9,25 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from branchnorm_jax.model.blocks import Block, Cache, LayerInput, Stream, make_attention, make_block, write_cache
+from branchnorm_jax.model.blocks import (
+    Block,
+    Cache,
+    LayerInput,
+    Stream,
+    make_attention,
+    make_block,
+    watched,
+    write_cache,
+)
 from branchnorm_jax.model.combination import combined
 from branchnorm_jax.model.dropout import dropout
 from branchnorm_jax.model.embedding import drop_words, embed, fix_norm, sinusoids
-from branchnorm_jax.model.losses import Output
 from branchnorm_jax.model.methods import get_recipe
 from branchnorm_jax.model.norms import apply_norm, final_kind
+from branchnorm_jax.model.output import Output
 from branchnorm_jax.model.parameters import STACKS, Params, by_layer, init_parameters
 from branchnorm_jax.model.recipe import ONE, Depth, Recipe, Rule, Weight
-from branchnorm_jax.model.stack import run_stack
+from branchnorm_jax.model.stack import remembering, run_stack
 from branchnorm_jax.options import EOS, PAD, ModelConfig
 
 
@@ -112,7 +121,7 @@ class Transformer:
 
         `arguments` is what every block takes beside stream and `LayerInput`. `sown` asks the blocks to return what they
         measure instead: "profile", the spread before each of their sub-layers (see `admin.py`), or "watch" (see
-        `watched`).
+        `blocks.watched`).
         """
         key = _fold(key, STACKS.index(stack))
         positions_BTD = self._positions(tokens_BT.shape[1])[count_before(tokens_BT)]
@@ -121,7 +130,7 @@ class Transformer:
         return self._run_layers(params, stack, x_BTD, inputs, lambda _: arguments, sown=sown)
 
     def output(self, params: Params) -> Output:
-        """The last layer, for `losses.py`."""
+        """The last layer."""
         used = np.ones(self.target_vocab, bool)
         used[list(self.unused)] = False
         return Output(self._table(params, "output"), params["embedding"].get("bias"), jnp.asarray(used))
@@ -228,8 +237,11 @@ class Transformer:
         remat = c.remat if per_layer is None else "none"
         run = functools.partial(run_stack, scan=c.scan, remat=remat, group=c.group, unroll=c.unroll)
         if recipe.stream.startswith("combination"):
+            # The sums of all layers are a linear carry, which need not be kept: the layers alone are made again.
+            kept = remembering(layer, "full" if remat == "nested" else remat)
+            run = functools.partial(run, remat="none")
             combine, carry, inputs = combined(
-                layer, params[f"{stack}_combination"], x, scanned, norm=c.norm, post=recipe.stream.endswith("post")
+                kept, params[f"{stack}_combination"], x, scanned, norm=c.norm, post=recipe.stream.endswith("post")
             )
             (stream, _), outputs = run(combine, carry, inputs)
         else:
@@ -318,21 +330,6 @@ def causal_mask(length: int) -> jax.Array:
 def source_mask(source_BS: jax.Array) -> jax.Array:
     """[B, 1, S], True at real tokens."""
     return (source_BS != PAD)[:, None, :]
-
-
-def watched(before: jax.Array, after: jax.Array, sown: Mapping[str, Any]) -> dict[str, jax.Array]:
-    """What is worth watching of one layer, float32 [] each, over all positions, padding included.
-
-    branch: rms(b F) / rms(a x), the mean of its sub-layers. cosine: of its input and output, the mean over positions.
-    sparsity: share of hidden feed-forward units that are exactly 0.
-    """
-    x, y = before.astype(jnp.float32), after.astype(jnp.float32)
-    squares = jnp.square(x).sum(-1) * jnp.square(y).sum(-1)
-    return {
-        "branch": jnp.stack(sown["branch"]).mean(),
-        "cosine": ((x * y).sum(-1) * jax.lax.rsqrt(squares + 1e-20)).mean(),
-        "sparsity": sown["ffn"]["sparsity"][0],
-    }
 
 
 def _fold(key: jax.Array | None, index: int) -> jax.Array | None:

@@ -27,7 +27,7 @@ def make_mesh(config: ParallelConfig, row_multiple: int) -> Mesh:
       row_multiple: rows of a microbatch are a multiple of this, and the data axis must divide it; 0: it need not.
     """
     devices = jax.device_count()
-    data = config.data or devices // config.model
+    data = data_size(config)
     if data * config.model != devices:
         raise UserError(
             f"config: parallel.data={config.data or 'rest'} x parallel.model={config.model} does not match the "
@@ -39,6 +39,11 @@ def make_mesh(config: ParallelConfig, row_multiple: int) -> Mesh:
             f"; set data.row_multiple to a multiple of {data} x train.accumulation"
         )
     return jax.make_mesh((data, config.model), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+
+
+def data_size(config: ParallelConfig) -> int:
+    """Size of the mesh axis that splits batches."""
+    return config.data or jax.device_count() // config.model
 
 
 def sharding(mesh: Mesh, *logical: str | None) -> NamedSharding:

@@ -164,8 +164,8 @@ class Run:
                 return
             step, metrics, batch = pending
             pending = None
-            metrics, layers = metrics._replace(layers={}), jax.device_get(metrics.layers)
-            metrics = jax.tree.map(float, jax.device_get(metrics))
+            layers = metrics.layers
+            metrics = jax.tree.map(float, jax.device_get(metrics._replace(layers={})))
             seconds = time.perf_counter() - self.clock
             self.clock = time.perf_counter()
             self.memory.train_seconds += seconds
@@ -181,15 +181,14 @@ class Run:
             self.memory.skipped_in_a_row = self.memory.skipped_in_a_row + 1 if skipped else 0
             check_skipped(step, self.memory.skipped_in_a_row, layers)
             if c.log_every and (step % c.log_every == 0 or step == self.total - 1 or skipped):
-                scalars = {name: value for name, value in metrics._asdict().items() if name != "layers"}
+                scalars = metrics._asdict()
+                del scalars["layers"]
                 line = {"step": step, **scalars, "seconds": seconds, "batch": batch.digest()}
                 line["target_tokens"] = int(metrics.target_tokens)
                 metrics_log.write(line)
                 self.tensorboard.write(step, scalars)
             if c.watch_every and (step % c.watch_every == 0 or step == self.total - 1):
-                # Four digits are more than a picture shows, and half the file.
-                rounded = jax.tree.map(lambda values: [float(f"{value:.3e}") for value in values], layers)
-                layers_log.write({"step": step, **rounded})
+                layers_log.write({"step": step, **jax.tree.map(rounded, jax.device_get(layers))})
             rate = sum(tokens for tokens, _ in recent) / sum(seconds for _, seconds in recent)
             bar.set_postfix_str(
                 f"loss {metrics.loss:.3f} lr {metrics.learning_rate:.2e} alpha {metrics.alpha:.3f} {rate:,.0f} tok/s",
@@ -327,6 +326,11 @@ class Run:
             f"({100 * self.plan.fill:.1f} % real tokens)"
         )
         logs.say(f"from step {self.step} to {self.total}")
+
+
+def rounded(values: jax.Array) -> list[float | None]:
+    """For JSON: four digits, more than a picture shows and half the file; null for what is not finite."""
+    return [float(f"{value:.3e}") if math.isfinite(value) else None for value in values]
 
 
 def _due(step: int, start: int, every: int) -> bool:

@@ -7,12 +7,14 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from branchnorm_jax.model.losses import LossSums, smoothed_cross_entropy
-from branchnorm_jax.model.parameters import STACKS, Params, layer_norms
+from branchnorm_jax.model.losses import Blocks, LossSums, smoothed_cross_entropy
+from branchnorm_jax.model.parameters import Params
 from branchnorm_jax.model.transformer import Transformer, decoder_inputs
 from branchnorm_jax.options import PAD, Config
+from branchnorm_jax.parallel.mesh import data_size
 from branchnorm_jax.training import schedules
 from branchnorm_jax.training.state import DROPOUT_STREAM, Batch, TrainState
+from branchnorm_jax.training.watch import layer_statistics
 
 
 class Metrics(NamedTuple):
@@ -27,8 +29,7 @@ class Metrics(NamedTuple):
     layers: dict[str, dict[str, jax.Array]] = {}  # noqa: RUF012
     """By stack and statistic, float32 [L], if `train.watch_every` asks for it.
 
-    gradient: norm over the layer's parameters. update: norm of their change over their own. The others: see
-    `model.transformer.watched`.
+    See `watch.layer_statistics`.
     """
 
 
@@ -41,13 +42,16 @@ def loss_sums(
     key: jax.Array | None = None,
     probes: Mapping[str, jax.Array] | None = None,
     sown: str = "",
+    shards: int = 1,
 ) -> tuple[LossSums, dict[str, Any]]:
-    """Smoothed cross-entropy of a batch under teacher forcing, and what `Transformer.hidden` returns beside."""
+    """Smoothed cross-entropy of a batch under teacher forcing, and what `Transformer.hidden` returns beside.
+
+    `shards` is the number of devices that the rows are split over.
+    """
     inputs = decoder_inputs(batch.target)
     x_BTD, by_layer = model.hidden(params, batch.source, inputs, branch_scale, key, probes, sown)
-    block_bytes = model.config.logits_mb * 2**20
-    real = batch.target != PAD
-    return smoothed_cross_entropy(x_BTD, model.output(params), batch.target, real, smoothing, block_bytes), by_layer
+    blocks, real = Blocks(model.config.logits_mb * 2**20, shards), batch.target != PAD
+    return smoothed_cross_entropy(x_BTD, model.output(params), batch.target, real, smoothing, blocks), by_layer
 
 
 def make_train_step(
@@ -58,6 +62,7 @@ def make_train_step(
     learning_rate = schedules.learning_rate(train, config.model.width)
     alpha = schedules.alpha(config.model)
     parts, sown = train.accumulation, "watch" if train.watch_every else ""
+    shards = data_size(config.parallel)
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         alpha_t, rate = alpha(state.step), learning_rate(state.step) * state.rate_scale
@@ -65,7 +70,9 @@ def make_train_step(
         tokens = (batch.target != PAD).sum().astype(jnp.float32)
 
         def part_loss(params: Params, part: Batch, part_key: jax.Array) -> tuple[jax.Array, Any]:
-            sums, by_layer = loss_sums(model, params, part, alpha_t, train.label_smoothing, part_key, sown=sown)
+            sums, by_layer = loss_sums(
+                model, params, part, alpha_t, train.label_smoothing, part_key, None, sown, shards
+            )
             return sums.loss / tokens, (sums.nll / tokens, jax.tree.map(lambda value: value / parts, by_layer))
 
         gradient = jax.value_and_grad(part_loss, has_aux=True)
@@ -91,9 +98,7 @@ def make_train_step(
                 lambda new, old: jnp.where(good, new, old), (params, opt_state), (state.params, state.opt_state)
             )
         if sown:
-            for stack in STACKS:
-                layers[stack]["gradient"] = layer_norms(grads[stack])
-                layers[stack]["update"] = rate * layer_norms(directions[stack]) / layer_norms(state.params[stack])
+            layers = layer_statistics(layers, grads, directions, state.params, rate)
         metrics = Metrics(loss, nll, rate, alpha_t, optax.tree.norm(grads), tokens, layers)
         return TrainState(state.step + 1, params, opt_state, state.rate_scale), metrics
 

@@ -9,6 +9,7 @@ from branchnorm_jax.analysis import sweep
 from branchnorm_jax.errors import UserError
 from branchnorm_jax.evaluation.significance import paired_bootstrap
 from branchnorm_jax.options import Config
+from branchnorm_jax.workdir import Workdir
 from tests.conftest import HASTY, run_main
 
 
@@ -73,6 +74,29 @@ def test_table_of_means_and_stars() -> None:
         "| deepnorm | 29.00 |  |",
         "| rezero |  | 28.00 |",
     ]
+
+
+def test_a_run_is_compared_with_the_baseline_of_the_same_axes(tmp_path: Path) -> None:
+    """An axis that the baseline does not have is no hindrance, another value of one that it has is."""
+    runs = sweep.parse_grid(
+        "method=post_ln,deepnorm depth=6L-6L train.seed=0,1 | method=branchnorm depth=6L-6L,9L-9L train.seed=1 "
+        "model.alpha_steps=200"
+    )
+    folders = {sweep.name_of(run): (run, Workdir(tmp_path / sweep.name_of(run))) for run in runs}
+    right, wrong = ["one two three four five"] * 30, ["six seven eight nine ten"] * 30
+    for run, folder in folders.values():
+        (folder / "evaluation").mkdir(parents=True)
+        # Each method and seed has texts of its own: a wrong partner would be seen.
+        good = (run["method"] == "deepnorm") == (run["train.seed"] == "0")
+        (folder / "evaluation" / "test.hypothesis").write_text("\n".join(right if good else wrong) + "\n")
+        (folder / "evaluation" / "test.reference").write_text("\n".join(right) + "\n")
+    rows = [{"run": name} for name in folders]
+    sweep.compare(rows, folders, "deepnorm", "en")
+    found = {row["run"]: row["p_value"] for row in rows}
+    assert found["deepnorm-6L-6L-seed=0"] is None
+    assert found["post_ln-6L-6L-seed=0"] < 0.01
+    assert found["branchnorm-6L-6L-seed=1-alpha_steps=200"] < 0.01
+    assert found["branchnorm-9L-9L-seed=1-alpha_steps=200"] is None
 
 
 def test_paired_bootstrap_tells_a_real_difference_from_none() -> None:

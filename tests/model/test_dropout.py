@@ -5,7 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from branchnorm_jax.model.blocks import LayerInput, Stream, make_block
 from branchnorm_jax.model.dropout import Site, dropout, random_bits, site_key
+from branchnorm_jax.model.methods import METHODS
+from branchnorm_jax.options import ModelConfig
 
 
 @pytest.mark.parametrize("rate", [0.1, 0.5, 0.9])
@@ -61,6 +64,23 @@ def test_the_gradient_has_the_same_mask() -> None:
     kept = np.asarray(dropout(x, 0.3, key)) != 0
     np.testing.assert_allclose(gradient, np.where(kept, np.arange(100) / 0.7, 0.0), rtol=1e-6)
     np.testing.assert_allclose(y, (gradient * x).sum(), rtol=1e-5)
+
+
+def test_a_bfloat16_branch_is_scaled_exactly() -> None:
+    """A divisor rounded to bfloat16 would make every training activation a sixth of a percent too small."""
+    config = ModelConfig(width=16, ffn_width=16, heads=1, dtype="bfloat16", dropout=0.1, init="")
+    block = make_block(config, METHODS["pre_ln"], "encoder")
+    x, one = jax.random.normal(jax.random.key(0), (2, 5, 16)), jnp.ones(())
+    layer, mask = LayerInput(one, one, one, one > 0), jnp.ones((2, 1, 5), bool)
+    params = block.init(jax.random.key(1), Stream(x), layer, mask)["params"]
+    # Attention alone: without a feed-forward bias and weights the second sub-layer adds nothing.
+    params["ffn"]["fc2"] = jax.tree.map(jnp.zeros_like, params["ffn"]["fc2"])
+    plain, dropped = (
+        block.apply({"params": params}, Stream(x), layer._replace(key=key), mask)[0].x - x
+        for key in (None, jax.random.key(2))
+    )
+    kept = np.asarray(jnp.abs(dropped) > 1e-6)
+    np.testing.assert_allclose(np.median(np.asarray(dropped)[kept] / np.asarray(plain)[kept]), 1 / 0.9, rtol=1e-5)
 
 
 def test_off_without_key_or_rate() -> None:

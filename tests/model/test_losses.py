@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from branchnorm_jax.model.losses import UNUSED_NLL, LossSums, Output, smoothed_cross_entropy
+from branchnorm_jax.model.losses import Blocks, LossSums, smoothed_cross_entropy
+from branchnorm_jax.model.output import UNUSED_NLL, Output
 
 
 def explicit(
@@ -21,15 +22,19 @@ def explicit(
     weights: np.ndarray,
     eps: float,
 ) -> tuple[float, float, tuple[np.ndarray, np.ndarray, np.ndarray]]:
-    """Loss, nll, and the gradient by x, table and bias, in float64, for targets that are used."""
+    """Loss, nll, and the gradient by x, table and bias, in float64. The log-probability of an unused word is -50."""
     logits = np.where(used, x @ table.T + bias, -np.inf)
     log_p = logits - logits.max(-1, keepdims=True)
     log_p -= np.log(np.exp(log_p).sum(-1, keepdims=True))
-    q = np.where(used, eps / (used.sum() - 1), 0.0) * np.ones_like(logits)
-    np.put_along_axis(q, targets[..., None], 1 - eps, axis=-1)
-    loss = -(q * np.where(used, log_p, 0.0)).sum(-1)
-    nll = -np.take_along_axis(log_p, targets[..., None], axis=-1)[..., 0]
-    by_logits = weights[..., None] * (np.exp(log_p) - q)
+    share = eps / (used.sum() - 1)
+    known = used[targets]
+    nll = -np.where(known, np.take_along_axis(log_p, targets[..., None], axis=-1)[..., 0], -UNUSED_NLL)
+    loss = (1 - eps - share) * nll - share * np.where(used, log_p, 0.0).sum(-1)
+    # d log p_v / d z = onehot(v) - p.
+    p, certain = np.exp(log_p), (1 - eps - share) * known[..., None]
+    onehot = np.eye(len(used))[targets]
+    by_logits = certain * (p - onehot) + share * (used.sum() * p - used)
+    by_logits = weights[..., None] * by_logits
     gradient = by_logits @ table, np.einsum("btv,btd->vd", by_logits, x), by_logits.sum((0, 1))
     return float((loss * weights).sum()), float((nll * weights).sum()), gradient
 
@@ -41,26 +46,28 @@ def explicit(
     length=st.integers(1, 7),
     positions=st.integers(1, 8),
     width=st.sampled_from([1, 4, 6, 8]),
+    shards=st.sampled_from([1, 2, 4]),
     with_bias=st.booleans(),
 )
-def test_equals_its_definition(seed: int, eps: float, length: int, positions: int, width: int, with_bias: bool) -> None:
-    """In blocks of any size, whether they divide the length or not."""
+def test_equals_its_definition(
+    seed: int, eps: float, length: int, positions: int, width: int, shards: int, with_bias: bool
+) -> None:
+    """In blocks of any size, whether they divide the length or not, and also for words without probability."""
     random = np.random.default_rng(seed)
-    words, rows = 11, 2
+    words, rows = 11, 4
     x, table = random.normal(size=(rows, length, width)), random.normal(size=(words, width))
     bias = random.normal(size=words) * with_bias
     used = random.random(words) < 0.8
     used[:2] = True
-    targets = random.choice(np.flatnonzero(used), (rows, length))
+    targets = random.integers(0, words, (rows, length))
     weights = random.integers(0, 2, (rows, length)).astype(np.float64)
+    blocks = Blocks(4 * rows // shards * words * positions, shards)
 
     with jax.enable_x64(True):
 
         def loss(x: jax.Array, table: jax.Array, bias: jax.Array) -> tuple[jax.Array, LossSums]:
             output = Output(table, bias if with_bias else None, jnp.asarray(used))
-            sums = smoothed_cross_entropy(
-                x, output, jnp.asarray(targets), jnp.asarray(weights), eps, 4 * rows * words * positions
-            )
+            sums = smoothed_cross_entropy(x, output, jnp.asarray(targets), jnp.asarray(weights), eps, blocks)
             return 3 * sums.loss, sums
 
         alone = loss(*map(jnp.asarray, (x, table, bias)))[1]
@@ -70,6 +77,36 @@ def test_equals_its_definition(seed: int, eps: float, length: int, positions: in
     np.testing.assert_allclose(alone, sums, rtol=1e-12, atol=1e-12)
     for ours, theirs in zip(gradient[: 2 + with_bias], expected, strict=False):
         np.testing.assert_allclose(ours, 3 * theirs, rtol=1e-9, atol=1e-12)
+
+
+def test_the_explicit_gradient_is_that_of_the_explicit_loss() -> None:
+    """By finite differences: the reference, too, wants a reference."""
+    random = np.random.default_rng(0)
+    x, table, bias = random.normal(size=(1, 2, 3)), random.normal(size=(5, 3)), random.normal(size=5)
+    used, targets, weights = np.array([1, 1, 0, 1, 1], bool), np.array([[2, 1]]), np.ones((1, 2))
+    direction = random.normal(size=x.shape)
+    by_x = explicit(x, table, bias, used, targets, weights, 0.3)[2][0]
+    up, down = (explicit(x + s * direction, table, bias, used, targets, weights, 0.3)[0] for s in (1e-6, -1e-6))
+    np.testing.assert_allclose((up - down) / 2e-6, (by_x * direction).sum(), rtol=1e-8)
+
+
+def test_bfloat16_products_with_float32_sums() -> None:
+    """Close to float32, in blocks, with gradients in the types of what they belong to."""
+    keys = jax.random.split(jax.random.key(0), 3)
+    x, table = jax.random.normal(keys[0], (2, 8, 16)), jax.random.normal(keys[1], (50, 16)) / 4
+    targets, weights = jax.random.randint(keys[2], (2, 8), 0, 50), jnp.ones((2, 8))
+
+    def loss(x: jax.Array, table: jax.Array, blocks: Blocks) -> jax.Array:
+        output = Output(table, None, jnp.ones(50, bool))
+        return smoothed_cross_entropy(x, output, targets, weights, 0.1, blocks).loss
+
+    gradient = jax.value_and_grad(loss, argnums=(0, 1))
+    expected, (expected_x, expected_table) = gradient(x, table, Blocks())
+    found, (by_x, by_table) = gradient(x.astype(jnp.bfloat16), table, Blocks(4 * 2 * 50 * 3))
+    assert (found.dtype, by_x.dtype, by_table.dtype) == (jnp.float32, jnp.bfloat16, jnp.float32)
+    np.testing.assert_allclose(found, expected, rtol=3e-3)
+    for ours, theirs in ((by_x, expected_x), (by_table, expected_table)):
+        assert float(jnp.abs(ours - theirs).max()) < 0.02 * float(jnp.abs(theirs).max())
 
 
 def of_logits(logits: np.ndarray, targets: list[int], eps: float, used: np.ndarray | None = None) -> LossSums:
@@ -114,7 +151,7 @@ def test_it_holds_one_block_of_logits() -> None:
     targets, weights = jnp.zeros((16, 32), int), jnp.ones((16, 32))
 
     def loss(x: jax.Array, table: jax.Array) -> jax.Array:
-        return smoothed_cross_entropy(x, Output(table, None, used), targets, weights, 0.1, 2**20).loss
+        return smoothed_cross_entropy(x, Output(table, None, used), targets, weights, 0.1, Blocks(2**20)).loss
 
     memory: Any = jax.jit(jax.grad(loss, argnums=(0, 1))).lower(x, table).compile().memory_analysis()
     assert memory.temp_size_in_bytes < 3 * 2**20

@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 from jax.ad_checkpoint import checkpoint_name
 
 from branchnorm_jax.model.stack import REMAT, best_group, run_stack
+from branchnorm_jax.model.transformer import Transformer
+from branchnorm_jax.options import ModelConfig
 
 
 def layer(x: jax.Array, given: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
@@ -71,6 +73,35 @@ def test_what_is_kept_for_the_backward_pass() -> None:
     assert kept("none") >= 2 * 64 * carry
     assert kept("nested", group=8) == 8 * carry
     assert kept("nested", depth=67, group=8) == 9 * carry
+
+
+DEPTH, CARRY = 16, 3 * 7 * 16
+
+
+def carries_kept(method: str, remat: str) -> float:
+    """Numbers that a real encoder of 16 layers keeps for its backward pass, in carries; parameters and masks apart."""
+    config = ModelConfig(
+        method=method, encoder_layers=DEPTH, decoder_layers=1, width=16, ffn_width=32, heads=2, remat=remat, group=4
+    )
+    model, source = Transformer(config, 30, 30), jnp.ones((3, 7), int)
+
+    def kept(params: Any) -> Any:
+        return jax.vjp(lambda params: model.encode(params, source, jnp.ones(())), params)[1]
+
+    leaves = jax.tree.leaves(jax.eval_shape(kept, model.abstract_params()))
+    # No parameter has a multiple of 3 x 7 numbers.
+    return sum(leaf.size for leaf in leaves if leaf.dtype == jnp.float32 and leaf.size % CARRY == 0) / CARRY
+
+
+@pytest.mark.parametrize("method", ["post_ln", "branchnorm", "residual_dual", "b2t", "dlcl", "dlcl_post"])
+def test_what_real_layers_keep(method: str) -> None:
+    """The second carry of a dual stream is linear and not kept; DLCL keeps what its norms need, but not all sums."""
+    kept = {remat: carries_kept(method, remat) / DEPTH for remat in REMAT}
+    assert 1 <= kept["full"] < (5.5 if method.startswith("dlcl") else 1.2)
+    # q, k, v, context and two branches.
+    assert kept["full"] + 5 <= kept["save_branches"] <= kept["full"] + 6
+    assert kept["none"] > 1.5 * kept["save_branches"]
+    assert kept["nested"] == pytest.approx(kept["full"]) if method.startswith("dlcl") else kept["nested"] < 0.5
 
 
 @given(depth=st.integers(1, 600), carry=st.floats(1, 1e9), layer=st.floats(1, 1e9))

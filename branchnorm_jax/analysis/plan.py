@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 
+from branchnorm_jax.model.stack import size_of
 from branchnorm_jax.model.transformer import Transformer
 from branchnorm_jax.options import Config
 from branchnorm_jax.training.optimizer import make_optimizer
@@ -53,9 +54,6 @@ def make_plan(config: Config, length: float = 32.0) -> dict[str, Any]:
     def count(tree: Any) -> int:
         return sum(leaf.size for leaf in jax.tree.leaves(tree))
 
-    def size(tree: Any) -> int:
-        return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
-
     by_part = {name: count(part) for name, part in params.items()}
     flops = forward_flops(config, length, length, vocabulary)
     recomputed = recomputed_flops(config, flops, length, length)
@@ -65,10 +63,10 @@ def make_plan(config: Config, length: float = 32.0) -> dict[str, Any]:
         "parameters_by_part": by_part,
         "forward_flops_by_part": flops,
         "flops_per_target_token": 3 * sum(flops.values()) + recomputed,
-        "parameter_bytes": size(params),
-        "optimizer_bytes": size(opt_state),
-        "gradient_bytes": size(params),
-        "state_bytes": size(params) + size(opt_state),
+        "parameter_bytes": size_of(params),
+        "optimizer_bytes": size_of(opt_state),
+        "gradient_bytes": size_of(params),
+        "state_bytes": size_of(params) + size_of(opt_state),
         "sentence_length": length,
     }
 

@@ -21,6 +21,7 @@ from branchnorm_jax.errors import BranchNormError, Preempted, StorageError
 from branchnorm_jax.evaluation.bleu import corpus_bleu
 from branchnorm_jax.model.initializers import get_base
 from branchnorm_jax.model.methods import get_recipe
+from branchnorm_jax.model.stack import size_of
 from branchnorm_jax.options import Config
 from branchnorm_jax.parallel import hosts
 from branchnorm_jax.parallel.mesh import make_mesh, sharding, to_devices
@@ -109,7 +110,7 @@ class Run:
         self.stop = ""
         """Why to stop before the last update, once there is a reason."""
 
-        state_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(self.abstract))
+        state_bytes = size_of(self.abstract)
         self.checkpoints = Checkpoints(workdir / "checkpoints", train, logs.say)
         if not self.checkpoints.steps():
             workdir.need_space(2 * state_bytes)

@@ -86,8 +86,9 @@ def make_train_step(
         if parts == 1:
             (loss, (nll, layers)), grads = gradient(state.params, batch, keys[0])
         else:
+            first = jax.tree.map(lambda x: x[0], split)
             zero = jax.tree.map(
-                lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(gradient, state.params, batch, key)
+                lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(gradient, state.params, first, key)
             )
             ((loss, (nll, layers)), grads), _ = jax.lax.scan(add_part, zero, (split, keys))
         directions, opt_state = optimizer.update(grads, state.opt_state, state.params)

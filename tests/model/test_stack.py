@@ -12,7 +12,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from branchnorm_jax.model.stack import REMAT, best_group, run_stack
 from branchnorm_jax.model.transformer import Transformer
-from branchnorm_jax.options import ModelConfig
+from branchnorm_jax.options import ModelConfig, fields
 
 
 def layer(x: jax.Array, given: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
@@ -113,6 +113,12 @@ def test_the_best_group_is_near_the_least_memory(depth: int, carry: float, layer
     assert 1 <= g <= depth
     # A factor of 1.5 beside the minimum of x + 1/x costs (1.5 + 1 / 1.5) / 2, and rounding to whole numbers a little.
     assert needed(g) <= 1.1 * min(needed(other) for other in range(1, depth + 1))
+
+
+def test_the_option_offers_every_choice_and_a_typo_is_none_of_them() -> None:
+    assert set(REMAT) == set(dict(fields())["model.remat"].metadata["choices"])
+    with pytest.raises(KeyError):
+        results(2, remat="save_branch")
 
 
 def test_a_group_divides_the_depth_where_it_can() -> None:

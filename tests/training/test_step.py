@@ -5,7 +5,7 @@ import json
 import os
 import subprocess
 import sys
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -45,10 +45,21 @@ def batches(count: int) -> list[TextBatch]:
     return found
 
 
-def losses(config: Config, count: int = 20) -> tuple[list[float], Any, int]:
-    """Losses of `count` updates, the last state, and how often the update was compiled."""
+class Ran(NamedTuple):
+    """What became of some updates."""
+
+    losses: list[float]
+    layers: Any
+    """`Metrics.layers` of the last one."""
+    state: Any
+    compiled: int
+    """How often the update was compiled."""
+
+
+def run(config: Config, count: int = 20, words: int = 40) -> Ran:
+    """`count` updates of a network with a vocabulary of `words`."""
     mesh = make_mesh(config.parallel, config.data.row_multiple // config.train.accumulation)
-    model, optimizer = Transformer(config.model, 40, 40), make_optimizer(config.train)
+    model, optimizer = Transformer(config.model, words, words), make_optimizer(config.train)
     first = Batch(*to_devices(mesh, batches(1)[0]))
     state = init_state(model, optimizer, mesh, config.train.seed, first)
     shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract_state(model, optimizer, mesh))
@@ -59,14 +70,14 @@ def losses(config: Config, count: int = 20) -> tuple[list[float], Any, int]:
     for batch in batches(count):
         state, metrics = update(state, Batch(*to_devices(mesh, batch)))
         found.append(float(metrics.loss))
-    return found, state, update._cache_size()
+    return Ran(found, jax.device_get(metrics.layers), state, update._cache_size())
 
 
 def test_one_compilation_per_shape_while_alpha_changes_at_every_step() -> None:
-    found, state, compiled = losses(CONFIG)
-    assert compiled == 2
-    assert int(state.step) == 20
-    assert found[-2] < found[0]
+    ran = run(CONFIG)
+    assert ran.compiled == 2
+    assert int(ran.state.step) == 20
+    assert ran.losses[-2] < ran.losses[0]
 
 
 @pytest.mark.parametrize("method", ["branchnorm", "pre_ln"])
@@ -74,12 +85,10 @@ def test_accumulation_gives_the_same_update(method: str) -> None:
     """Without dropout, whose bits depend on the shape of a part."""
     model = dataclasses.replace(CONFIG.model, method=method, dropout=0.0, attention_dropout=0.0)
     config = dataclasses.replace(CONFIG, model=model)
-    whole, state, _ = losses(config, 6)
-    parts, accumulated, _ = losses(
-        dataclasses.replace(config, train=dataclasses.replace(config.train, accumulation=4)), 6
-    )
-    np.testing.assert_allclose(parts, whole, rtol=1e-5)
-    assert int(accumulated.step) == int(state.step) == 6
+    whole = run(config, 6)
+    parts = run(dataclasses.replace(config, train=dataclasses.replace(config.train, accumulation=4)), 6)
+    np.testing.assert_allclose(parts.losses, whole.losses, rtol=1e-5)
+    assert int(parts.state.step) == int(whole.state.step) == 6
 
 
 def test_checksums_see_every_bit_and_ignore_nothing() -> None:
@@ -108,28 +117,44 @@ def test_digest_covers_parameters_and_optimiser() -> None:
     assert sha256(state) != sha256(moved)
 
 
+# So many words that the loss is made in several blocks of 1 MB; each update in two parts.
+MANY_WORDS = 20_000
+IN_BLOCKS = dataclasses.replace(
+    CONFIG,
+    model=dataclasses.replace(CONFIG.model, logits_mb=1),
+    train=dataclasses.replace(CONFIG.train, accumulation=2),
+)
 EIGHT_DEVICES = """
 import dataclasses, json
 import jax
 from branchnorm_jax.options import ParallelConfig
-from tests.training.test_step import CONFIG, losses
+from tests.training.test_step import CONFIG, IN_BLOCKS, MANY_WORDS, run
 assert jax.device_count() == 8
-found, state, compiled = losses(dataclasses.replace(CONFIG, parallel=ParallelConfig(data=4, model=2)))
-split = len(state.params["encoder"]["ffn"]["fc1"]["kernel"].addressable_shards[0].data.ravel())
-print(json.dumps({"losses": found, "compiled": compiled, "shard": split}))
+mesh = ParallelConfig(data=4, model=2)
+ran = run(dataclasses.replace(CONFIG, parallel=mesh))
+split = len(ran.state.params["encoder"]["ffn"]["fc1"]["kernel"].addressable_shards[0].data.ravel())
+layers = jax.tree.map(lambda leaf: leaf.tolist(), ran.layers)
+blocks = run(dataclasses.replace(IN_BLOCKS, parallel=mesh), 6, MANY_WORDS).losses
+print(json.dumps({"losses": ran.losses, "layers": layers, "compiled": ran.compiled, "shard": split, "blocks": blocks}))
 """
 
 
-def test_eight_devices_give_the_losses_of_one() -> None:
+def test_eight_devices_give_the_numbers_of_one() -> None:
     """A 4 x 2 mesh of data and model parallelism, dropout on."""
-    one, _, _ = losses(CONFIG)
+    one = run(CONFIG)
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=8"}
     done = subprocess.run(
         [sys.executable, "-c", EIGHT_DEVICES], cwd=ROOT, env=environment, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
     eight = json.loads(done.stdout.splitlines()[-1])
-    np.testing.assert_allclose(eight["losses"], one, rtol=1e-5)
+    np.testing.assert_allclose(eight["losses"], one.losses, rtol=1e-5)
+    jax.tree.map(
+        lambda ours, theirs: np.testing.assert_allclose(ours, theirs, rtol=1e-3),
+        eight["layers"],
+        {stack: {name: list(values) for name, values in found.items()} for stack, found in one.layers.items()},
+    )
+    np.testing.assert_allclose(eight["blocks"], run(IN_BLOCKS, 6, MANY_WORDS).losses, rtol=1e-5)
     assert eight["compiled"] == 2
     # Each device holds half of the feed-forward's columns.
     assert eight["shard"] == 2 * 16 * 32 // 2

@@ -14,6 +14,7 @@ import itertools
 import json
 import statistics
 from collections.abc import Mapping, Sequence
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -123,20 +124,22 @@ def read_json(path: Path) -> dict[str, Any]:
 def compare(rows: list[dict[str, Any]], folders: Mapping[str, tuple[Run, Workdir]], baseline: str, lang: str) -> None:
     """Adds to each row the p-value of its difference from its baseline.
 
-    That is the run of the method `baseline` all of whose other axes this run has, too: options that only this run's
-    grid names, such as a T that the baseline does not know, stand in no way.
+    That is the run of the method `baseline` with the same axes, or else, since options that only this run's grid names
+    stand in no way (a T that the baseline does not know), with the most of them.
     """
     for row in rows:
         run, workdir = folders[row["run"]]
         method = run.get("method", "")
         partners = [
-            folder
+            (len(other), folder)
             for other, folder in folders.values()
             if other.get("method") == baseline != method and (other | {"method": method}).items() <= run.items()
         ]
         row["p_value"] = None
         if partners:
-            theirs, ours = (folder / "evaluation" / "test.hypothesis" for folder in (partners[0], workdir))
+            theirs, ours = (
+                folder / "evaluation" / "test.hypothesis" for folder in (max(partners, key=itemgetter(0))[1], workdir)
+            )
             if theirs.exists() and ours.exists():
                 references = lines(workdir / "evaluation" / "test.reference")
                 row["p_value"] = paired_bootstrap(lines(theirs), lines(ours), references, lang).p_value
@@ -208,7 +211,12 @@ def draw(rows: Sequence[Mapping[str, Any]], columns: Sequence[str], path: Path) 
         colour = f"C{index % 10}"
         axes.plot([x for x, _ in scored], [y for _, y in scored], "o-", color=colour, label=row)
         axes.plot(lost, [0] * len(lost), "x", color=colour)
-    axes.set(xticks=range(len(across)), xticklabels=across, ylabel="test BLEU", ylim=(-2, None))
+    axes.set(
+        xticks=range(len(across)),
+        xticklabels=[name.replace(" ", "\n") for name in across],
+        ylabel="test BLEU",
+        ylim=(-2, None),
+    )
     axes.legend(frameon=False, bbox_to_anchor=(1.02, 1), loc="upper left")
     figure.savefig(path, dpi=120)
     pyplot.close(figure)

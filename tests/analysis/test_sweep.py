@@ -79,15 +79,15 @@ def test_table_of_means_and_stars() -> None:
 def test_a_run_is_compared_with_the_baseline_of_the_same_axes(tmp_path: Path) -> None:
     """An axis that the baseline does not have is no hindrance, another value of one that it has is."""
     runs = sweep.parse_grid(
-        "method=post_ln,deepnorm depth=6L-6L train.seed=0,1 | method=branchnorm depth=6L-6L,9L-9L train.seed=1 "
-        "model.alpha_steps=200"
+        "method=deepnorm depth=6L-6L | method=post_ln,deepnorm depth=6L-6L train.seed=0,1 | "
+        "method=branchnorm depth=6L-6L,9L-9L train.seed=1 model.alpha_steps=200"
     )
     folders = {sweep.name_of(run): (run, Workdir(tmp_path / sweep.name_of(run))) for run in runs}
     right, wrong = ["one two three four five"] * 30, ["six seven eight nine ten"] * 30
     for run, folder in folders.values():
         (folder / "evaluation").mkdir(parents=True)
         # Each method and seed has texts of its own: a wrong partner would be seen.
-        good = (run["method"] == "deepnorm") == (run["train.seed"] == "0")
+        good = (run["method"] == "deepnorm") == (run.get("train.seed") != "1")
         (folder / "evaluation" / "test.hypothesis").write_text("\n".join(right if good else wrong) + "\n")
         (folder / "evaluation" / "test.reference").write_text("\n".join(right) + "\n")
     rows = [{"run": name} for name in folders]
@@ -107,6 +107,8 @@ def test_paired_bootstrap_tells_a_real_difference_from_none() -> None:
     assert paired_bootstrap(half, better, references, "de").p_value < 0.01
     assert paired_bootstrap(half, other, references, "de").p_value > 0.2
     assert paired_bootstrap(half, references, references, "de").system == pytest.approx(100)
+    # The same constant from both systems is no difference at all.
+    assert paired_bootstrap([half[0]] * 200, [half[0]] * 200, references, "de").p_value == 1
 
 
 def test_a_sweep_keeps_what_diverged_and_goes_on_where_it_was(tmp_path: Path) -> None:

@@ -2,7 +2,8 @@
 
     python main.py --mode=sweep --config=configs/sweep_robustness.py --workdir=runs/sweep_robustness
 
-Deeper: --config=configs/sweep_robustness.py:50L-50L. Measured: 16 runs, 72 minutes of updates. Results: docs/results.md.
+Deeper: --config=configs/sweep_robustness.py:50L-50L. Measured as sweep_depth.py: 16 runs, 72 minutes of updates.
+Results: docs/results.md.
 """
 
 import ml_collections

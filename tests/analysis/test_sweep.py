@@ -1,11 +1,14 @@
 """Grids, and a real sweep of two runs of which one diverges."""
 
 import csv
+import dataclasses
+import os
 from pathlib import Path
 
 import pytest
 
 from branchnorm_jax.analysis import sweep
+from branchnorm_jax.config import load
 from branchnorm_jax.errors import UserError
 from branchnorm_jax.evaluation.significance import paired_bootstrap
 from branchnorm_jax.options import Config
@@ -135,6 +138,11 @@ def test_a_sweep_keeps_what_diverged_and_goes_on_where_it_was(tmp_path: Path) ->
     assert again.returncode == 0, again.stderr
     assert again.stderr.count("is there already") == 3
     assert again.stdout == (tmp_path / "sweep.md").read_text()
-    other = run_main(*options, "--config.train.label_smoothing=0.2")
-    assert other.returncode == 2
-    assert "train.label_smoothing: 0.1 -> 0.2" in other.stderr
+    run, done_there = sweep.parse_grid(grid)[0], Workdir(tmp_path / "post_ln-1L-1L")
+    config = load(done_there / "config.json")
+    assert sweep.ended(done_there, sweep.configure(config, run)) == "done"
+    smoother = dataclasses.replace(config, train=dataclasses.replace(config.train, label_smoothing=0.2))
+    assert sweep.ended(done_there, sweep.configure(smoother, run)) == ""
+    # A status that is newer than the scores: the run went on and was not evaluated yet.
+    os.utime(done_there / "status.json")
+    assert sweep.ended(done_there, sweep.configure(config, run)) == ""

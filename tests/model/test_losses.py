@@ -39,7 +39,7 @@ def explicit(
     return float((loss * weights).sum()), float((nll * weights).sum()), gradient
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(
     seed=st.integers(0, 1000),
     eps=st.floats(0, 0.9),

@@ -143,8 +143,8 @@ def test_branchnorm_at_alpha_zero_is_a_norm_of_the_embeddings_with_dead_branches
     x0 = x0.astype(np.float64)
     expected = (x0 - x0.mean(-1, keepdims=True)) / np.sqrt(x0.var(-1, keepdims=True))
     # Each further norm divides by sqrt(1 + 1e-5).
-    memory = encode(model, params, SOURCE, jnp.float32(0.0))
-    np.testing.assert_allclose(memory, expected, atol=41 * 1e-5 * np.abs(expected).max())
+    memory, real = encode(model, params, SOURCE, jnp.float32(0.0)), np.asarray(SOURCE != 0)
+    np.testing.assert_allclose(memory[real], expected[real], atol=41 * 1e-5 * np.abs(expected).max())
 
     def loss(params: Any) -> jax.Array:
         x = model.hidden(params, SOURCE, TARGET, jnp.float32(0.0))[0]
@@ -211,7 +211,7 @@ def test_loop_scan_and_remat_draw_the_same_masks_and_give_the_same_numbers() -> 
     params = init(small(method=method, **depth), KEY)
     loss, gradient = loss_and_gradient(scan=True)
     norm = np.sqrt(sum(float(jnp.square(leaf).sum()) for leaf in jax.tree.leaves(gradient)))
-    ways: list[dict[str, Any]] = [{"remat": remat, "group": 2} for remat in ("full", "save_branches", "nested")]
+    ways: list[dict[str, Any]] = [{"remat": remat, "group": 2} for remat in ("save_branches", "nested")]
     for how in [dict(scan=False), *ways]:
         other_loss, other_gradient = loss_and_gradient(**how)
         np.testing.assert_allclose(other_loss, loss, rtol=1e-6)

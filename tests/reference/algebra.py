@@ -26,10 +26,14 @@ def algebra(method: str) -> Recipe:
     )
 
 
-def every_method() -> list[Any]:
-    """Parameters of a test: all methods, those slow that differ from an earlier one in their initial values alone."""
+def every_method(*, variants: bool = True) -> list[Any]:
+    """Parameters of a test: all methods, those slow that differ from an earlier one in their initial values alone.
+
+    Without `variants` those are slow, too, whose name extends another method's.
+    """
     first = {algebra(method): method for method in reversed(METHODS)}
-    return [
-        method if first[algebra(method)] == method else pytest.param(method, marks=pytest.mark.slow)
-        for method in METHODS
-    ]
+
+    def quick(method: str) -> bool:
+        return first[algebra(method)] == method and (variants or method.rpartition("_")[0] not in METHODS)
+
+    return [method if quick(method) else pytest.param(method, marks=pytest.mark.slow) for method in METHODS]

@@ -70,11 +70,10 @@ def _sums(
     split, _ = _cut(blocks, output, x)
     all_words = _all_words(output)
 
-    def block(part: tuple[jax.Array, ...]) -> jax.Array:
-        return _terms(smoothing, output, all_words, *part)[0]
+    def shard(parts: tuple[jax.Array, ...]) -> jax.Array:
+        return jax.lax.map(lambda part: _terms(smoothing, output, all_words, *part)[0], parts).sum(0)
 
-    loss, nll = jax.lax.map(block, tuple(map(split, (x, targets, weights)))).sum(0)
-    return loss, nll
+    return tuple(_each_shard(blocks, shard, tuple(map(split, (x, targets, weights)))).sum(0))
 
 
 def _forward(
@@ -83,10 +82,7 @@ def _forward(
     split, join = _cut(blocks, output, x)
     parts = tuple(map(split, (x, targets, weights)))
     all_words = _all_words(output)
-    # W's gradient grows in slices, so that what is added to it is no larger than a block either.
-    width, words = x.shape[-1], len(output.table_VD)
-    fits = blocks.block_bytes // (4 * words) if len(parts[0]) > 1 else width
-    slice_width = max(n for n in range(1, width + 1) if width % n == 0 and n <= max(1, fits))
+    slice_width = _slice_width(blocks, output, number=parts[0].shape[1])
 
     def block(gradient: tuple[jax.Array, jax.Array | None], part: tuple[jax.Array, ...]) -> Any:
         by_table, by_bias = gradient
@@ -96,20 +92,24 @@ def _forward(
 
         def add(index: jax.Array, by_table: jax.Array) -> jax.Array:
             at = index * slice_width
-            more = product("gnv,gnd->gvd", rough, jax.lax.dynamic_slice_in_dim(x, at, slice_width, 2))
-            so_far = jax.lax.dynamic_slice_in_dim(by_table, at, slice_width, 2)
-            return jax.lax.dynamic_update_slice_in_dim(by_table, so_far + more, at, 2)
+            more = product("nv,nd->vd", rough, jax.lax.dynamic_slice_in_dim(x, at, slice_width, 1))
+            so_far = jax.lax.dynamic_slice_in_dim(by_table, at, slice_width, 1)
+            return jax.lax.dynamic_update_slice_in_dim(by_table, so_far + more, at, 1)
 
-        by_table = jax.lax.fori_loop(0, width // slice_width, add, by_table)
-        by_bias = jax.tree.map(lambda total: total + by_logits.sum(1), by_bias)
-        by_x = product("gnv,vd->gnd", rough, output.table_VD.astype(x.dtype)).astype(x.dtype)
+        by_table = jax.lax.fori_loop(0, x.shape[-1] // slice_width, add, by_table)
+        by_bias = None if by_bias is None else by_bias + by_logits.sum(0)
+        by_x = product("nv,vd->nd", rough, output.table_VD.astype(x.dtype)).astype(x.dtype)
         return (by_table, by_bias), (sums, by_x)
 
-    # Each shard of the rows adds up its own: what the devices exchange, they exchange once, at the end.
-    start = jax.tree.map(lambda leaf: jnp.zeros((blocks.shards, *leaf.shape)), (output.table_VD, output.bias_V))
-    by_output, (sums, by_x) = jax.lax.scan(block, start, parts)
-    by_output = jax.tree.map(lambda total: total.sum(0), by_output)
-    return tuple(sums.sum(0)), (join(by_x), *by_output, output.used_V, targets, weights)
+    def shard(parts: tuple[jax.Array, ...]) -> Any:
+        start = jax.tree.map(jnp.zeros_like, (output.table_VD, output.bias_V))
+        by_output, (sums, by_x) = jax.lax.scan(block, start, parts)
+        return by_output, sums.sum(0), by_x
+
+    by_output, sums, by_x = _each_shard(blocks, shard, parts)
+    # Each shard added up its own: what the devices exchange, they exchange once, here.
+    by_output, sums = jax.tree.map(lambda total: total.sum(0), (by_output, sums))
+    return tuple(sums), (join(by_x), *by_output, output.used_V, targets, weights)
 
 
 def _backward(smoothing: float, blocks: Blocks, kept: Any, cotangents: tuple[jax.Array, jax.Array]) -> Any:
@@ -130,7 +130,7 @@ def _terms(
     targets: jax.Array,
     weights: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
-    """Of a block [shards, n, ...]: the sums [loss, nll] [2], and the gradient of the loss by the logits [.., V]."""
+    """Of a block [n, ...]: the sums [loss, nll] [2], and the gradient of the loss by the logits [n, V]."""
     table_D, bias, words = all_words
     share = smoothing / jnp.maximum(words - 1, 1)
     certain = 1 - smoothing - share
@@ -152,10 +152,27 @@ def _all_words(output: Output) -> tuple[jax.Array, jax.Array, jax.Array]:
     return used @ output.table_VD, bias, used.sum()
 
 
+def _slice_width(blocks: Blocks, output: Output, number: int) -> int:
+    """Columns of W whose gradient is made at once: all, or where the blocks are many, no more than a quarter of one."""
+    words, width = output.table_VD.shape
+    fits = max(1, blocks.block_bytes // (16 * words)) if number > 1 else width
+    return max(n for n in range(1, width + 1) if width % n == 0 and n <= fits)
+
+
+def _each_shard(blocks: Blocks, function: Callable[[Any], Any], parts: Any) -> Any:
+    """`function` of each shard's part of arrays [shards, ...], stacked again.
+
+    A single shard goes without the axis: XLA then adds up its gradient in place of the result.
+    """
+    if blocks.shards > 1:
+        return jax.vmap(function)(parts)
+    return jax.tree.map(lambda array: array[None], function(jax.tree.map(lambda array: array[0], parts)))
+
+
 def _cut(
     blocks: Blocks, output: Output, x: jax.Array
 ) -> tuple[Callable[[jax.Array], jax.Array], Callable[[jax.Array], jax.Array]]:
-    """Two functions: [B, T, ...] -> [blocks, shards, n, ...], filled up with zeros, and back.
+    """Two functions: [B, T, ...] -> [shards, blocks, n, ...], filled up with zeros, and back.
 
     A block holds t positions of every row, n = t B / shards.
     """
@@ -167,11 +184,11 @@ def _cut(
 
     def split(array: jax.Array) -> jax.Array:
         filled = jnp.pad(array, ((0, 0), (0, count * size - length), *((0, 0),) * (array.ndim - 2)))
-        parts = jnp.moveaxis(filled.reshape(rows, count, size, *array.shape[2:]), 1, 0)
-        return parts.reshape(count, shards, -1, *array.shape[2:])
+        parts = jnp.moveaxis(filled.reshape(shards, rows // shards, count, size, *array.shape[2:]), 2, 1)
+        return parts.reshape(shards, count, -1, *array.shape[2:])
 
     def join(parts: jax.Array) -> jax.Array:
-        whole = parts.reshape(count, rows, size, *parts.shape[3:])
-        return jnp.moveaxis(whole, 0, 1).reshape(rows, count * size, *parts.shape[3:])[:, :length]
+        whole = parts.reshape(shards, count, rows // shards, size, *parts.shape[3:])
+        return jnp.moveaxis(whole, 1, 2).reshape(rows, count * size, *parts.shape[3:])[:, :length]
 
     return split, join

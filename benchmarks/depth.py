@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from benchmarks.measure import alternate, save
 from branchnorm_jax.model.stack import REMAT
 from branchnorm_jax.model.transformer import Transformer
-from branchnorm_jax.options import Config, ModelConfig
+from branchnorm_jax.options import Config, ModelConfig, TrainConfig
 from branchnorm_jax.parallel.mesh import make_mesh
 from branchnorm_jax.training.optimizer import make_optimizer
 from branchnorm_jax.training.state import Batch, TrainState, init_state
@@ -37,9 +37,9 @@ def batch(rows: int) -> Batch:
     return Batch(words[0], words[1])
 
 
-def update(network: Transformer, data: Batch) -> tuple[Any, TrainState]:
+def update(network: Transformer, data: Batch, watch_every: int = 100) -> tuple[Any, TrainState]:
     """The jitted update, and a state before the first one."""
-    config = dataclasses.replace(Config(), model=network.config)
+    config = dataclasses.replace(Config(), model=network.config, train=TrainConfig(watch_every=watch_every))
     optimizer = make_optimizer(config.train)
     state = init_state(network, optimizer, make_mesh(config.parallel, 0), 0, data)
     return jax.jit(make_train_step(network, optimizer, config)), state
@@ -90,12 +90,18 @@ def memory(pairs: int) -> dict[str, Any]:
 
 
 def step_time(first: dict[str, Any], second: dict[str, Any], pairs: int) -> dict[str, Any]:
-    """Time of an update of 1024 tokens, 18L-18L of width 64, of one model over that of another."""
+    """Time of an update of 1024 tokens, 18L-18L of width 64, of one model over that of another.
+
+    `watch_every` is the one option here that is not the model's.
+    """
     data = batch(32)
     wide: dict[str, Any] = dict(width=64, ffn_width=256, heads=2)
-    (ours, our_state), (theirs, their_state) = (
-        update(model(18, **wide, **changes), data) for changes in (first, second)
-    )
+
+    def made(changes: dict[str, Any]) -> tuple[Any, TrainState]:
+        watch = {name: changes.pop(name) for name in ("watch_every",) if name in changes}
+        return update(model(18, **wide, **changes), data, **watch)
+
+    (ours, our_state), (theirs, their_state) = made(first), made(second)
     return alternate(lambda: ours(our_state, data), lambda: theirs(their_state, data), pairs)
 
 
@@ -120,6 +126,7 @@ def main() -> None:
         | {
             "time_branchnorm_over_post_ln": step_time(dict(method="branchnorm"), dict(method="post_ln"), 3 * pairs),
             "time_dropout_over_none": step_time(dict(dropout=0.1), dict(dropout=0.0), 3 * pairs),
+            "time_watched_over_not": step_time(dict(watch_every=100), dict(watch_every=0), 3 * pairs),
             "recompilations": recompilations(),
         },
     )

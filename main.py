@@ -27,7 +27,7 @@ MODES = {
     "analyze": "draw a run's curves, and how signals pass an untrained or trained model: <workdir>/*.png, signal.csv",
     "methods": "every method: equation, parameters, what depends on depth, recommended options, citation",
     "sweep": "methods x depths x seeds, one after the other, as a table and a figure",
-    "plan": "parameters, operations and bytes, before anything is allocated",
+    "plan": "memory, time and device-days of a run, before anything is allocated: <workdir>/plan.json",
     "help": "every option with its default and unit",
 }
 

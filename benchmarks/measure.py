@@ -39,7 +39,7 @@ def alternate(first: Callable[[], Any], second: Callable[[], Any], pairs: int = 
 
 def save(name: str, results: Mapping[str, Any]) -> None:
     """Writes benchmarks/results/<name>.json, and prints one line per figure."""
-    machine = {"machine": platform.processor() or platform.machine(), "time": time.strftime("%Y-%m-%d %H:%M")}
+    machine = {"machine": platform.processor() or platform.machine(), "date": time.strftime("%Y-%m-%d %H:%M")}
     RESULTS.mkdir(exist_ok=True)
     path = RESULTS / f"{name}.json"
     path.write_text(json.dumps({**machine, **environment(), **results}, indent=1) + "\n", encoding="utf-8")

@@ -14,7 +14,7 @@ from typing import BinaryIO, NamedTuple, TextIO
 import jax
 import jax.numpy as jnp
 
-from branchnorm_jax.analysis import methods_table, signal
+from branchnorm_jax.analysis import devices, methods_table, signal
 from branchnorm_jax.analysis import plan as planning
 from branchnorm_jax.analysis import sweep as sweeping
 from branchnorm_jax.analysis.report import draw_curves, draw_layers
@@ -27,11 +27,12 @@ from branchnorm_jax.errors import DivergedError, UserError
 from branchnorm_jax.evaluation.evaluate import evaluate_split, format_table, write_results
 from branchnorm_jax.model.methods import get_recipe
 from branchnorm_jax.model.parameters import Params
+from branchnorm_jax.model.stack import REMAT
 from branchnorm_jax.options import Config
 from branchnorm_jax.parallel.mesh import make_mesh
-from branchnorm_jax.training import logs, schedules
+from branchnorm_jax.training import logs, loop, schedules
 from branchnorm_jax.training.checkpoint import Checkpoints
-from branchnorm_jax.training.loop import check_names, train
+from branchnorm_jax.training.loop import check_names
 from branchnorm_jax.training.state import Batch, abstract_params, init_params
 from branchnorm_jax.workdir import Workdir, write_atomically
 
@@ -66,6 +67,12 @@ def load(config: Config, workdir: Workdir) -> Trained:
     )
     translator = Translator(model, tokenizer, config.decode, warn=logs.say)
     return Trained(translator, params, schedules.alpha(config.model)(jnp.int32(step)), step)
+
+
+def train(config: Config, workdir: Workdir) -> None:
+    """Trains, if the run fits the devices at hand."""
+    check_names(config)
+    loop.train(planning.fitting(config, devices.find("").memory), workdir)
 
 
 def evaluate(config: Config, workdir: Workdir) -> None:
@@ -145,7 +152,10 @@ def methods(config: Config, workdir: Workdir) -> None:
 
 def plan(config: Config, workdir: Workdir) -> None:
     """Prints what the run will cost and writes it to plan.json."""
-    found = planning.make_plan(config)
+    with logs.progress_bar(len(REMAT), 0, "choice", "plan") as bar:
+        found = planning.make_plan(config, bar.update)
+    if config.plan.compile and not config.plan.device:
+        found["compiled_bytes"] = planning.compiled_bytes(planning.with_remat(config, found["chosen_remat"]))
     print(planning.format_plan(config, found))
     workdir.create()
     write_atomically(workdir / "plan.json", planning.to_json(found))
@@ -156,6 +166,7 @@ def analyze(config: Config, workdir: Workdir) -> None:
 
     Untrained models are those of `analyze.methods`; text and vocabulary are the run's, made here if need be.
     """
+    config = planning.fitting(config, devices.find("").memory)
     trained = None
     if workdir.has_checkpoints and not config.analyze.methods:
         workdir.check_config(config)

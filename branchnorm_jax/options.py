@@ -80,8 +80,8 @@ class ModelConfig:
         "none",
         "what the backward pass computes again instead of keeping it: nothing; scores and hidden feed-forward layers "
         "(save_branches: 1/3 of the memory, 1/10 more time); all but the stream between layers (full: 1/3 more time), "
-        "or between groups of layers (nested: 2/3 more time; dlcl: as full)",
-        choices=("none", "full", "save_branches", "nested"),
+        "or between groups of layers (nested: 2/3 more time; dlcl: as full); auto: the first of them that fits",
+        choices=("none", "save_branches", "full", "nested", "auto"),
         free=True,
     )
     group: int = option(
@@ -261,6 +261,24 @@ class AnalyzeConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class PlanConfig:
+    """What a run will cost."""
+
+    device: str = option(
+        "", "device to plan for, see branchnorm_jax/analysis/devices.py; empty: what is here", free=True
+    )
+    devices: int = option(0, "how many; 0: as many as are here", minimum=0, free=True)
+    sentence_length: int = option(
+        32, "average length of a sentence, both sides", unit="tokens", minimum=2, maximum=100_000, free=True
+    )
+    compile: bool = option(
+        True, "compile the update on the device that is here, for the compiler's own figures", free=True
+    )
+    calibrate: bool = option(False, "time shallow models of the same width on the device that is here", free=True)
+    refuse: bool = option(True, "do not start a training that does not fit into the device's memory", free=True)
+
+
+@dataclasses.dataclass(frozen=True)
 class SweepConfig:
     """Many runs."""
 
@@ -280,6 +298,7 @@ class Config:
     decode: DecodeConfig = dataclasses.field(default_factory=DecodeConfig)
     evaluate: EvaluateConfig = dataclasses.field(default_factory=EvaluateConfig)
     analyze: AnalyzeConfig = dataclasses.field(default_factory=AnalyzeConfig)
+    plan: PlanConfig = dataclasses.field(default_factory=PlanConfig)
     sweep: SweepConfig = dataclasses.field(default_factory=SweepConfig)
 
 

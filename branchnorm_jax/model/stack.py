@@ -53,7 +53,7 @@ def run_stack(
       per_layer: tree of [L, ...] leaves: parameters, coefficients, keys, caches.
       scan: one `lax.scan`, whose compile time does not depend on L; otherwise a Python loop, which XLA can optimise
         across layers and which takes the longer to compile the deeper the stack.
-      remat: one of `REMAT`.
+      remat: one of `REMAT`; auto, where nobody decided because nothing is trained, is none.
       group: g; 0 chooses it by `best_group`. What is left of L is a last, shorter group.
       unroll: layers per iteration of the scan.
 
@@ -96,7 +96,7 @@ def remembering(layer: Layer, remat: str, looped: bool = False) -> Layer:
     `looped` promises that the layer runs in a loop of the compiled program. The loop keeps XLA from merging the two
     computations of a layer into one whose results are kept after all; without it a barrier has to.
     """
-    return layer if remat == "none" else jax.checkpoint(layer, policy=POLICIES[remat], prevent_cse=not looped)
+    return layer if remat in ("none", "auto") else jax.checkpoint(layer, policy=POLICIES[remat], prevent_cse=not looped)
 
 
 def best_group(depth: int, carry_bytes: float, layer_bytes: float) -> int:

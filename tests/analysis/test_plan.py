@@ -1,16 +1,27 @@
 """Costs against hand-counted and published figures; curves drawn from a run's files."""
 
+import dataclasses
 import json
 from pathlib import Path
 
 import pytest
 
 from branchnorm_jax import config as configs
-from branchnorm_jax.analysis.plan import forward_flops, make_plan
+from branchnorm_jax.analysis.devices import find, host_memory
+from branchnorm_jax.analysis.plan import (
+    USABLE,
+    fitting,
+    forward_flops,
+    make_plan,
+    peak_bytes,
+    recomputed_flops,
+    update_costs,
+    with_remat,
+)
 from branchnorm_jax.analysis.report import draw_curves
 from branchnorm_jax.errors import UserError
 from branchnorm_jax.model.stack import REMAT
-from branchnorm_jax.options import Config
+from branchnorm_jax.options import Config, PlanConfig
 from branchnorm_jax.workdir import Workdir
 
 
@@ -34,17 +45,17 @@ def test_operations_of_a_layer() -> None:
 @pytest.mark.parametrize(("depth", "gigaflops"), [("6L-6L", 0.368), ("100L-100L", 4.55), ("500L-500L", 22.4)], ids=str)
 def test_operations_of_an_update(depth: str, gigaflops: float) -> None:
     """Forward and backward per pair of tokens, V = 32k."""
-    found = make_plan(config(depth, data__vocab_size=32_768))["flops_per_target_token"]
+    run = config(depth, data__vocab_size=32_768)
+    found = 3 * sum(forward_flops(run, 32, 32, 32_768).values())
     # The published figures are rounded and count the attention over 32 tokens slightly differently.
     assert found / 1e9 == pytest.approx(gigaflops, rel=0.02)
 
 
 def test_recomputation() -> None:
     """One more forward pass of the layers, two, or that of fc1 and the scores q k."""
-    plans = {remat: make_plan(config("6L-6L", model__remat=remat)) for remat in REMAT}
-    parts = plans["none"]["forward_flops_by_part"]
-    more = {k: plan["flops_per_target_token"] - plans["none"]["flops_per_target_token"] for k, plan in plans.items()}
+    parts = forward_flops(config(), 32, 32, 8000)
     layers = parts["encoder"] + parts["decoder"]
+    more = {remat: recomputed_flops(config(model__remat=remat), parts, 32, 32) for remat in REMAT}
     hidden, scores = 2 * 512 * 2048, 2 * 512 * 32
     assert more == {
         "none": 0,
@@ -54,12 +65,61 @@ def test_recomputation() -> None:
     }
 
 
-def test_state_is_parameters_and_two_moments() -> None:
-    plan = make_plan(config("100L-100L"))
+def test_the_plan_of_a_deep_run() -> None:
+    plan = make_plan(config("100L-100L", model__remat="auto", plan__device="h200", train__batch_tokens=4096))
     assert plan["non_embedding_parameters"] == 735_641_600
     assert plan["parameter_bytes"] == 4 * plan["parameters"]
     assert plan["state_bytes"] == 12 * plan["parameters"] + 4
     assert sum(plan["parameters_by_part"].values()) == plan["parameters"]
+    choices = plan["remat"]
+    none, branches, full, nested = (choices[remat] for remat in REMAT)
+    assert none["peak_bytes"] > branches["peak_bytes"] > full["peak_bytes"] > nested["peak_bytes"] > plan["state_bytes"]
+    assert none["step_seconds"] < branches["step_seconds"] < full["step_seconds"] < nested["step_seconds"]
+    assert none["tokens_per_microbatch"] < branches["tokens_per_microbatch"] < full["tokens_per_microbatch"]
+    # The first that fits; and 100,000 updates in days.
+    assert plan["chosen_remat"] == next((remat for remat in REMAT if choices[remat]["fits"]), "nested")
+    assert plan["gpu_days"] == pytest.approx(100_000 * plan["step_seconds"] * plan["devices"] / 86_400)
+    # As many tokens as fit are as many as fit.
+    fits = config("100L-100L", model__remat="full", train__batch_tokens=full["tokens_per_microbatch"])
+    rows = full["tokens_per_microbatch"] // plan["sentence_length"]
+    assert update_costs(fits, rows, plan["sentence_length"]).peak == pytest.approx(plan["usable_bytes"], rel=0.02)
+
+
+def test_matrix_products_of_an_update_are_those_of_the_formula() -> None:
+    """The traced update has the operations that are counted by hand."""
+    run = config("6L-6L", model__width=64, model__ffn_width=256, model__heads=2, data__vocab_size=400)
+    for remat in ("none", "full", "nested"):
+        chosen = with_remat(run, remat)
+        # A masked score is computed like any other: a query meets all words of its own sentence, too.
+        parts = forward_flops(run, 16, 32, 400)
+        again = recomputed_flops(chosen, parts, 16, 32)
+        counted = update_costs(chosen, 64, 16).flops / (64 * 16)
+        assert counted == pytest.approx(3 * sum(parts.values()) + again, rel=0.02)
+
+
+def test_a_run_that_cannot_fit_is_refused() -> None:
+    run = config("100L-100L", model__width=64, model__ffn_width=256, model__heads=2, data__vocab_size=400)
+    peaks = {remat: peak_bytes(with_remat(run, remat), 1) / USABLE for remat in REMAT}
+    assert fitting(run, 1.01 * peaks["none"]) == run
+    with pytest.raises(
+        UserError, match=r"needs .* GB with model.remat=none, .*model.remat=nested.*accumulation.*batch"
+    ):
+        fitting(run, 0.99 * peaks["none"])
+    trying = dataclasses.replace(run, plan=PlanConfig(refuse=False))
+    assert fitting(trying, 1.0) == trying
+    auto = with_remat(run, "auto")
+    assert fitting(auto, 1.01 * peaks["none"]).model.remat == "none"
+    assert fitting(auto, 1.01 * peaks["full"]).model.remat == "full"
+    assert fitting(auto, 1.01 * peaks["nested"]).model.remat == "nested"
+    with pytest.raises(UserError, match=r"needs .* GB with model.remat=nested"):
+        fitting(auto, 0.99 * peaks["nested"])
+
+
+def test_devices() -> None:
+    assert find("h200").memory == 141e9
+    assert 0 < find("").memory <= host_memory()
+    with pytest.raises(UserError, match="'b200' is not known; there are v100, a100"):
+        find("b200")
 
 
 def test_curves_are_drawn_from_what_the_run_logged(tmp_path: Path) -> None:

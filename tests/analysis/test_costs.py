@@ -1,0 +1,96 @@
+"""Costs against closed forms, and against what XLA's compiler says of the same programs."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from branchnorm_jax.analysis import costs
+from branchnorm_jax.analysis.plan import compiled_update_bytes, update_costs
+from branchnorm_jax.model.stack import REMAT
+from branchnorm_jax.options import Config, DataConfig, ModelConfig, TrainConfig
+
+N, D, L = 64, 32, 7
+x = jax.ShapeDtypeStruct((N, D), jnp.float32)
+w = jax.ShapeDtypeStruct((D, D), jnp.float32)
+many = jax.ShapeDtypeStruct((L, D, D), jnp.float32)
+X, W = 4 * N * D, 4 * D * D
+
+
+def test_operations_of_matrix_products() -> None:
+    assert costs.trace(lambda x, w: x @ w, x, w).flops == 2 * N * D * D
+    batched = jax.ShapeDtypeStruct((3, N, D), jnp.float32)
+    assert costs.trace(lambda a: jnp.einsum("bnd,bmd->bnm", a, a), batched).flops == 2 * 3 * N * N * D
+
+
+def test_a_loop_costs_its_body_as_often_as_it_runs() -> None:
+    def stack(x: jax.Array, many: jax.Array) -> jax.Array:
+        return jax.lax.scan(lambda x, w: (jax.nn.relu(x @ w), None), x, many)[0]
+
+    once = costs.trace(lambda x, w: jax.nn.relu(x @ w), x, w)
+    looped = costs.trace(stack, x, many)
+    assert looped.flops == L * once.flops
+    assert looped.traffic == L * once.traffic
+    # Forward, backward by x, backward by w; the loss's own gradient by x is not asked for.
+    gradient = costs.trace(jax.grad(lambda m, x: stack(x, m).sum()), many, x)
+    assert gradient.flops == 3 * looped.flops
+
+
+def test_the_compiler_counts_the_same_operations() -> None:
+    def products(x: jax.Array, w: jax.Array) -> jax.Array:
+        return (x @ w) @ (w @ w)
+
+    counted: Any = jax.jit(products).lower(x, w).compile().cost_analysis()
+    assert costs.trace(products, x, w).flops == counted["flops"]
+
+
+def test_memory_of_elementwise_operations() -> None:
+    # One kernel from x to the result, and none for what is between.
+    assert costs.trace(lambda x: jnp.exp(jnp.tanh(2 * x) + 1), x).peak == X
+    assert costs.trace(lambda x: jnp.exp(jnp.tanh(2 * x) + 1), x).traffic == 2 * X
+    # In the place of what is given up.
+    assert costs.trace(lambda x, y: x - y, x, x, donated=[0]).peak == X
+    assert costs.trace(lambda x, y: x - y, x, x).peak == X
+    # A matrix product reads its operand from memory, and writes beside it.
+    assert costs.trace(lambda x, w: jnp.tanh(x) @ w, x, w).peak == 2 * X
+
+
+def test_what_nobody_reads_costs_nothing() -> None:
+    def unread(x: jax.Array, many: jax.Array) -> jax.Array:
+        def layer(carry: tuple[jax.Array, jax.Array], w: jax.Array) -> Any:
+            x, other = carry
+            return (x @ w, other @ w @ w), other @ w
+
+        return jax.lax.scan(layer, (x, x), many)[0][0]
+
+    def read(x: jax.Array, many: jax.Array) -> jax.Array:
+        return jax.lax.scan(lambda x, w: (x @ w, None), x, many)[0]
+
+    assert costs.trace(unread, x, many).peak == costs.trace(read, x, many).peak
+
+
+@pytest.mark.parametrize("wrap", [lambda layer: layer, jax.checkpoint], ids=["all", "full"])
+def test_a_scan_keeps_what_its_gradient_needs(wrap: Any) -> None:
+    """The stacks that a gradient by 700 layers keeps are those that the compiler allocates."""
+    deep = jax.ShapeDtypeStruct((700, D, D), jnp.float32)
+
+    def loss(many: jax.Array, x: jax.Array) -> jax.Array:
+        return jax.lax.scan(wrap(lambda x, w: (jnp.tanh(x @ w), None)), x, many)[0].sum()
+
+    found: Any = jax.jit(jax.grad(loss)).lower(deep, x).compile().memory_analysis()
+    compiled = found.temp_size_in_bytes + found.output_size_in_bytes
+    assert costs.trace(jax.grad(loss), deep, x).peak == pytest.approx(compiled, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    "remat", [pytest.param(remat, marks=[] if remat in ("none", "nested") else pytest.mark.slow) for remat in REMAT]
+)
+def test_an_update_against_the_compiler(remat: str) -> None:
+    """Peak memory of a whole update, 30L-30L, within a tenth of the compiler's; see benchmarks/plan.py for many."""
+    model = ModelConfig(
+        encoder_layers=30, decoder_layers=30, width=32, ffn_width=128, heads=2, dropout=0.1, remat=remat
+    )
+    config = Config(model=model, data=dataclasses.replace(DataConfig(), vocab_size=200), train=TrainConfig())
+    assert update_costs(config, 32, 32).peak == pytest.approx(compiled_update_bytes(config, 32, 32), rel=0.1)

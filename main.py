@@ -170,7 +170,7 @@ def run(mode: str, config: Config, workdir: Workdir) -> None:
 
 if __name__ == "__main__":
     code = main(sys.argv)
-    if code == StorageError.exit_code:
+    if code:
         # Threads of the storage library would go on to print what became of each of their files.
         sys.stdout.flush()
         sys.stderr.flush()

@@ -180,8 +180,8 @@ def load(path: Path) -> Config:
     """Reads what `to_json` wrote. Raises `UserError` if the file is missing or not a config."""
     try:
         values = json.loads(path.read_text())
-        if not isinstance(values, dict):
-            raise ValueError("not a JSON object")
+        if not isinstance(values, dict) or not values.keys() >= {"model", "data", "train"}:
+            raise ValueError("not the options of a run")
         return from_config_dict(values)
     except (OSError, ValueError, UserError) as error:
         raise UserError(

@@ -1,6 +1,7 @@
 """What each `--mode` of main.py does: rooms put together, no mathematics. Only main.py imports this file."""
 
 import dataclasses
+import itertools
 import os
 import stat
 import sys
@@ -18,6 +19,7 @@ from branchnorm_jax.analysis import devices, methods_table, signal
 from branchnorm_jax.analysis import plan as planning
 from branchnorm_jax.analysis import sweep as sweeping
 from branchnorm_jax.analysis.report import draw_curves, draw_layers
+from branchnorm_jax.config import to_json
 from branchnorm_jax.data.batches import make_plans
 from branchnorm_jax.data.corpus import read_pairs
 from branchnorm_jax.data.prepare import prepare
@@ -144,10 +146,11 @@ def score(config: Config, workdir: Workdir) -> None:
 def methods(config: Config, workdir: Workdir) -> None:
     """Prints the table of all methods; in a checkout also writes it to docs/methods.md."""
     table = methods_table.rows()
-    if DOCS.is_dir():
-        write_atomically(DOCS / "methods.md", methods_table.to_markdown(table))
-        logs.say(f"wrote {DOCS / 'methods.md'}")
     print(methods_table.to_text(table))
+    path, text = DOCS / "methods.md", methods_table.to_markdown(table)
+    if path.exists() and path.read_text(encoding="utf-8") != text:
+        write_atomically(path, text)
+        logs.say(f"wrote {path}")
 
 
 def plan(config: Config, workdir: Workdir) -> None:
@@ -171,18 +174,21 @@ def analyze(config: Config, workdir: Workdir) -> None:
     if workdir.has_checkpoints and not config.analyze.methods:
         workdir.check_config(config)
         trained = load(config, workdir)
-    for method in config.analyze.names(config.model.method):
+    methods = config.analyze.names(config.model.method)
+    for method in methods:
         get_recipe(method)
-    if logs.read_lines(workdir / "metrics.jsonl"):
+    if (workdir / "metrics.jsonl").exists():
         print(draw_curves(workdir))
-    if logs.read_lines(workdir / "layers.jsonl"):
+    if (workdir / "layers.jsonl").exists():
         print(draw_layers(workdir))
+    if (workdir / "status.json").exists() and not workdir.has_checkpoints:
+        logs.say(f"{workdir.path}: no checkpoint; the untrained model is measured")
     workdir.create()
     corpus = prepare(config.data, workdir.path, logs.say)
     _, valid = make_plans(config.data, corpus.train, corpus.valid, config.train.batch_tokens, config.train.seed)
     batch = Batch(*(jnp.asarray(side[:ANALYZED]) for side in next(iter(valid.in_order()))))
     signals = {}
-    for method in config.analyze.names(config.model.method):
+    for method in methods:
         begin = time.perf_counter()
         changed = dataclasses.replace(config, model=dataclasses.replace(config.model, method=method))
         if trained is not None:
@@ -206,14 +212,16 @@ def sweep(config: Config, workdir: Workdir) -> None:
 
     After each run: sweep.csv (every run), sweep.md (the table), sweep.png. A run that diverges is one of the results.
     """
-    runs = {sweeping.name_of(run): run for run in sweeping.parse_grid(config.sweep.grid, config.sweep.baseline)}
+    runs = sweeping.plan_runs(config)
     # Before the first run, so that a mistake in the last one is told at once.
-    options = {name: sweeping.configure(config, run) for name, run in runs.items()}
-    for chosen in options.values():
+    for _, chosen in runs.values():
         check_names(chosen)
+    for data, split in itertools.product({chosen.data for _, chosen in runs.values()}, ("train", "valid", "test")):
+        next(iter(read_pairs(data, split)), None)
     workdir.create()
-    folders = {name: (run, Workdir(workdir / name)) for name, run in runs.items()}
-    for number, (name, chosen) in enumerate(options.items(), start=1):
+    write_atomically(workdir / "config.json", to_json(config))
+    folders = {name: (run, Workdir(workdir / name)) for name, (run, _) in runs.items()}
+    for number, (name, (_, chosen)) in enumerate(runs.items(), start=1):
         folder = folders[name][1]
         status = sweeping.ended(folder, chosen)
         if status:
@@ -227,13 +235,12 @@ def sweep(config: Config, workdir: Workdir) -> None:
                 logs.say(f"{name}: {error}")
             jax.clear_caches()
         rows = sweeping.collect(folders)
-        columns = [axis.strip() for axis in config.sweep.columns.split(",")]
         if config.sweep.baseline:
             sweeping.compare(rows, folders, config.sweep.baseline, config.data.target_lang)
-        table = sweeping.to_markdown(rows, columns, config.sweep.baseline)
+        table = sweeping.to_markdown(rows, config.sweep.column_names, config.sweep.baseline)
         write_atomically(workdir / "sweep.csv", sweeping.to_csv(rows))
         write_atomically(workdir / "sweep.md", table)
-        sweeping.draw(rows, columns, workdir / "sweep.png")
+        sweeping.draw(rows, config.sweep.column_names, workdir / "sweep.png")
     print(table, end="")
 
 

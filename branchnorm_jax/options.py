@@ -257,7 +257,8 @@ class AnalyzeConfig:
 
     def names(self, method: str) -> list[str]:
         """`methods` as a list; `method` if there are none."""
-        return [name.strip() for name in (self.methods or method).split(",")]
+        names = (name.strip() for name in self.methods.split(","))
+        return list(dict.fromkeys(name for name in names if name)) or [method]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -285,6 +286,11 @@ class SweepConfig:
     grid: str = option("", "runs, as axis=value,value axis=value | ...; axes: method, depth, any option", free=True)
     columns: str = option("depth", "axes of the table's columns, comma-separated; others label lines", free=True)
     baseline: str = option("", "method that the others are tested against; empty: no test", free=True)
+
+    @property
+    def column_names(self) -> list[str]:
+        """`columns` as a list."""
+        return [name.strip() for name in self.columns.split(",")]
 
 
 @dataclasses.dataclass(frozen=True)

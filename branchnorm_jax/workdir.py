@@ -45,10 +45,16 @@ class Workdir:
                 raise UserError(f"{self / name}: this must be a folder; move the file away")
 
     @property
+    def last_step(self) -> int:
+        """Step of the newest finished checkpoint; -1 without any."""
+        folder = self / "checkpoints"
+        entries = folder.iterdir() if folder.is_dir() else ()
+        return max((int(entry.name) for entry in entries if entry.name.isdecimal()), default=-1)
+
+    @property
     def has_checkpoints(self) -> bool:
         """Whether anything was trained here: a finished checkpoint exists."""
-        folder = self / "checkpoints"
-        return folder.is_dir() and any(entry.name.isdecimal() for entry in folder.iterdir())
+        return self.last_step >= 0
 
     def need_space(self, needed: int) -> None:
         """Raises `UserError` unless `needed` bytes are free."""
@@ -97,6 +103,11 @@ class Workdir:
                 (self / name).unlink(missing_ok=True)
         else:
             self.check_config(config)
+            if 0 < config.train.steps < self.last_step:
+                raise UserError(
+                    f"{self.path}: this run is at step {self.last_step}, past train.steps={config.train.steps}; "
+                    "ask for more, or choose another --workdir"
+                )
         write_atomically(self / "config.json", configs.to_json(config))
 
     def agree_on_data(self, identity: dict[str, str]) -> None:

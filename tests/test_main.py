@@ -226,6 +226,7 @@ def test_plan_counts_without_allocating(tmp_path: Path) -> None:
     done = run_main(
         "--mode=plan", "--config=configs/numerals.py:500L-500L", "--config.model.width=512", "--config.model.heads=8",
         "--config.model.ffn_width=2048", f"--workdir={tmp_path}", "--config.data.vocab_size=250002",
+        "--config.plan.device=h200", "--config.model.remat=auto",
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     plan = json.loads((tmp_path / "plan.json").read_text())
@@ -234,6 +235,27 @@ def test_plan_counts_without_allocating(tmp_path: Path) -> None:
     assert plan["non_embedding_parameters"] == 3_806_209_024 - 250_002 * 512
     assert plan["state_bytes"] == 12 * plan["parameters"] + 4
     assert "3,806,209,024" in done.stdout
+    names = {
+        "parameters", "non_embedding_parameters", "flops_per_target_token", "state_bytes", "peak_bytes",
+        "tokens_per_microbatch", "step_seconds", "gpu_days",
+    }  # fmt: skip
+    assert plan.keys() >= names
+    assert plan["peak_bytes"] == plan["remat"][plan["chosen_remat"]]["peak_bytes"] > plan["state_bytes"]
+
+
+def test_a_run_that_cannot_fit_is_not_started(tmp_path: Path) -> None:
+    done = run_main(*TINY, f"--workdir={tmp_path / 'run'}", "--config.model.width=500000")
+    assert done.returncode == 2
+    assert is_one_line(done.stderr, "GB", "model.remat=nested", "train.accumulation", "plan.refuse=False")
+    assert not (tmp_path / "run" / "config.json").exists()
+
+
+def test_a_run_does_not_become_shorter_than_it_is(trained: Path) -> None:
+    before = (trained / "config.json").read_bytes()
+    done = run_main(f"--workdir={trained}", "--config.train.steps=60")
+    assert done.returncode == 2
+    assert is_one_line(done.stderr, "at step 120, past train.steps=60")
+    assert (trained / "config.json").read_bytes() == before
 
 
 def test_status_and_metrics_have_what_scripts_rely_on(trained: Path) -> None:
@@ -365,13 +387,16 @@ def test_inference_without_a_run_says_so(tmp_path: Path) -> None:
 
 
 def test_a_diverging_run_says_so_and_keeps_nothing_that_is_not_finite(tmp_path: Path) -> None:
-    options = ("--config.train.learning_rate=1e38", "--config.train.warmup_steps=0", "--config.train.eval_every=1")
+    options = ("--config.train.learning_rate=1e38", "--config.train.warmup_steps=0", "--config.train.eval_every=0")
     done = run_main(*TINY, f"--workdir={tmp_path}", *options)
     assert done.returncode == 3, done.stderr
     assert is_one_line(done.stderr, "diverged", "learning_rate")
     status = read_status(tmp_path)
     assert status["status"] == "diverged"
     assert "step" in status["reason"]
+    # The update that ended it is there, as JSON that any program reads.
+    last = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1], parse_constant=pytest.fail)
+    assert None in (last["loss"], last["grad_norm"])
     assert not [entry for entry in (tmp_path / "checkpoints").iterdir() if entry.name.isdecimal()]
 
 

@@ -21,19 +21,25 @@ def draw_curves(workdir: Workdir) -> Path:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    updates, validations = read_lines(workdir / "metrics.jsonl"), read_lines(workdir / "validation.jsonl")
+    updates = read_lines(workdir / "metrics.jsonl", ("nll", "alpha", "learning_rate"))
+    validations = read_lines(workdir / "validation.jsonl", ("nll",))
     if not updates:
         raise UserError(f"{workdir / 'metrics.jsonl'}: nothing to draw; train first, with train.log_every > 0")
 
     def column(lines: list[dict], name: str) -> tuple[list[float], list[float]]:
-        found = [(line["step"], line[name]) for line in lines if name in line]
+        found = [(line["step"], line[name]) for line in lines if line.get(name) is not None]
         return [step for step, _ in found], [value for _, value in found]
 
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(9, 3), layout="constrained")
     left.plot(*column(updates, "nll"), linewidth=0.8, color="tab:blue", label="training nll")
-    left.plot(*column(validations, "nll"), "o-", markersize=3, color="tab:orange", label="validation nll")
+    if validations:
+        left.plot(*column(validations, "nll"), "o-", markersize=3, color="tab:orange", label="validation nll")
+    for line in updates:
+        if line["nll"] is None:
+            left.axvline(line["step"], color="tab:red", linewidth=0.8, label="not finite")
     left.set(xlabel="update", ylabel="nats per target token", ylim=(0, None))
-    left.legend(loc="center right", frameon=False)
+    handles = dict(zip(*reversed(left.get_legend_handles_labels()), strict=True))
+    left.legend(handles.values(), handles.keys(), loc="center right", frameon=False)
     if any("bleu" in line for line in validations):
         bleu = left.twinx()
         bleu.plot(*column(validations, "bleu"), "s--", markersize=3, color="tab:green")
@@ -73,7 +79,7 @@ def draw_layers(workdir: Workdir) -> Path:
     matplotlib.use("Agg")
     from matplotlib import colors, pyplot
 
-    lines = read_lines(workdir / "layers.jsonl")
+    lines = read_lines(workdir / "layers.jsonl", STACKS)
     if not lines:
         raise UserError(f"{workdir / 'layers.jsonl'}: nothing to draw; train first, with train.watch_every > 0")
     steps = [line["step"] for line in lines]

@@ -104,7 +104,7 @@ def draw(signals: Mapping[str, Signal], path: Path, title: str) -> None:
     import matplotlib
 
     matplotlib.use("Agg")
-    from matplotlib import pyplot
+    from matplotlib import pyplot, ticker
 
     # What vanished is drawn at the foot of the axis rather than left out.
     floor = 1e-12
@@ -121,6 +121,8 @@ def draw(signals: Mapping[str, Signal], path: Path, title: str) -> None:
         axes[row, 0].set(title=f"gradient norm, {stack}", xlabel="layer", yscale="log")
         axes[row, 1].set(title=f"relative update, {stack}", xlabel="layer", yscale="log")
     axes[0, 2].set(title="singular values, encoder Jacobian", xlabel="rank", yscale="log")
+    for axis in axes.flat:
+        axis.xaxis.set_major_locator(ticker.MaxNLocator(integer=True))
     axes[1, 2].axis("off")
     handles, labels = axes[0, 0].get_legend_handles_labels()
     axes[1, 2].legend(handles, labels, loc="center", frameon=False)

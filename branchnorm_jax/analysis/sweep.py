@@ -9,9 +9,12 @@ A grid is axes separated by spaces, each `name=value,value`, all combined with a
 
 import csv
 import dataclasses
+import difflib
+import hashlib
 import io
 import itertools
 import json
+import re
 import statistics
 from collections.abc import Mapping, Sequence
 from operator import itemgetter
@@ -28,7 +31,11 @@ from branchnorm_jax.workdir import Workdir
 Run = dict[str, str]
 """One point of a grid: axis -> value, as written."""
 
-AXES = {"method", "depth", *(name for name, _ in fields())}
+SETS = {"method": {"model.method"}, "depth": {"model.encoder_layers", "model.decoder_layers"}}
+"""The options that an axis sets, where it is not one itself."""
+
+AXES = {*SETS, *(name for name, _ in fields() if name.split(".")[0] in ("model", "data", "train", "decode"))}
+TEXTS = ("reference", "hypothesis")
 TRUTH = {"true": True, "false": False}
 SIGNIFICANT = 0.05
 
@@ -43,13 +50,17 @@ def parse_grid(text: str, baseline: str = "") -> list[Run]:
             if not equals or not all(values.split(",")):
                 raise UserError(f"sweep.grid: {word!r} is not name=value,value")
             if name not in AXES:
-                hint = configs.nearest_name(name)
+                hint = next(iter(difflib.get_close_matches(name, AXES, 1)), configs.nearest_name(name))
                 raise UserError(f"sweep.grid: no axis {name!r}" + (f"; did you mean {hint!r}?" if hint else ""))
-            if name in axes:
-                raise UserError(f"sweep.grid: axis {name} is there twice; write {name}=value,value, or a second grid")
-            axes[name] = values.split(",")
+            for other in axes:
+                if SETS.get(name, {name}) & SETS.get(other, {other}):
+                    raise UserError(
+                        f"sweep.grid: {other} and {name} set one option; write {other}=value,value, or a second grid"
+                    )
+            axes[name] = list(dict.fromkeys(values.split(",")))
         if not axes:
-            raise UserError("sweep.grid: give axes such as method=post_ln,branchnorm depth=6L-6L,18L-18L")
+            where = f"; there are none in {part.strip() or 'an empty part'!r} of {text!r}" if text.strip() else ""
+            raise UserError(f"sweep.grid: give axes such as method=post_ln,branchnorm depth=6L-6L,18L-18L{where}")
         runs += [dict(zip(axes, point, strict=True)) for point in itertools.product(*axes.values())]
     methods = dict.fromkeys(run["method"] for run in runs if "method" in run)
     if baseline and baseline not in methods:
@@ -62,6 +73,33 @@ def parse_grid(text: str, baseline: str = "") -> list[Run]:
 def name_of(run: Mapping[str, str], separator: str = "-") -> str:
     """Folder of a run, or label in a table: its values, with the names of options that do not speak for themselves."""
     return separator.join(v if k in ("method", "depth") else f"{k.split('.')[-1]}={v}" for k, v in run.items())
+
+
+def folder_of(run: Mapping[str, str]) -> str:
+    """Folder of a run: its name, where that can be one."""
+    name = name_of(run)
+    plain = re.sub(r"[^\w.,+=-]", "_", name)[:100].lstrip(".")
+    return name if plain == name else f"{plain}-{hashlib.sha256(name.encode()).hexdigest()[:8]}"
+
+
+def plan_runs(config: Config) -> dict[str, tuple[Run, Config]]:
+    """Every run of the config's grid, by its folder. Raises `UserError` for a grid, or a run, that cannot be."""
+    grid, columns = parse_grid(config.sweep.grid, config.sweep.baseline), config.sweep.column_names
+    runs: dict[str, tuple[Run, Config]] = {}
+    for run in grid:
+        try:
+            chosen = configure(config, run)
+        except UserError as error:
+            raise UserError(f"sweep.grid: {name_of(run)}: {error}") from error
+        for other, (_, there) in runs.items():
+            if chosen == there:
+                raise UserError(f"sweep.grid: {name_of(run)} and {other} are the same run")
+        runs[folder_of(run)] = run, chosen
+    axes = dict.fromkeys(axis for run in grid for axis in run)
+    unknown = set(columns) - {*axes, "depth"}
+    if unknown:
+        raise UserError(f"sweep.columns: no axis {', '.join(sorted(unknown))} in the grid; there are {', '.join(axes)}")
+    return runs
 
 
 def configure(config: Config, run: Run) -> Config:
@@ -79,7 +117,7 @@ def configure(config: Config, run: Run) -> Config:
         try:
             options[section][name] = TRUTH[text.lower()] if kind is bool else kind(text)
         except (KeyError, ValueError) as error:
-            raise UserError(f"sweep.grid: {axis}={text}: {kind.__name__} expected") from error
+            raise UserError(f"{axis}={text}: {kind.__name__} expected") from error
     # A run does not depend on the grid that it is in: a longer grid leaves the runs that are there as they are.
     return dataclasses.replace(configs.from_config_dict(options), sweep=SweepConfig())
 
@@ -88,26 +126,39 @@ def ended(workdir: Workdir, config: Config) -> str:
     """How a run with this very config ended, "done" or "diverged"; "" if it is still to be trained or evaluated."""
     if not (workdir / "config.json").exists() or configs.load(workdir / "config.json") != config:
         return ""
-    status, results = read_json(workdir / "status.json").get("status"), workdir / "results.json"
+    status = read_json(workdir / "status.json").get("status")
     # Scores that are older than the status are those of a shorter run, or of other options.
-    evaluated = results.exists() and results.stat().st_mtime >= (workdir / "status.json").stat().st_mtime
+    results, texts = workdir / "results.json", [workdir / "evaluation" / f"test.{side}" for side in TEXTS]
+    evaluated = (
+        score_of(workdir, "bleu") is not None
+        and all(text.exists() for text in texts)
+        and len({len(lines(text)) for text in texts}) == 1
+        and results.stat().st_mtime >= (workdir / "status.json").stat().st_mtime
+    )
     return status if status == "diverged" or (status == "done" and evaluated) else ""
 
 
-def collect(folders: Mapping[str, tuple[Run, Workdir]], split: str = "test") -> list[dict[str, Any]]:
+def score_of(workdir: Workdir, metric: str) -> float | None:
+    """A score of the test set; None if the run has none that can be read."""
+    entry: Any = read_json(workdir / "results.json")
+    for name in ("test", metric, "score"):
+        entry = entry.get(name) if isinstance(entry, dict) else None
+    return entry if isinstance(entry, float | int) else None
+
+
+def collect(folders: Mapping[str, tuple[Run, Workdir]]) -> list[dict[str, Any]]:
     """One row per run: its axes, how it ended, scores, what it cost."""
     rows = []
     for name, (run, workdir) in folders.items():
-        status, results = read_json(workdir / "status.json"), read_json(workdir / "results.json")
-        validations = read_lines(workdir / "validation.jsonl")
-        scores = results.get(split, {})
+        status = read_json(workdir / "status.json")
+        validations = read_lines(workdir / "validation.jsonl", ("nll",))
         rows.append(
             {"run": name}
             | run
             | {
                 "status": status.get("status", "not run"),
-                "bleu": scores["bleu"]["score"] if "bleu" in scores else None,
-                "chrf": scores["chrf"]["score"] if "chrf" in scores else None,
+                "bleu": score_of(workdir, "bleu"),
+                "chrf": score_of(workdir, "chrf"),
                 "valid_nll": validations[-1]["nll"] if validations else None,
                 "updates": status.get("step"),
                 "train_seconds": status.get("train_seconds"),
@@ -117,8 +168,12 @@ def collect(folders: Mapping[str, tuple[Run, Workdir]], split: str = "test") -> 
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON file; a missing one is empty."""
-    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    """A JSON file with an object; a missing or broken one is empty."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def compare(rows: list[dict[str, Any]], folders: Mapping[str, tuple[Run, Workdir]], baseline: str, lang: str) -> None:
@@ -140,7 +195,7 @@ def compare(rows: list[dict[str, Any]], folders: Mapping[str, tuple[Run, Workdir
             theirs, ours = (
                 folder / "evaluation" / "test.hypothesis" for folder in (max(partners, key=itemgetter(0))[1], workdir)
             )
-            if theirs.exists() and ours.exists():
+            if all(row["bleu"] is not None and path.exists() for path in (theirs, ours)):
                 references = lines(workdir / "evaluation" / "test.reference")
                 row["p_value"] = paired_bootstrap(lines(theirs), lines(ours), references, lang).p_value
 
@@ -209,13 +264,15 @@ def draw(rows: Sequence[Mapping[str, Any]], columns: Sequence[str], path: Path) 
         lost = [x for x, found in points if any(run["bleu"] is None for run in found)]
         scored = [(x, statistics.mean(run["bleu"] for run in found)) for x, found in points if x not in lost]
         colour = f"C{index % 10}"
-        axes.plot([x for x, _ in scored], [y for _, y in scored], "o-", color=colour, label=row)
-        axes.plot(lost, [0] * len(lost), "x", color=colour)
+        axes.plot(
+            [x for x, _ in scored], [y for _, y in scored], "o-" if scored else "x", color=colour, label=row or "all"
+        )
+        axes.plot(lost, [-1] * len(lost), "x", color=colour)
     axes.set(
         xticks=range(len(across)),
         xticklabels=[name.replace(" ", "\n") for name in across],
         ylabel="test BLEU",
-        ylim=(-2, None),
+        ylim=(-2, max(5.0, 1.05 * axes.get_ylim()[1])),
     )
     axes.legend(frameon=False, bbox_to_anchor=(1.02, 1), loc="upper left")
     figure.savefig(path, dpi=120)

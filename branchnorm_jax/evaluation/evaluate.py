@@ -41,7 +41,7 @@ def write_results(path: Path, results: dict[str, list[Score]], directory: Path, 
     Splits that were scored before stay, if they were decoded from the same checkpoint in the same way.
     """
     table: dict[str, Any] = {}
-    with contextlib.suppress(OSError, ValueError, AttributeError):
+    with contextlib.suppress(OSError, ValueError, AttributeError, KeyError):
         before = json.loads(path.read_text(encoding="utf-8"))
         table = before if before.pop("run") == json.loads(json.dumps(extra)) else {}
     table |= {

@@ -2,10 +2,11 @@
 
 import contextlib
 import json
+import math
 import resource
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -23,16 +24,14 @@ class JsonLines:
 
     def __init__(self, path: Path, first_step: int) -> None:
         """Opens `path` to append; lines of `first_step` and later, which will be written again, are dropped."""
-        lines = read_lines(path)
-        if path.exists() and (broken := len(path.read_bytes().splitlines()) - len(lines)) > 1:
-            say(f"{path}: {broken} lines are broken and were dropped")
-        kept = [line for line in lines if line["step"] < first_step]
+        kept = [line for line in read_lines(path) if line["step"] < first_step]
         write_atomically(path, "".join(json.dumps(line) + "\n" for line in kept))
         self._file = path.open("a")
 
     def write(self, line: Mapping[str, Any]) -> None:
-        """Appends one line and hands it to the operating system."""
-        self._file.write(json.dumps(line) + "\n")
+        """Appends one line, null for what is not finite, and hands it to the operating system."""
+        known = {key: None if isinstance(v, float) and not math.isfinite(v) else v for key, v in line.items()}
+        self._file.write(json.dumps(known, allow_nan=False) + "\n")
         self._file.flush()
 
     def close(self) -> None:
@@ -40,14 +39,22 @@ class JsonLines:
         self._file.close()
 
 
-def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The lines of a `JsonLines` file; an unfinished or broken line is left out, a missing file is empty."""
-    lines = []
-    for text in path.read_bytes().splitlines() if path.exists() else []:
+def read_lines(path: Path, names: Iterable[str] = ()) -> list[dict[str, Any]]:
+    """The lines of a `JsonLines` file that have all `names`. A missing file is empty.
+
+    A last line that a kill left unfinished is left out; so is any other that cannot be read, which is said.
+    """
+    content = path.read_bytes() if path.exists() else b""
+    lines, broken = [], 0
+    for text in content[: content.rfind(b"\n") + 1].splitlines():
         with contextlib.suppress(ValueError):
             line = json.loads(text)
-            if isinstance(line, dict) and isinstance(line.get("step"), int):
+            if isinstance(line, dict) and isinstance(line.get("step"), int) and line.keys() >= {*names}:
                 lines.append(line)
+                continue
+        broken += 1
+    if broken:
+        say(f"{path}: {broken} lines cannot be read and were left out")
     return lines
 
 
@@ -63,7 +70,8 @@ class TensorBoard:
     def write(self, step: int, scalars: Mapping[str, float]) -> None:
         """One point per name."""
         for name, value in scalars.items():
-            self._writer.add_scalar(name, value, step)
+            if math.isfinite(value):
+                self._writer.add_scalar(name, value, step)
 
     def close(self) -> None:
         """Writes what is buffered."""

@@ -71,7 +71,7 @@ def train(config: Config, workdir: Workdir) -> None:
         workdir.agree_on_data(corpus.identity())
         run = Run(config, workdir, corpus)
         try:
-            run.loop()
+            signal_number = run.loop()
         except BaseException as error:
             failure = error
             if isinstance(error, OSError):
@@ -81,6 +81,8 @@ def train(config: Config, workdir: Workdir) -> None:
             with contextlib.suppress(OSError):
                 run.write_status(status, str(failure) or type(failure).__name__)
             raise failure from error
+    if signal_number:
+        raise Preempted(f"stopped by signal {signal_number}; the run was complete by then, and is saved", signal_number)
 
 
 def check_names(config: Config) -> None:
@@ -126,8 +128,8 @@ class Run:
         self.checkpoints.forget_after(self.step)
         self._describe(state_bytes)
 
-    def loop(self) -> None:
-        """Runs the updates that are left.
+    def loop(self) -> int:
+        """Runs the updates that are left; returns the signal that came too late to stop them, or 0.
 
         Order, at each step: validate if due, on the state as it is; save if due or asked to stop; take the batch;
         dispatch the update; read the metrics of the update before (so the device never waits for the host); poll for
@@ -141,6 +143,7 @@ class Run:
 
             multihost_utils.sync_global_devices("done")
         self.write_status("done", self.stop or f"reached {self.total} updates")
+        return preemption.signal
 
     def _loop(self, preemption: hosts.Preemption) -> None:
         c = self.config.train
@@ -172,7 +175,18 @@ class Run:
             self.memory.train_seconds += seconds
             self.memory.target_tokens += int(metrics.target_tokens)
             recent.append((int(metrics.target_tokens), seconds))
-            skipped = c.nonfinite == "skip" and not math.isfinite(metrics.loss + metrics.grad_norm)
+            finite = math.isfinite(metrics.loss + metrics.grad_norm)
+            last = step == self.total - 1 or not finite
+            if c.log_every and (step % c.log_every == 0 or last):
+                scalars = metrics._asdict()
+                del scalars["layers"]
+                line = {"step": step, **scalars, "seconds": seconds, "batch": batch.digest()}
+                line["target_tokens"] = int(metrics.target_tokens)
+                metrics_log.write(line)
+                self.tensorboard.write(step, scalars)
+            if c.watch_every and (step % c.watch_every == 0 or last):
+                layers_log.write({"step": step, **jax.tree.map(rounded, jax.device_get(layers))})
+            skipped = c.nonfinite == "skip" and not finite
             if skipped:
                 self.memory.skipped += 1
                 logs.say(f"step {step}: loss {metrics.loss}, gradient norm {metrics.grad_norm}: update skipped")
@@ -181,15 +195,6 @@ class Run:
                 check_finite(step, "gradient norm", metrics.grad_norm, layers)
             self.memory.skipped_in_a_row = self.memory.skipped_in_a_row + 1 if skipped else 0
             check_skipped(step, self.memory.skipped_in_a_row, layers)
-            if c.log_every and (step % c.log_every == 0 or step == self.total - 1 or skipped):
-                scalars = metrics._asdict()
-                del scalars["layers"]
-                line = {"step": step, **scalars, "seconds": seconds, "batch": batch.digest()}
-                line["target_tokens"] = int(metrics.target_tokens)
-                metrics_log.write(line)
-                self.tensorboard.write(step, scalars)
-            if c.watch_every and (step % c.watch_every == 0 or step == self.total - 1):
-                layers_log.write({"step": step, **jax.tree.map(rounded, jax.device_get(layers))})
             rate = sum(tokens for tokens, _ in recent) / sum(seconds for _, seconds in recent)
             bar.set_postfix_str(
                 f"loss {metrics.loss:.3f} lr {metrics.learning_rate:.2e} alpha {metrics.alpha:.3f} {rate:,.0f} tok/s",

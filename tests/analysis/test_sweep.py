@@ -4,6 +4,7 @@ import csv
 import dataclasses
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,7 +12,7 @@ from branchnorm_jax.analysis import sweep
 from branchnorm_jax.config import load
 from branchnorm_jax.errors import UserError
 from branchnorm_jax.evaluation.significance import paired_bootstrap
-from branchnorm_jax.options import Config
+from branchnorm_jax.options import Config, SweepConfig
 from branchnorm_jax.workdir import Workdir
 from tests.conftest import HASTY, run_main
 
@@ -40,7 +41,12 @@ def test_a_grid_combines_its_axes_and_names_its_runs() -> None:
         ("method=post_ln,", "name=value"),
         ("train.learning_rat=1", "learning_rate"),
         ("method=post_ln | ", "give axes"),
-        ("method=post_ln method=rezero", "twice"),
+        ("method=post_ln |", "none in 'an empty part' of"),
+        ("dept=1L-1L", "did you mean 'depth'"),
+        ("sweep.grid=x", "no axis 'sweep.grid'"),
+        ("method=post_ln method=rezero", "set one option"),
+        ("method=post_ln model.method=rezero", "method and model.method set one option"),
+        ("depth=2L-2L model.encoder_layers=3", "depth and model.encoder_layers set one option"),
         ("method=post_ln,rezero", "'deepnorm' is not among the grid's methods \\(post_ln, rezero\\)"),
     ],
 )
@@ -56,6 +62,32 @@ def test_what_is_no_grid(grid: str, said: str) -> None:
 def test_values_that_an_option_does_not_take(axis: str, value: str) -> None:
     with pytest.raises(UserError):
         sweep.configure(Config(), {axis: value})
+
+
+def test_folders_of_runs_stay_in_the_workdir() -> None:
+    plain = {"method": "post_ln", "train.learning_rate": "1e-3"}
+    assert sweep.folder_of(plain) == sweep.name_of(plain) == "post_ln-learning_rate=1e-3"
+    folders = {sweep.folder_of({"data.path": path}) for path in ("../../a", "../../b", "/a/b", "..", "x" * 5000)}
+    assert len(folders) == 5
+    assert all("/" not in name and not name.startswith(".") and len(name) < 120 for name in folders)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (SweepConfig("train.learning_rate=1e-3,0.001"), "learning_rate=0.001 and learning_rate=1e-3 are the same run"),
+        (SweepConfig("depth=2L-2L model.heads=7"), "sweep.grid: 2L-2L-heads=7: config: model.heads=7 does not divide"),
+        (SweepConfig("train.seed=x"), "sweep.grid: seed=x: train.seed=x: int expected"),
+        (
+            SweepConfig("train.seed=1,2", "depth, nosuch"),
+            "sweep.columns: no axis nosuch in the grid",
+        ),
+    ],
+    ids=["spelling", "value", "type", "columns"],
+)
+def test_what_is_no_sweep(options: SweepConfig, said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        sweep.plan_runs(dataclasses.replace(Config(), sweep=options))
 
 
 def test_table_of_means_and_stars() -> None:
@@ -93,7 +125,7 @@ def test_a_run_is_compared_with_the_baseline_of_the_same_axes(tmp_path: Path) ->
         good = (run["method"] == "deepnorm") == (run.get("train.seed") != "1")
         (folder / "evaluation" / "test.hypothesis").write_text("\n".join(right if good else wrong) + "\n")
         (folder / "evaluation" / "test.reference").write_text("\n".join(right) + "\n")
-    rows = [{"run": name} for name in folders]
+    rows: list[dict[str, Any]] = [{"run": name, "bleu": 1.0} for name in folders]
     sweep.compare(rows, folders, "deepnorm", "en")
     found = {row["run"]: row["p_value"] for row in rows}
     assert found["deepnorm-6L-6L-seed=0"] is None
@@ -143,6 +175,20 @@ def test_a_sweep_keeps_what_diverged_and_goes_on_where_it_was(tmp_path: Path) ->
     assert sweep.ended(done_there, sweep.configure(config, run)) == "done"
     smoother = dataclasses.replace(config, train=dataclasses.replace(config.train, label_smoothing=0.2))
     assert sweep.ended(done_there, sweep.configure(smoother, run)) == ""
+    # What cannot be read, or does not fit, is as good as not there: the run is evaluated again.
+    hypothesis, results = done_there / "evaluation" / "test.hypothesis", done_there / "results.json"
+    for path, damage in ((results, "[]"), (results, '{"test": {"bleu": 3}}'), (results, "{"), (hypothesis, "x\n")):
+        whole = path.read_text()
+        path.write_text(damage)
+        assert sweep.ended(done_there, sweep.configure(config, run)) == ""
+        path.write_text(whole)
+        os.utime(results)
+    (done_there / "status.json").write_text("[]")
+    results.write_text("{}")
+    mended = run_main(f"--workdir={tmp_path}", "--mode=sweep")
+    assert mended.returncode == 0, mended.stderr
+    assert mended.stderr.count("is there already") == 2
+    assert (tmp_path / "sweep.md").read_text() == again.stdout
     # A status that is newer than the scores: the run went on and was not evaluated yet.
     os.utime(done_there / "status.json")
     assert sweep.ended(done_there, sweep.configure(config, run)) == ""

@@ -1,0 +1,51 @@
+"""Files of lines: what was written is read, what is broken is said."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from branchnorm_jax.training.logs import JsonLines, read_lines
+
+
+def test_lines_of_updates_that_will_be_made_again_are_dropped(tmp_path: Path) -> None:
+    path = tmp_path / "lines.jsonl"
+    for first, last in ((0, 5), (3, 7)):
+        lines = JsonLines(path, first)
+        for step in range(first, last):
+            lines.write({"step": step, "run": first})
+        lines.close()
+    assert [(line["step"], line["run"]) for line in read_lines(path)] == [(s, 0 if s < 3 else 3) for s in range(7)]
+
+
+def test_what_is_not_finite_is_null(tmp_path: Path) -> None:
+    path = tmp_path / "lines.jsonl"
+    lines = JsonLines(path, 0)
+    lines.write({"step": 0, "loss": float("nan"), "norm": float("inf"), "nll": 0.5})
+    lines.close()
+    assert json.loads(path.read_text(), parse_constant=pytest.fail) == {
+        "step": 0,
+        "loss": None,
+        "norm": None,
+        "nll": 0.5,
+    }
+
+
+@pytest.mark.parametrize(
+    ("content", "steps", "broken"),
+    [
+        ('{"step": 1, "a": 1}\n{"step": 2, "a"', [1], 0),
+        ('{"step": 1, "a": 1}\nxx\n[1]\n{}\n{"step": 2}\n{"step": 3, "a": 1}\n', [1, 3], 4),
+        ("\x00\xff\n", [], 1),
+        ("", [], 0),
+    ],
+    ids=["unfinished", "broken", "binary", "empty"],
+)
+def test_broken_lines_are_left_out_and_said(
+    content: str, steps: list[int], broken: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "lines.jsonl"
+    path.write_bytes(content.encode("latin-1"))
+    assert [line["step"] for line in read_lines(path, ("a",))] == steps
+    said = capsys.readouterr().err
+    assert (f"lines.jsonl: {broken} lines cannot be read" in said) == bool(broken)

@@ -28,6 +28,7 @@ MODES = {
     "methods": "every method: equation, parameters, what depends on depth, recommended options, citation",
     "sweep": "methods x depths x seeds, one after the other, as a table and a figure",
     "plan": "memory, time and device-days of a run, before anything is allocated: <workdir>/plan.json",
+    "preflight": "a time lapse at the real depth, and a verdict: <workdir>/preflight.json, .png",
     "help": "every option with its default and unit",
 }
 

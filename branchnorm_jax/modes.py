@@ -17,6 +17,7 @@ import jax.numpy as jnp
 
 from branchnorm_jax.analysis import devices, methods_table, signal
 from branchnorm_jax.analysis import plan as planning
+from branchnorm_jax.analysis import preflight as flight
 from branchnorm_jax.analysis import sweep as sweeping
 from branchnorm_jax.analysis.report import draw_curves, draw_layers
 from branchnorm_jax.config import to_json
@@ -162,6 +163,29 @@ def plan(config: Config, workdir: Workdir) -> None:
     print(planning.format_plan(config, found))
     workdir.create()
     write_atomically(workdir / "plan.json", planning.to_json(found))
+
+
+def preflight(config: Config, workdir: Workdir) -> None:
+    """A time lapse of the run at its real depth, narrow, and a verdict: preflight.json, preflight.png."""
+    check_names(config)
+    workdir.create()
+    corpus = prepare(config.data, workdir.path, logs.say)
+    narrow = planning.fitting(flight.reduced(config), devices.find("").memory)
+    plan, _ = make_plans(narrow.data, corpus.train, corpus.valid, narrow.train.batch_tokens, narrow.train.seed)
+    batches = flight.batches_of(plan)
+    model = make_model(narrow.model, corpus.tokenizer)
+    params = init_params(model, narrow.train.seed, batches(0))
+    points = flight.points_of(narrow)
+    with logs.progress_bar(len(points) * flight.UPDATES, 0, "update", "preflight") as bar:
+        found = flight.lapse(narrow, model, params, batches, bar.update)
+    verdict = flight.judge(found)
+    m = narrow.model
+    shape = f"{m.method} {m.encoder_layers}L-{m.decoder_layers}L at width {m.width}, {flight.ROWS} sentences a batch"
+    write_atomically(workdir / "preflight.json", flight.to_json(narrow, verdict, found))
+    flight.draw(found, workdir / "preflight.png", f"{shape}: {verdict.word}")
+    print(flight.format_points(found))
+    print(f"{shape}", f"{verdict.word}: {verdict.reason}", sep="\n")
+    print(workdir / "preflight.json", workdir / "preflight.png", sep="\n")
 
 
 def analyze(config: Config, workdir: Workdir) -> None:

@@ -30,7 +30,7 @@ from branchnorm_jax.training.checkpoint import Checkpoints
 from branchnorm_jax.training.optimizer import make_optimizer
 from branchnorm_jax.training.state import Batch, abstract_state, init_state, sha256
 from branchnorm_jax.training.step import Metrics, make_eval_step, make_train_step
-from branchnorm_jax.training.watch import check_finite, check_skipped
+from branchnorm_jax.training.watch import check_finite, check_skipped, vanishing
 from branchnorm_jax.workdir import Workdir, write_atomically
 
 
@@ -55,6 +55,8 @@ class Memory:
     skipped: int = 0
     """Updates without a finite gradient, which changed nothing (`train.nonfinite=skip`)."""
     skipped_in_a_row: int = 0
+    vanishing: str = ""
+    """Where the gradient vanished when `train.watch_every` last looked, as words."""
 
 
 def train(config: Config, workdir: Workdir) -> None:
@@ -185,7 +187,12 @@ class Run:
                 metrics_log.write(line)
                 self.tensorboard.write(step, scalars)
             if c.watch_every and (step % c.watch_every == 0 or last):
-                layers_log.write({"step": step, **jax.tree.map(rounded, jax.device_get(layers))})
+                layers = jax.device_get(layers)
+                layers_log.write({"step": step, **jax.tree.map(rounded, layers)})
+                where = vanishing({stack: found["gradient"] for stack, found in layers.items()})
+                if where and not self.memory.vanishing:
+                    logs.say(f"step {step}: the gradient vanishes in {where}: they learn next to nothing")
+                self.memory.vanishing = where
             skipped = c.nonfinite == "skip" and not finite
             if skipped:
                 self.memory.skipped += 1
@@ -248,6 +255,7 @@ class Run:
             "compile_seconds": memory.compile_seconds,
             "compiled_shapes": memory.compiled_shapes,
             "skipped_updates": memory.skipped,
+            "vanishing": memory.vanishing,
             "batch_fill": self.plan.fill,
             "train_seconds": memory.train_seconds,
             "target_tokens_per_second": memory.target_tokens / memory.train_seconds if memory.train_seconds else 0.0,

@@ -17,6 +17,12 @@ Layers = Mapping[str, Mapping[str, Any]]
 SKIPPED_IN_A_ROW = 10
 """So many updates without a finite gradient are no accident."""
 
+WEAK = 1e-3
+"""A layer whose gradient is less than this share of the largest of its stack learns next to nothing."""
+
+WEAK_SHARE = 0.1
+"""Share of weak layers from which on a stack is said to vanish."""
+
 ADVICE = (
     "in a new --workdir, lower train.learning_rate, lengthen train.warmup_steps or model.alpha_steps, or set "
     "train.clip_norm"
@@ -71,6 +77,32 @@ def check_skipped(step: int, in_a_row: int, layers: Layers) -> None:
             f"diverged: no finite gradient in {in_a_row} updates in a row, the last at step {step}{origin(layers)}; "
             f"{ADVICE}"
         )
+
+
+def weak_layers(gradient: Mapping[str, Any]) -> dict[str, list[int]]:
+    """By stack, the layers (from 1) whose gradient is below `WEAK` of the largest; none where there is no gradient.
+
+    Args:
+      gradient: stack -> norm of each layer's gradient, [L].
+    """
+    return {stack: (np.flatnonzero(values < WEAK * np.max(values)) + 1).tolist() for stack, values in gradient.items()}
+
+
+def vanishing(gradient: Mapping[str, Any]) -> str:
+    """Where the gradient vanishes, as words such as "decoder layers 1-312 of 500"; "" if nowhere."""
+    weak = weak_layers(gradient)
+    return " and ".join(
+        f"{stack} layers {_ranges(layers)} of {len(gradient[stack])}"
+        for stack, layers in weak.items()
+        if len(layers) >= WEAK_SHARE * len(gradient[stack])
+    )
+
+
+def _ranges(numbers: list[int]) -> str:
+    """[1, 2, 3, 7] -> "1-3, 7"."""
+    starts = [n for n in numbers if n - 1 not in numbers]
+    ends = [n for n in numbers if n + 1 not in numbers]
+    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in zip(starts, ends, strict=True))
 
 
 def origin(layers: Layers) -> str:

@@ -1,0 +1,76 @@
+"""The preflight's verdict against what then happened, over runs that are there: a table, right or wrong.
+
+    python -m benchmarks.preflight runs/sweep_depth runs/sweep_robustness runs/sweep_divergence
+
+Each folder holds the runs of a sweep. A run went well if its test BLEU is above 10, and badly if not: it diverged, stood
+still, or never read the source. "healthy" should go with the first, every other verdict with the second.
+"""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from benchmarks.measure import save
+from branchnorm_jax import config as configs
+from branchnorm_jax.analysis import preflight, sweep
+from branchnorm_jax.data.batches import make_plans
+from branchnorm_jax.data.prepare import prepare
+from branchnorm_jax.decoding.translate import make_model
+from branchnorm_jax.training.state import init_params
+from branchnorm_jax.workdir import Workdir
+
+LEARNED = 10.0
+"""BLEU; the runs of 600 updates lie below 2 or above 37."""
+
+
+def verdict_of(folder: Workdir) -> preflight.Verdict:
+    """What `--mode=preflight` says of the config of a run."""
+    narrow = preflight.reduced(configs.load(folder / "config.json"))
+    corpus = prepare(narrow.data, folder.path, lambda line: None)
+    plan, _ = make_plans(narrow.data, corpus.train, corpus.valid, narrow.train.batch_tokens, narrow.train.seed)
+    batches = preflight.batches_of(plan)
+    model = make_model(narrow.model, corpus.tokenizer)
+    params = init_params(model, narrow.train.seed, batches(0))
+    return preflight.judge(preflight.lapse(narrow, model, params, batches, lambda: None))
+
+
+def main() -> None:
+    """Judges every run, and counts."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("sweeps", nargs="+", type=Path, help="workdirs of sweeps that ended")
+    folders = [path.parent for sweep_ in parser.parse_args().sweeps for path in sorted(sweep_.glob("*/status.json"))]
+    rows: list[dict[str, Any]] = []
+    for folder in folders:
+        workdir = Workdir(folder)
+        word, reason = verdict_of(workdir)
+        bleu, status = sweep.score_of(workdir, "bleu"), sweep.read_json(workdir / "status.json").get("status")
+        learned = bleu is not None and bleu > LEARNED
+        rows.append(
+            {
+                "run": f"{folder.parent.name}/{folder.name}",
+                "verdict": word,
+                "reason": reason,
+                "status": status,
+                "bleu": bleu,
+                "agrees": (word == "healthy") == learned,
+            }
+        )
+        print(f"{len(rows)}/{len(folders)} {rows[-1]}", flush=True)
+        jax.clear_caches()
+    table = {
+        f"{verdict}, {outcome}": sum(
+            row["verdict"] == verdict and (row["bleu"] is not None and row["bleu"] > LEARNED) == (outcome == "learned")
+            for row in rows
+        )
+        for verdict in ("healthy", "vanishing", "diverging")
+        for outcome in ("learned", "did not")
+    }
+    save(
+        "preflight", {**table, "runs": len(rows), "agreement": sum(r["agrees"] for r in rows) / len(rows), "rows": rows}
+    )
+
+
+if __name__ == "__main__":
+    main()

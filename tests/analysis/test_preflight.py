@@ -1,0 +1,81 @@
+"""Verdicts of the time lapse, and the lapse itself on models that are known to live or die."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from branchnorm_jax.analysis import preflight
+from branchnorm_jax.analysis.preflight import Point, judge, points_of, reduced
+from branchnorm_jax.options import Config, ModelConfig, TrainConfig
+from branchnorm_jax.training import schedules
+from branchnorm_jax.training.watch import vanishing, weak_layers
+from tests.conftest import TINY, run_main
+
+
+def point(loss: list[float], decoder: list[float]) -> Point:
+    layers = {"encoder": np.ones(4), "decoder": np.array(decoder)}
+    return Point(7, 0.5, 1e-3, loss, [0.1, 0.2], layers, layers, layers, 1.0)
+
+
+def test_verdicts() -> None:
+    good = point([5.0, 4.9, 4.5], [0.1, 0.2, 1.0, 0.5])
+    assert judge([good, good]).word == "healthy"
+    assert judge([good, point([4.5, 4.6, 5.2], [1.0] * 4)]).word == "diverging"
+    assert judge([good, point([4.5, float("nan"), 4.0], [1.0] * 4)]).word == "diverging"
+    word, reason = judge([good, point([4.5, 4.4, 4.3], [1e-5, 1e-4, 1.0, 1e-6])])
+    assert word == "vanishing"
+    assert "decoder layers 1-2, 4 of 4 at update 7" in reason
+    assert "1e-06 of the largest" in reason
+    # No gradient at all, as the encoder's while BranchNorm's alpha is 0, is no sign.
+    assert judge([point([5.0, 4.9, 4.5], [0.0] * 4)]).word == "healthy"
+
+
+def test_weak_layers_are_named_where_they_are_many() -> None:
+    gradient = {"encoder": np.r_[np.zeros(1), np.ones(19)], "decoder": np.r_[np.full(3, 1e-4), np.ones(17)]}
+    assert weak_layers(gradient) == {"encoder": [1], "decoder": [1, 2, 3]}
+    assert vanishing(gradient) == "decoder layers 1-3 of 20"
+
+
+def test_the_lapse_follows_the_runs_own_schedules() -> None:
+    """Its points are those of the full alpha and the peak learning rate, or of the run's end."""
+    config = Config(train=TrainConfig(warmup_steps=400, steps=100_000), model=ModelConfig(alpha_steps=4000))
+    assert points_of(config) == [0, 400, 2000, 4000]
+    assert schedules.alpha(config.model)(jnp.int32(points_of(config)[-1])) == 1
+    short = dataclasses.replace(config, train=dataclasses.replace(config.train, steps=1000))
+    assert points_of(short) == [0, 99, 495, 990]
+
+
+@pytest.mark.parametrize(("width", "heads", "narrow"), [(512, 8, (64, 8)), (1024, 16, (64, 8)), (48, 3, (48, 3))])
+def test_the_narrow_model_keeps_depth_and_proportions(width: int, heads: int, narrow: tuple[int, int]) -> None:
+    model = ModelConfig(encoder_layers=7, decoder_layers=3, width=width, ffn_width=4 * width, heads=heads)
+    found = reduced(Config(model=model)).model
+    assert (found.width, found.heads) == narrow
+    assert found.ffn_width == 4 * found.width
+    assert (found.encoder_layers, found.decoder_layers, found.method) == (7, 3, "branchnorm")
+
+
+@pytest.mark.parametrize(
+    ("method", "word"), [("post_ln", "vanishing"), pytest.param("deepnorm", "healthy", marks=pytest.mark.slow)]
+)
+def test_post_ln_dies_at_a_depth_where_deepnorm_lives(method: str, word: str, tmp_path: Path) -> None:
+    done = run_main(
+        TINY[0].replace("2L-2L", "30L-30L"), *TINY[1:], "--mode=preflight", f"--workdir={tmp_path}",
+        f"--config.model.method={method}", "--config.train.learning_rate=1e-3", "--config.train.warmup_steps=40",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    found = json.loads((tmp_path / "preflight.json").read_text())
+    assert found["word"] == word
+    assert f"{word}: " in done.stdout
+    assert [len(point["gradient"]["decoder"]) for point in found["points"]] == [30] * len(found["points"])
+    assert (tmp_path / "preflight.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_share_below_adams_epsilon() -> None:
+    """Of a layer whose gradient is known: leaves of different shapes count by their elements."""
+    tree = {"a": jnp.array([[0.0, 1.0], [1.0, 1.0]]), "b": jnp.array([0.0, 0.0])}
+    small = preflight._by_layer(lambda g: (jnp.abs(g) < 1e-8).sum(), tree)
+    assert (small / preflight._by_layer(jnp.size, tree)).tolist() == pytest.approx([2 / 3, 1 / 3])

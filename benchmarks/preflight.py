@@ -2,8 +2,8 @@
 
     python -m benchmarks.preflight runs/sweep_depth runs/sweep_robustness runs/sweep_divergence
 
-Each folder holds the runs of a sweep. A run went well if its test BLEU is above 10, and badly if not: it diverged, stood
-still, or never read the source. "healthy" should go with the first, every other verdict with the second.
+Each folder holds the runs of a sweep. A run went well if its test BLEU is above 10, and badly if not: it diverged,
+stood still, or never read the source. "healthy" should go with the first, every other verdict with the second.
 """
 
 import argparse

@@ -65,11 +65,11 @@ def load(config: Config, workdir: Workdir) -> Trained:
     if tokenizer.sha256 != workdir.data_identity().get("vocabulary"):
         raise UserError(f"{workdir / 'vocabulary'}: not the vocabulary that this run was trained with; restore it")
     abstract = abstract_params(model, make_mesh(config.parallel, 0))
-    params, step = Checkpoints(workdir / "checkpoints", config.train, logs.say, read_only=True).restore_params(
+    params, alpha, step = Checkpoints(workdir / "checkpoints", config.train, logs.say, read_only=True).restore_params(
         config.decode.checkpoint, abstract
     )
     translator = Translator(model, tokenizer, config.decode, warn=logs.say)
-    return Trained(translator, params, schedules.alpha(config.model)(jnp.int32(step)), step)
+    return Trained(translator, params, jnp.float32(alpha), step)
 
 
 def train(config: Config, workdir: Workdir) -> None:

@@ -53,7 +53,15 @@ class ModelConfig:
     activation_dropout: float = option(
         0.0, "dropout after the feed-forward activation", unit="probability", minimum=0, maximum=0.99
     )
-    alpha_schedule: str = option("linear", "growth of BranchNorm's alpha", choices=("linear", "exp", "sigmoid"))
+    alpha_schedule: str = option(
+        "linear",
+        "growth of BranchNorm's alpha; adaptive: linear, but waiting while a layer's gradient is below alpha_floor",
+        choices=("linear", "exp", "sigmoid", "adaptive"),
+    )
+    alpha_floor: float = option(
+        1e-3, "adaptive: share of the strongest layer's gradient that the weakest one needs", minimum=0, maximum=1
+    )
+    alpha_hold: int = option(20, "adaptive: alpha then waits for so many updates", unit="updates", minimum=1)
     alpha_steps: int = option(4000, "T: the update at which alpha reaches 1", unit="updates", minimum=1)
     norm: str = option(
         "layer_norm",

@@ -18,7 +18,7 @@ from branchnorm_jax.model.stack import REMAT, best_group, size_of
 from branchnorm_jax.model.transformer import Transformer
 from branchnorm_jax.options import UNK, Config
 from branchnorm_jax.training.optimizer import make_optimizer
-from branchnorm_jax.training.state import Batch, TrainState
+from branchnorm_jax.training.state import Batch, TrainState, first_state
 from branchnorm_jax.training.step import make_train_step
 
 MATRIX_SHARE, TRAFFIC_SHARE = 0.6, 0.8
@@ -81,10 +81,7 @@ def update(config: Config, rows: int, length: int) -> tuple[Any, TrainState, Bat
     model = Transformer(config.model, config.data.vocab_size, config.data.vocab_size)
     optimizer = make_optimizer(config.train)
     params = model.abstract_params()
-    # Any, for they stand where arrays will be.
-    step: Any = jax.ShapeDtypeStruct((), jnp.int32)
-    scale: Any = jax.ShapeDtypeStruct((), jnp.float32)
-    state = TrainState(step, params, jax.eval_shape(optimizer.init, params), scale)
+    state = jax.eval_shape(lambda params: first_state(params, optimizer), params)
     tokens: Any = jax.ShapeDtypeStruct((rows, length), jnp.int32)
     return make_train_step(model, optimizer, alone), state, Batch(tokens, tokens)
 
@@ -168,8 +165,7 @@ def measured_seconds(config: Config, rows: int, length: int, repetitions: int = 
     tokens = jax.random.randint(jax.random.key(0), (2, rows, length), UNK + 1, config.data.vocab_size)
 
     def start() -> TrainState:
-        params = model.init(jax.random.key(0))
-        return TrainState(jnp.int32(0), params, optimizer.init(params), jnp.float32(1))
+        return first_state(model.init(jax.random.key(0)), optimizer)
 
     state, run = jax.jit(start)(), jax.jit(step, donate_argnums=0)
     times = []

@@ -23,7 +23,7 @@ from branchnorm_jax.model.transformer import Transformer, decoder_inputs
 from branchnorm_jax.options import Config
 from branchnorm_jax.training import schedules
 from branchnorm_jax.training.optimizer import make_optimizer
-from branchnorm_jax.training.state import Batch, TrainState
+from branchnorm_jax.training.state import Batch, first_state
 from branchnorm_jax.training.step import loss_sums, make_train_step
 from branchnorm_jax.training.watch import vanishing
 
@@ -101,11 +101,11 @@ def lapse(
     optimizer = make_optimizer(config.train)
     step = jax.jit(make_train_step(model, optimizer, config), donate_argnums=0)
     look = jax.jit(lambda params, batch, alpha: _look(config, model, params, batch, alpha))
-    state = TrainState(jnp.int32(0), params, jax.jit(optimizer.init)(params), jnp.ones(()))
+    state = jax.jit(lambda params: first_state(params, optimizer))(params)
     found = []
     for start in points_of(config):
-        state = dataclasses.replace(state, step=jnp.int32(start))
         batch, alpha_t = batches(start), alpha(jnp.int32(start))
+        state = dataclasses.replace(state, step=jnp.int32(start), alpha=alpha_t)
         seen = [look(state.params, batch, alpha_t)]
         metrics = []
         for index in range(UPDATES):

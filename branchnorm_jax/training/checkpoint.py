@@ -18,7 +18,7 @@ from branchnorm_jax.model.parameters import Params
 from branchnorm_jax.options import TrainConfig
 from branchnorm_jax.training.state import TrainState, checksums
 
-TRAINING = ("step", "opt_state", "rate_scale")
+TRAINING = ("step", "opt_state", "rate_scale", "alpha", "alpha_held")
 """Fields of the train state beside the parameters."""
 
 Memory = dict[str, Any]
@@ -95,7 +95,7 @@ class Checkpoints:
                 args=ocp.args.Composite(
                     params=ocp.args.StandardSave(state.params),
                     training=ocp.args.StandardSave(rest),
-                    memory=ocp.args.JsonSave({"checksums": sums, "memory": memory}),
+                    memory=ocp.args.JsonSave({"checksums": sums, "memory": memory, "alpha": float(state.alpha)}),
                 ),
                 metrics=None if score is None else {"score": score},
             )
@@ -138,8 +138,8 @@ class Checkpoints:
             )
         return None
 
-    def restore_params(self, which: str, abstract: Params) -> tuple[Params, int]:
-        """Parameters and step of one checkpoint.
+    def restore_params(self, which: str, abstract: Params) -> tuple[Params, float, int]:
+        """Parameters, alpha and step of one checkpoint.
 
         Args:
           which: "best" (the last one if none was validated), "last", or a step.
@@ -172,7 +172,7 @@ class Checkpoints:
                 continue
             if place:
                 self._warn(f"using checkpoint {step} instead")
-            return restored["params"], step
+            return restored["params"], restored["memory"]["alpha"], step
         raise UserError(f"{self._directory}: checkpoint {which!r} cannot be read")
 
     def _restore(self, step: int, abstract: TrainState) -> tuple[TrainState, Memory]:

@@ -316,8 +316,7 @@ class Run:
 
     def _bleu(self, count: int) -> float:
         pairs = [pair for pair, _ in zip(read_pairs(self.config.data, "valid"), range(count), strict=False)]
-        alpha = schedules.alpha(self.config.model)(self.state.step)
-        found = self.translator.translate(self.state.params, alpha, [source for source, _ in pairs])
+        found = self.translator.translate(self.state.params, self.state.alpha, [source for source, _ in pairs])
         return corpus_bleu([best[0].text for best in found], [ref for _, ref in pairs], self.config.data.target_lang)
 
     def _save(self) -> None:

@@ -4,7 +4,7 @@ Both are evaluated inside the compiled update, on a traced int32 step.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -107,12 +107,13 @@ def alpha(model: ModelConfig) -> Schedule:
 
     linear: t / T (the paper's equation). exp: e^(t ln2 / T) - 1. sigmoid: the logistic curve of slope 10 / T around
     T / 2, shifted and scaled so that it starts at 0 and ends at 1. The paper names the last two without printing their
-    formulas: these are this project's.
+    formulas: these are this project's. adaptive: linear, at the most; see `next_alpha`.
     """
     total = model.alpha_steps
     edge = 1 / (1 + math.exp(5))
     shapes: dict[str, Callable[[jax.Array], jax.Array]] = {
         "linear": lambda u: u,
+        "adaptive": lambda u: u,
         "exp": lambda u: jnp.expm1(math.log(2) * u),
         "sigmoid": lambda u: (jax.nn.sigmoid(10 * (u - 0.5)) - edge) / (1 - 2 * edge),
     }
@@ -122,3 +123,29 @@ def alpha(model: ModelConfig) -> Schedule:
         return jnp.where(step >= total, 1.0, shape(step.astype(jnp.float32) / total)).astype(jnp.float32)
 
     return schedule
+
+
+def next_alpha(
+    model: ModelConfig,
+) -> Callable[[jax.Array, jax.Array, jax.Array, Mapping[str, jax.Array]], tuple[jax.Array, jax.Array]]:
+    """(step, alpha, held, gradient) -> (alpha, held): alpha_t of update `step`, after the update before it.
+
+    The papers' schedules know it from the step. `adaptive` lets alpha grow by 1 / T an update, but holds it for
+    `alpha_hold` updates whenever the weakest layer of a stack has less than `alpha_floor` of the gradient of the
+    strongest one (or a gradient that is not finite): it waits until the bottom of the stack learns again.
+
+    `gradient`: stack -> norm of each layer's gradient in the update before, [L].
+    """
+    if model.alpha_schedule != "adaptive":
+        schedule = alpha(model)
+        return lambda step, before, held, gradient: (schedule(step), held)
+
+    def react(
+        step: jax.Array, before: jax.Array, held: jax.Array, gradient: Mapping[str, jax.Array]
+    ) -> tuple[jax.Array, jax.Array]:
+        healthy = [norms.min() >= model.alpha_floor * norms.max() for norms in gradient.values()]
+        held = jnp.where(jnp.stack(healthy).all(), jnp.maximum(held - 1, 0), model.alpha_hold)
+        grown = jnp.minimum(1.0, before + 1 / model.alpha_steps)
+        return jnp.where(held > 0, before, grown).astype(jnp.float32), held.astype(jnp.int32)
+
+    return react

@@ -36,12 +36,22 @@ class TrainState:
       params: parameters.
       opt_state: the optimiser's state.
       rate_scale: factor on the scheduled learning rate, float32 []: what `val_decay` made of it.
+      alpha: BranchNorm's alpha_t of the next update, float32 [].
+      alpha_held: for how many updates it will not grow, int32 []; see `schedules.next_alpha`.
     """
 
     step: jax.Array
     params: Params
     opt_state: optax.OptState
     rate_scale: jax.Array
+    alpha: jax.Array
+    alpha_held: jax.Array
+
+
+def first_state(params: Params, optimizer: optax.GradientTransformation) -> TrainState:
+    """The state before the first update of these parameters."""
+    zero = jnp.zeros((), jnp.int32)
+    return TrainState(zero, params, optimizer.init(params), jnp.ones(()), jnp.zeros(()), zero)
 
 
 def abstract_params(model: Transformer, mesh: Mesh) -> Params:
@@ -61,19 +71,13 @@ def abstract_state(model: Transformer, optimizer: optax.GradientTransformation, 
     The optimiser's moments are split as the parameters that they belong to; all else is on every device.
     """
     params = abstract_params(model, mesh)
-    opt_state = jax.eval_shape(optimizer.init, params)
+    state = jax.eval_shape(lambda params: first_state(params, optimizer), params)
     whole = sharding(mesh)
-    param_shardings = jax.tree.map(lambda leaf: leaf.sharding, params)
-    opt_shardings = optax.tree.map_params(
-        optimizer.init, lambda _, split: split, opt_state, param_shardings, transform_non_params=lambda _: whole
+    by_param = jax.tree.map(lambda leaf: leaf.sharding, params)
+    by_moment = optax.tree.map_params(
+        optimizer.init, lambda _, split: split, state.opt_state, by_param, transform_non_params=lambda _: whole
     )
-
-    return TrainState(
-        step=_place(jax.ShapeDtypeStruct((), jnp.int32), whole),
-        params=params,
-        opt_state=jax.tree.map(_place, opt_state, opt_shardings),
-        rate_scale=_place(jax.ShapeDtypeStruct((), jnp.float32), whole),
-    )
+    return jax.tree.map(_place, state, TrainState(whole, by_param, by_moment, whole, whole, whole))  # type: ignore[arg-type]
 
 
 def init_params(model: Transformer, seed: int, first: Batch) -> Params:
@@ -91,8 +95,7 @@ def init_state(
     """The state at step 0, made in place on the devices that hold it. The numbers do not depend on the mesh."""
 
     def create(first: Batch) -> TrainState:
-        params = init_params(model, seed, first)
-        return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params), jnp.ones(()))
+        return first_state(init_params(model, seed, first), optimizer)
 
     shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract_state(model, optimizer, mesh))
     return jax.jit(create, out_shardings=shardings)(first)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import optax
 
 from branchnorm_jax.model.losses import Blocks, LossSums, smoothed_cross_entropy
-from branchnorm_jax.model.parameters import Params
+from branchnorm_jax.model.parameters import STACKS, Params, norm_by_layer
 from branchnorm_jax.model.transformer import Transformer, decoder_inputs
 from branchnorm_jax.options import PAD, Config
 from branchnorm_jax.parallel.mesh import data_size
@@ -60,12 +60,12 @@ def make_train_step(
     """The update: gradient of the mean loss per target token over the whole batch, whatever its parts."""
     train = config.train
     learning_rate = schedules.learning_rate(train, config.model.width)
-    alpha = schedules.alpha(config.model)
+    next_alpha = schedules.next_alpha(config.model)
     parts, sown = train.accumulation, "watch" if train.watch_every else ""
     shards = data_size(config.parallel)
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-        alpha_t, rate = alpha(state.step), learning_rate(state.step) * state.rate_scale
+        alpha_t, rate = state.alpha, learning_rate(state.step) * state.rate_scale
         key = jax.random.fold_in(jax.random.fold_in(jax.random.key(train.seed), DROPOUT_STREAM), state.step)
         tokens = (batch.target != PAD).sum().astype(jnp.float32)
 
@@ -101,16 +101,17 @@ def make_train_step(
         if sown:
             layers = layer_statistics(layers, grads, directions, state.params, rate)
         metrics = Metrics(loss, nll, rate, alpha_t, optax.tree.norm(grads), tokens, layers)
-        return TrainState(state.step + 1, params, opt_state, state.rate_scale), metrics
+        gradient_by_layer = {stack: norm_by_layer(grads[stack]) for stack in STACKS}
+        alpha, held = next_alpha(state.step + 1, state.alpha, state.alpha_held, gradient_by_layer)
+        return TrainState(state.step + 1, params, opt_state, state.rate_scale, alpha, held), metrics
 
     return train_step
 
 
 def make_eval_step(model: Transformer, config: Config) -> Callable[[TrainState, Batch], LossSums]:
     """Loss sums of a validation batch, without dropout, at the state's own alpha."""
-    alpha = schedules.alpha(config.model)
 
     def eval_step(state: TrainState, batch: Batch) -> LossSums:
-        return loss_sums(model, state.params, batch, alpha(state.step), config.train.label_smoothing)[0]
+        return loss_sums(model, state.params, batch, state.alpha, config.train.label_smoothing)[0]
 
     return eval_step

@@ -98,3 +98,23 @@ def test_alpha_of_one_step_is_one_after_the_first_update() -> None:
 def test_unknown_schedule() -> None:
     with pytest.raises(UserError, match="inverse_sqrt"):
         schedules.learning_rate(TrainConfig(schedule="cosine"), 8)
+
+
+def test_adaptive_alpha_waits_while_a_layer_has_no_gradient() -> None:
+    """Grows by 1 / T, stays for `alpha_hold` updates after each update with a weak layer, and is 1 at the most."""
+    model = ModelConfig(alpha_schedule="adaptive", alpha_steps=4, alpha_floor=0.1, alpha_hold=3)
+    react = jax.jit(schedules.next_alpha(model))
+    good, weak, lost = ([1.0, 0.1], [1.0, 0.09], [float("nan"), 1.0])
+    alpha, held, found = jnp.float32(0), jnp.int32(0), []
+    for step, gradient in enumerate([good, good, weak, good, good, good, good, lost, good, good, good, good], start=1):
+        layers = {"encoder": jnp.zeros(5), "decoder": jnp.array(gradient)}
+        alpha, held = react(jnp.int32(step), alpha, held, layers)
+        found.append(float(alpha))
+    assert found == [0.25, 0.5, 0.5, 0.5, 0.5, 0.75, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0]
+
+
+def test_the_papers_schedules_do_not_listen() -> None:
+    model = ModelConfig(alpha_schedule="linear", alpha_steps=4)
+    dead = {"encoder": jnp.zeros(3), "decoder": jnp.array([0.0, 1.0])}
+    alpha, held = schedules.next_alpha(model)(jnp.int32(3), jnp.float32(0.1), jnp.int32(0), dead)
+    assert (float(alpha), int(held)) == (0.75, 0)

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from branchnorm_jax.data.batches import TextBatch
 from branchnorm_jax.model.transformer import Transformer
@@ -157,3 +158,23 @@ def test_eight_devices_give_the_numbers_of_one() -> None:
     assert eight["compiled"] == 2
     # Each device holds half of the feed-forward's columns.
     assert eight["shard"] == 2 * 16 * 32 // 2
+
+
+@pytest.mark.parametrize(("floor", "grows"), [(0.0, True), (1.0, False)])
+def test_adaptive_alpha_in_training(floor: float, grows: bool) -> None:
+    """With a floor of 0 it is linear, bit for bit but for sums of 1 / T; with a floor of 1 it never begins."""
+
+    def last(kind: str) -> Any:
+        model = dataclasses.replace(CONFIG.model, alpha_schedule=kind, alpha_floor=floor)
+        return run(dataclasses.replace(CONFIG, model=model), 6)
+
+    linear, adaptive = last("linear"), last("adaptive")
+    if grows:
+        assert (
+            float(adaptive.state.alpha) == pytest.approx(float(linear.state.alpha), rel=1e-6) == pytest.approx(6 / 40)
+        )
+        np.testing.assert_allclose(adaptive.losses, linear.losses, rtol=1e-5)
+    else:
+        assert float(adaptive.state.alpha) == 0
+        assert int(adaptive.state.alpha_held) == CONFIG.model.alpha_hold
+    assert adaptive.compiled == linear.compiled

@@ -16,7 +16,7 @@ from benchmarks.measure import alternate, save
 from branchnorm_jax.model.stack import REMAT
 from branchnorm_jax.model.transformer import Transformer
 from branchnorm_jax.options import Config, ModelConfig, TrainConfig
-from branchnorm_jax.parallel.mesh import make_mesh
+from branchnorm_jax.parallel.mesh import make_mesh, sharding
 from branchnorm_jax.training.optimizer import make_optimizer
 from branchnorm_jax.training.state import Batch, TrainState, init_state
 from branchnorm_jax.training.step import loss_sums, make_train_step
@@ -40,9 +40,11 @@ def batch(rows: int) -> Batch:
 def update(network: Transformer, data: Batch, watch_every: int = 100) -> tuple[Any, TrainState]:
     """The jitted update, and a state before the first one."""
     config = dataclasses.replace(Config(), model=network.config, train=TrainConfig(watch_every=watch_every))
-    optimizer = make_optimizer(config.train)
-    state = init_state(network, optimizer, make_mesh(config.parallel, 0), 0, data)
-    return jax.jit(make_train_step(network, optimizer, config)), state
+    optimizer, mesh = make_optimizer(config.train), make_mesh(config.parallel, 0)
+    state = init_state(network, optimizer, mesh, 0, data)
+    # As the training loop has it: the state comes back as it went in.
+    splits = jax.tree.map(lambda leaf: leaf.sharding, state), sharding(mesh)
+    return jax.jit(make_train_step(network, optimizer, config), out_shardings=splits), state
 
 
 def compilation(pairs: int) -> dict[str, Any]:

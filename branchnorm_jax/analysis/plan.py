@@ -98,9 +98,9 @@ def update_costs(config: Config, rows: int, length: int) -> costs.Costs:
 
 def rows_of(config: Config, length: int, count: int) -> int:
     """Sentences of `length` that one of `count` data-parallel devices has of an update."""
-    multiple = config.data.row_multiple
+    multiple, parts = config.data.row_multiple, config.train.accumulation
     rows = max(multiple, config.train.batch_tokens // length // multiple * multiple)
-    return max(config.train.accumulation, math.ceil(rows / count))
+    return math.ceil(rows / count / parts) * parts
 
 
 def lengths(config: Config) -> tuple[int, ...]:
@@ -120,17 +120,22 @@ def seconds(config: Config, device: devices.Device, found: costs.Costs) -> float
 
 
 def fitting_tokens(config: Config, memory: float) -> int:
-    """Positions of the largest microbatch that fits, a side: the peak is all but linear in them."""
+    """Positions of the largest microbatch that fits, a side; where they are many, the peak is all but linear."""
     length = config.plan.sentence_length
     whole = dataclasses.replace(config, train=dataclasses.replace(config.train, accumulation=1))
-    rows = rows_of(whole, length, data_devices(config))
-    other, peak = 4 * rows, update_costs(whole, rows, length).peak
+
+    def peak(rows: int) -> float:
+        return update_costs(whole, rows, length).peak
+
+    few, many = 64, 1024
+    while peak(many) < 1.5 * peak(few):
+        few, many = many, 16 * many
     for _ in range(2):
-        other_peak = update_costs(whole, other, length).peak
-        slope = (other_peak - peak) / (other - rows)
-        rows, peak = other, other_peak
-        other = int(rows + (memory - peak) / slope)
-    return max(0, other) * length
+        slope = (peak(many) - peak(few)) / (many - few)
+        few, many = many, max(1, int(many + (memory - peak(many)) / slope))
+        if many == few:
+            break
+    return many * length if peak(many) <= 1.01 * memory else 0
 
 
 def data_devices(config: Config) -> int:
@@ -320,9 +325,7 @@ def format_plan(config: Config, plan: Mapping[str, Any]) -> str:
     groups = plan["group"]
     lines += ["", f"nested: groups of {groups['encoder']} and {groups['decoder']} layers (encoder, decoder)"]
     if "compiled_bytes" in plan:
-        lines.append(
-            f"compiled, {plan['chosen_remat']}, {length} tokens a sentence: {plan['compiled_bytes'] / 1e9:,.3f} GB"
-        )
+        lines.append(f"compiled with model.remat={plan['chosen_remat']}: peak {plan['compiled_bytes'] / 1e9:,.3f} GB")
     return "\n".join([*lines, PAPER])
 
 

@@ -1,6 +1,7 @@
 """Which methods compute the same function, so that the quick tests run each function once."""
 
 import dataclasses
+from collections.abc import Collection
 from typing import Any
 
 import pytest
@@ -26,14 +27,12 @@ def algebra(method: str) -> Recipe:
     )
 
 
-def every_method(*, variants: bool = True) -> list[Any]:
-    """Parameters of a test: all methods, those slow that differ from an earlier one in their initial values alone.
+def every_method(quick: Collection[str] = ()) -> list[Any]:
+    """Parameters of a test: all methods.
 
-    Without `variants` those are slow, too, whose name extends another method's.
+    Slow are all but the `quick` ones; or, if none are named, those that differ from an earlier one in their initial values
+    alone.
     """
     first = {algebra(method): method for method in reversed(METHODS)}
-
-    def quick(method: str) -> bool:
-        return first[algebra(method)] == method and (variants or method.rpartition("_")[0] not in METHODS)
-
-    return [method if quick(method) else pytest.param(method, marks=pytest.mark.slow) for method in METHODS]
+    chosen = quick or [method for method in METHODS if first[algebra(method)] == method]
+    return [method if method in chosen else pytest.param(method, marks=pytest.mark.slow) for method in METHODS]

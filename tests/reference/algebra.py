@@ -30,8 +30,7 @@ def algebra(method: str) -> Recipe:
 def every_method(quick: Collection[str] = ()) -> list[Any]:
     """Parameters of a test: all methods.
 
-    Slow are all but the `quick` ones; or, if none are named, those that differ from an earlier one in their initial values
-    alone.
+    Slow are all but the `quick` ones; if none are named, those that differ from an earlier one in initial values alone.
     """
     first = {algebra(method): method for method in reversed(METHODS)}
     chosen = quick or [method for method in METHODS if first[algebra(method)] == method]

@@ -15,10 +15,7 @@ import jax
 from benchmarks.measure import save
 from branchnorm_jax import config as configs
 from branchnorm_jax.analysis import preflight, sweep
-from branchnorm_jax.data.batches import make_plans
 from branchnorm_jax.data.prepare import prepare
-from branchnorm_jax.decoding.translate import make_model
-from branchnorm_jax.training.state import init_params
 from branchnorm_jax.workdir import Workdir
 
 LEARNED = 10.0
@@ -27,13 +24,9 @@ LEARNED = 10.0
 
 def verdict_of(folder: Workdir) -> preflight.Verdict:
     """What `--mode=preflight` says of the config of a run."""
-    narrow = preflight.reduced(configs.load(folder / "config.json"))
-    corpus = prepare(narrow.data, folder.path, lambda line: None)
-    plan, _ = make_plans(narrow.data, corpus.train, corpus.valid, narrow.train.batch_tokens, narrow.train.seed)
-    batches = preflight.batches_of(plan)
-    model = make_model(narrow.model, corpus.tokenizer)
-    params = init_params(model, narrow.train.seed, batches(0))
-    return preflight.judge(preflight.lapse(narrow, model, params, batches, lambda: None))
+    config = configs.load(folder / "config.json")
+    corpus = prepare(config.data, folder.path, lambda line: None)
+    return preflight.judge(preflight.fly(config, corpus, lambda done, total: None)[1])
 
 
 def main() -> None:
@@ -64,7 +57,7 @@ def main() -> None:
             row["verdict"] == verdict and (row["bleu"] is not None and row["bleu"] > LEARNED) == (outcome == "learned")
             for row in rows
         )
-        for verdict in ("healthy", "vanishing", "diverging")
+        for verdict in ("healthy", "vanishing", "diverging", "still")
         for outcome in ("learned", "did not")
     }
     save(

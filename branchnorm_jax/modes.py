@@ -33,7 +33,7 @@ from branchnorm_jax.model.parameters import Params
 from branchnorm_jax.model.stack import REMAT
 from branchnorm_jax.options import Config
 from branchnorm_jax.parallel.mesh import make_mesh
-from branchnorm_jax.training import logs, loop, schedules
+from branchnorm_jax.training import logs, loop
 from branchnorm_jax.training.checkpoint import Checkpoints
 from branchnorm_jax.training.loop import check_names
 from branchnorm_jax.training.state import Batch, abstract_params, init_params
@@ -75,7 +75,7 @@ def load(config: Config, workdir: Workdir) -> Trained:
 def train(config: Config, workdir: Workdir) -> None:
     """Trains, if the run fits the devices at hand."""
     check_names(config)
-    loop.train(planning.fitting(config, devices.find("").memory), workdir)
+    loop.train(planning.fitting(config, devices.memory()), workdir)
 
 
 def evaluate(config: Config, workdir: Workdir) -> None:
@@ -158,7 +158,7 @@ def plan(config: Config, workdir: Workdir) -> None:
     """Prints what the run will cost and writes it to plan.json."""
     with logs.progress_bar(len(REMAT), 0, "choice", "plan") as bar:
         found = planning.make_plan(config, bar.update)
-    if config.plan.compile and not config.plan.device:
+    if config.plan.compile and not config.plan.device and config.parallel.model == 1:
         found["compiled_bytes"] = planning.compiled_bytes(planning.with_remat(config, found["chosen_remat"]))
     print(planning.format_plan(config, found))
     workdir.create()
@@ -170,14 +170,13 @@ def preflight(config: Config, workdir: Workdir) -> None:
     check_names(config)
     workdir.create()
     corpus = prepare(config.data, workdir.path, logs.say)
-    narrow = planning.fitting(flight.reduced(config), devices.find("").memory)
-    plan, _ = make_plans(narrow.data, corpus.train, corpus.valid, narrow.train.batch_tokens, narrow.train.seed)
-    batches = flight.batches_of(plan)
-    model = make_model(narrow.model, corpus.tokenizer)
-    params = init_params(model, narrow.train.seed, batches(0))
-    points = flight.points_of(narrow)
-    with logs.progress_bar(len(points) * flight.UPDATES, 0, "update", "preflight") as bar:
-        found = flight.lapse(narrow, model, params, batches, bar.update)
+    with logs.progress_bar(0, 0, "update", "preflight") as bar:
+
+        def progress(done: int, total: int) -> None:
+            bar.total = total
+            bar.update()
+
+        narrow, found = flight.fly(config, corpus, progress)
     verdict = flight.judge(found)
     m = narrow.model
     shape = f"{m.method} {m.encoder_layers}L-{m.decoder_layers}L at width {m.width}, {flight.ROWS} sentences a batch"
@@ -193,7 +192,6 @@ def analyze(config: Config, workdir: Workdir) -> None:
 
     Untrained models are those of `analyze.methods`; text and vocabulary are the run's, made here if need be.
     """
-    config = planning.fitting(config, devices.find("").memory)
     trained = None
     if workdir.has_checkpoints and not config.analyze.methods:
         workdir.check_config(config)
@@ -201,9 +199,9 @@ def analyze(config: Config, workdir: Workdir) -> None:
     methods = config.analyze.names(config.model.method)
     for method in methods:
         get_recipe(method)
-    if (workdir / "metrics.jsonl").exists():
+    if holds_lines(workdir / "metrics.jsonl"):
         print(draw_curves(workdir))
-    if (workdir / "layers.jsonl").exists():
+    if holds_lines(workdir / "layers.jsonl"):
         print(draw_layers(workdir))
     if (workdir / "status.json").exists() and not workdir.has_checkpoints:
         logs.say(f"{workdir.path}: no checkpoint; the untrained model is measured")
@@ -220,7 +218,7 @@ def analyze(config: Config, workdir: Workdir) -> None:
         else:
             model = make_model(changed.model, corpus.tokenizer)
             params = init_params(model, config.train.seed, batch)
-            alpha = schedules.alpha(changed.model)(jnp.int32(0))
+            alpha = jnp.zeros(())
         signals[method] = signal.measure(changed, model, params, alpha, batch)
         logs.say(f"{method}: measured in {time.perf_counter() - begin:.1f} s")
     write_atomically(workdir / "signal.csv", signal.to_csv(signals))
@@ -231,15 +229,23 @@ def analyze(config: Config, workdir: Workdir) -> None:
     print(workdir / "signal.csv", workdir / "signal.png", sep="\n")
 
 
+def holds_lines(path: Path) -> bool:
+    """Whether anything was logged there."""
+    return path.exists() and path.stat().st_size > 0
+
+
 def sweep(config: Config, workdir: Workdir) -> None:
     """Trains and evaluates every run of `sweep.grid` in a folder of its own; goes on where it was stopped.
 
     After each run: sweep.csv (every run), sweep.md (the table), sweep.png. A run that diverges is one of the results.
     """
-    runs = sweeping.plan_runs(config)
+    if workdir.has_checkpoints:
+        raise UserError(f"{workdir.path}: this is the workdir of a training; give the sweep a --workdir of its own")
     # Before the first run, so that a mistake in the last one is told at once.
-    for _, chosen in runs.values():
+    memory, runs = devices.memory(), {}
+    for name, (run, chosen) in sweeping.plan_runs(config).items():
         check_names(chosen)
+        runs[name] = run, planning.fitting(chosen, memory)
     for data, split in itertools.product({chosen.data for _, chosen in runs.values()}, ("train", "valid", "test")):
         next(iter(read_pairs(data, split)), None)
     workdir.create()
@@ -318,6 +324,3 @@ def _mode(stream: BinaryIO) -> int:
         return os.fstat(stream.fileno()).st_mode
     except OSError:
         return 0
-
-
-__all__ = ["analyze", "evaluate", "methods", "plan", "score", "sweep", "train", "translate"]

@@ -291,7 +291,11 @@ class PlanConfig:
 class SweepConfig:
     """Many runs."""
 
-    grid: str = option("", "runs, as axis=value,value axis=value | ...; axes: method, depth, any option", free=True)
+    grid: str = option(
+        "",
+        "runs, as axis=value,value axis=value | ...; axes: method, depth, any option of model, data, train, decode",
+        free=True,
+    )
     columns: str = option("depth", "axes of the table's columns, comma-separated; others label lines", free=True)
     baseline: str = option("", "method that the others are tested against; empty: no test", free=True)
 

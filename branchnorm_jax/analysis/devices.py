@@ -1,5 +1,6 @@
 """What devices can do: public specifications, and what is known of the machine at hand."""
 
+import math
 import os
 from pathlib import Path
 from typing import NamedTuple
@@ -42,21 +43,37 @@ KINDS |= {"tpu v5 lite": "v5e", "tpu v5e": "v5e", "tpu v6": "v6e"}
 """What JAX calls them, in lower case, the longest match counts."""
 
 
+USABLE = 0.94
+"""Share of a device's memory that a program gets, where the device does not say."""
+
+
 def find(name: str) -> Device:
-    """The device of this name; "" is the one at hand. Raises `UserError` for one that is not known."""
+    """The device of this name, with the memory that a program gets of it; "" is the one at hand.
+
+    Raises:
+      UserError: if it is not known.
+    """
     if name in DEVICES:
-        return DEVICES[name]
-    if name and name != "cpu":
-        raise UserError(f"config: plan.device={name!r} is not known; there are {', '.join(DEVICES)}, cpu")
-    here = jax.devices()[0]
-    if name == "cpu" or here.platform == "cpu":
+        return DEVICES[name]._replace(memory=USABLE * DEVICES[name].memory)
+    here = jax.local_devices()[0]
+    if name == "cpu" or (not name and here.platform == "cpu"):
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        return Device(host_memory(), cores * CORE.matrix, cores * CORE.matrix_float32, cores * CORE.bandwidth)
-    kind = here.device_kind.lower()
-    known = max((key for key in KINDS if key in kind), key=len, default="a100")
-    limit = (here.memory_stats() or {}).get("bytes_limit")
-    device = DEVICES[KINDS[known]]
-    return device._replace(memory=float(limit)) if limit else device
+        share = cores / jax.local_device_count()
+        rates = share * CORE.matrix, share * CORE.matrix_float32, share * CORE.bandwidth
+        return Device(USABLE * host_memory() / jax.local_device_count(), *rates)
+    kind = max((key for key in KINDS if key in here.device_kind.lower()), key=len, default="")
+    if name or not kind:
+        known = f"plan.device={name!r}" if name else f"the device at hand, {here.device_kind},"
+        raise UserError(f"config: {known} is not known; plan.device takes {', '.join(DEVICES)}, cpu")
+    return DEVICES[KINDS[kind]]._replace(memory=memory())
+
+
+def memory() -> float:
+    """Bytes that a program gets of each device at hand; infinite where the device does not say."""
+    here = jax.local_devices()[0]
+    if here.platform == "cpu":
+        return find("cpu").memory
+    return float((here.memory_stats() or {}).get("bytes_limit", math.inf))
 
 
 def host_memory() -> float:

@@ -17,15 +17,13 @@ from branchnorm_jax.errors import UserError
 from branchnorm_jax.model.stack import REMAT, best_group, size_of
 from branchnorm_jax.model.transformer import Transformer
 from branchnorm_jax.options import UNK, Config
+from branchnorm_jax.parallel.mesh import data_size
 from branchnorm_jax.training.optimizer import make_optimizer
 from branchnorm_jax.training.state import Batch, TrainState, first_state
 from branchnorm_jax.training.step import make_train_step
 
 MATRIX_SHARE, TRAFFIC_SHARE = 0.6, 0.8
 """Of a device's specification, what is reckoned with: matrix products of width 512 and above, and plain kernels."""
-
-USABLE = 0.94
-"""Of a device's memory."""
 
 HELD = 0.8
 """Times the parameters' bytes: what XLA keeps longer than `costs.peak` does, a median over random runs on the CPU."""
@@ -105,7 +103,8 @@ def rows_of(config: Config, length: int, count: int) -> int:
 
 def lengths(config: Config) -> tuple[int, ...]:
     """Of batches, a usual one and the longest: the two that may need most."""
-    return tuple(sorted({config.plan.sentence_length, max(config.plan.sentence_length, config.data.max_length)}))
+    longest = config.data.max_length
+    return tuple(sorted({min(config.plan.sentence_length, longest), longest}))
 
 
 def peak_bytes(config: Config, count: int) -> float:
@@ -120,27 +119,36 @@ def seconds(config: Config, device: devices.Device, found: costs.Costs) -> float
 
 
 def fitting_tokens(config: Config, memory: float) -> int:
-    """Positions of the largest microbatch that fits, a side; where they are many, the peak is all but linear."""
-    length = config.plan.sentence_length
-    whole = dataclasses.replace(config, train=dataclasses.replace(config.train, accumulation=1))
+    """Positions of the largest microbatch that fits, a side; 0 if not even one sentence does.
+
+    The peak is a convex function of the rows, the largest of several straight lines: so the chord between rows that fit
+    and rows that do not meets `memory` at rows that fit.
+    """
+    length, parts = lengths(config)[0], config.train.accumulation
 
     def peak(rows: int) -> float:
-        return update_costs(whole, rows, length).peak
+        return update_costs(config, rows * parts, length).peak
 
-    few, many = 64, 1024
-    while peak(many) < 1.5 * peak(few):
-        few, many = many, 16 * many
-    for _ in range(2):
-        slope = (peak(many) - peak(few)) / (many - few)
-        few, many = many, max(1, int(many + (memory - peak(many)) / slope))
-        if many == few:
+    fits, many = 1, 16
+    if peak(fits) > memory:
+        return 0
+    while peak(many) <= memory:
+        fits, many = many, 16 * many
+    for _ in range(4):
+        slope = (peak(many) - peak(fits)) / (many - fits)
+        guess = min(many - 1, int(fits + (memory - peak(fits)) / slope))
+        if guess == fits:
             break
-    return many * length if peak(many) <= 1.01 * memory else 0
+        fits, many = (guess, many) if peak(guess) <= memory else (fits, guess)
+    return fits * length
 
 
 def data_devices(config: Config) -> int:
-    """Devices that the rows of a batch are split over."""
-    return max(1, (config.plan.devices or jax.device_count()) // config.parallel.model)
+    """Devices that the rows of a batch are split over. Raises `UserError` if `parallel.model` does not divide all."""
+    devices = config.plan.devices or jax.device_count()
+    if devices % config.parallel.model:
+        raise UserError(f"config: parallel.model={config.parallel.model} does not divide {devices} devices")
+    return devices // config.parallel.model
 
 
 def calibrate(config: Config) -> Callable[[float], float]:
@@ -150,7 +158,7 @@ def calibrate(config: Config) -> Callable[[float], float]:
     specification says; depth is what the line extends.
     """
     config = with_remat(config, "none") if config.model.remat == "auto" else config
-    device, length = devices.find(""), config.plan.sentence_length
+    device, length = devices.find(""), lengths(config)[0]
     rows = rows_of(config, length, data_devices(config))
     points = {}
     for layers in SHALLOW:
@@ -192,20 +200,21 @@ def make_plan(config: Config, progress: Callable[[], Any] = lambda: None) -> dic
     Raises:
       UserError: if the device is not known.
     """
-    device, count, length = devices.find(config.plan.device), data_devices(config), config.plan.sentence_length
+    if config.plan.calibrate and config.plan.device:
+        raise UserError("config: plan.calibrate times the device at hand; leave plan.device empty")
+    device, count, length = devices.find(config.plan.device), data_devices(config), lengths(config)[0]
     vocabulary = config.data.vocab_size
     model = Transformer(config.model, vocabulary, vocabulary)
     params = model.abstract_params()
     opt_state = jax.eval_shape(make_optimizer(config.train).init, params)
     by_part = {name: _count(part) for name, part in params.items()}
     flops = forward_flops(config, length, length, vocabulary)
-    usable = USABLE * device.memory
-    rows = rows_of(config, length, count)
+    usable, rows = device.memory, rows_of(config, length, count)
     carry = (
         rows // config.train.accumulation * length * config.model.width * jnp.dtype(config.model.carry_dtype).itemsize
     )
 
-    on_device = calibrate(config) if config.plan.calibrate and not config.plan.device else float
+    on_device = calibrate(config) if config.plan.calibrate else float
 
     def with_choice(remat: str) -> dict[str, Any]:
         chosen = with_remat(config, remat)
@@ -271,25 +280,24 @@ def compiled_bytes(config: Config) -> float:
 
 
 def fitting(config: Config, memory: float) -> Config:
-    """The run with `model.remat=auto` decided, for the devices at hand, each of so many bytes of memory.
+    """The run with `model.remat=auto` decided, for the devices at hand, of whose memory it gets so many bytes each.
 
     Raises:
       UserError: if an update needs more than that, with what would help, unless `plan.refuse` is off.
     """
     if config.model.remat != "auto" and not config.plan.refuse:
         return config
-    usable = USABLE * memory
-    here = dataclasses.replace(config, plan=dataclasses.replace(config.plan, devices=0))
-    choices = REMAT if config.model.remat == "auto" else (config.model.remat,)
+    choices, count = REMAT if config.model.remat == "auto" else (config.model.remat,), data_size(config.parallel)
     for remat in choices:
         chosen = with_remat(config, remat)
-        needed = peak_bytes(with_remat(here, remat), data_devices(here))
-        if needed <= usable or (remat == choices[-1] and not config.plan.refuse):
+        needed = peak_bytes(chosen, count)
+        if needed <= memory or (remat == choices[-1] and not config.plan.refuse):
             return chosen
+    knobs = ("model.remat=nested", "a larger train.accumulation", "a smaller train.batch_tokens or data.max_length")
     raise UserError(
-        f"an update needs {needed / 1e9:,.2f} GB with model.remat={remat}, the device has {usable / 1e9:,.2f} GB; in "
-        "this order: model.remat=nested, a larger train.accumulation, a smaller train.batch_tokens or data.max_length; "
-        "--mode=plan shows what fits, --config.plan.refuse=False tries it all the same"
+        f"an update needs {needed / 1e9:,.2f} GB with model.remat={remat}, the device has {memory / 1e9:,.2f} GB; in "
+        f"this order: {', '.join(knobs[remat == 'nested' :])}; --mode=plan shows what fits, --config.plan.refuse=False "
+        "tries it all the same"
     )
 
 

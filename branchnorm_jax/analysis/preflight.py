@@ -1,8 +1,8 @@
 """Before a deep run: a time lapse of it at its real depth, and what it says of every layer.
 
-A few updates are made at several points of the run's own schedules, one after the other: at its start, and where a
-tenth, half and all of the way to the full alpha and the peak learning rate is done. The updates between the points are
-left out. Width and batch are reduced; depth, method, optimiser, schedules and text are the run's.
+A few updates are made at several points of the run's own schedules, one after the other: at its start, where the
+learning rate peaks, and where a tenth, half and all of the way to both that and the full alpha is done. The updates
+between the points are left out. Width and batch are reduced; all else is as in the run.
 """
 
 import collections
@@ -17,13 +17,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from branchnorm_jax.data.batches import BatchPlan
-from branchnorm_jax.model.parameters import STACKS, Params
+from branchnorm_jax.data.batches import BatchPlan, make_plans
+from branchnorm_jax.data.prepare import Corpus
+from branchnorm_jax.decoding.translate import make_model
+from branchnorm_jax.model.parameters import STACKS, Params, norm_by_layer
 from branchnorm_jax.model.transformer import Transformer, decoder_inputs
 from branchnorm_jax.options import Config
 from branchnorm_jax.training import schedules
 from branchnorm_jax.training.optimizer import make_optimizer
-from branchnorm_jax.training.state import Batch, first_state
+from branchnorm_jax.training.state import Batch, first_state, init_params
 from branchnorm_jax.training.step import loss_sums, make_train_step
 from branchnorm_jax.training.watch import vanishing
 
@@ -56,21 +58,35 @@ class Point(NamedTuple):
 
 def reduced(config: Config) -> Config:
     """The same run of a narrower model, in float32."""
-    m = config.model
-    width = min(m.width, WIDTH)
-    heads = max(n for n in range(1, m.heads + 1) if width % n == 0 and width // n >= min(8, width))
-    narrow = dataclasses.replace(
-        m, width=width, ffn_width=max(1, m.ffn_width * width // m.width), heads=heads, dtype="float32"
+    m, width = config.model, min(config.model.width, WIDTH)
+    heads = max(n for n in range(1, m.heads + 1) if width % n == 0 and (width == m.width or width // n >= 8))
+    shape: dict[str, Any] = dict(
+        width=width, ffn_width=max(1, m.ffn_width * width // m.width), heads=heads, dtype="float32"
     )
-    train = dataclasses.replace(config.train, accumulation=1, watch_every=1, nonfinite="stop")
+    # Of all choices the one that fits, if any does: the numbers are the same.
+    narrow = dataclasses.replace(m, **shape, remat="nested", group=0)
+    # noam knows the width: D^-1/2.
+    rate = config.train.learning_rate * ((width / m.width) ** 0.5 if config.train.schedule == "noam" else 1.0)
+    train = dataclasses.replace(config.train, accumulation=1, watch_every=1, nonfinite="stop", learning_rate=rate)
     return dataclasses.replace(config, model=narrow, train=train)
 
 
-def points_of(config: Config) -> list[int]:
-    """The updates at which the lapse looks."""
-    way = max(config.model.alpha_steps, config.train.warmup_steps)
-    end = min(way, max(config.train.steps - UPDATES, 0)) if config.train.steps else way
-    return sorted({round(share * end) for share in POINTS})
+def points_of(config: Config, total: int) -> list[int]:
+    """The updates at which the lapse of a run of `total` updates looks."""
+    warmup, way = config.train.warmup_steps, max(config.model.alpha_steps, config.train.warmup_steps)
+    end = min(way, max(total - UPDATES, 0))
+    return sorted({min(warmup, end), *(round(share * end) for share in POINTS)})
+
+
+def fly(config: Config, corpus: Corpus, progress: Callable[[int, int], Any]) -> tuple[Config, list[Point]]:
+    """The narrow run, and what its lapse shows; `progress` is called with (updates made, updates in all)."""
+    narrow = reduced(config)
+    plan, _ = make_plans(narrow.data, corpus.train, corpus.valid, narrow.train.batch_tokens, narrow.train.seed)
+    batches = batches_of(plan)
+    model = make_model(narrow.model, corpus.tokenizer)
+    params = init_params(model, narrow.train.seed, batches(0))
+    total = narrow.train.steps or math.ceil(narrow.train.epochs * plan.batches_per_epoch)
+    return narrow, lapse(narrow, model, params, batches, points_of(narrow, total), progress)
 
 
 def batches_of(plan: BatchPlan) -> Callable[[int], Batch]:
@@ -86,35 +102,41 @@ def batches_of(plan: BatchPlan) -> Callable[[int], Batch]:
 
 
 def lapse(
-    config: Config, model: Transformer, params: Params, batches: Callable[[int], Batch], progress: Callable[[], Any]
+    config: Config,
+    model: Transformer,
+    params: Params,
+    batches: Callable[[int], Batch],
+    points: Sequence[int],
+    progress: Callable[[int, int], Any],
 ) -> list[Point]:
-    """Makes the updates and looks; ends early where the loss is no longer finite.
+    """Makes the updates and looks, always at the same sentences; ends early where the loss is no longer finite.
 
     Args:
       config: what `reduced` made of the run.
       model: its network.
       params: untrained.
       batches: batch of an update, all of one shape.
-      progress: called after each update.
+      points: updates from which on `UPDATES` are made.
+      progress: see `fly`.
     """
-    alpha = schedules.alpha(config.model)
-    optimizer = make_optimizer(config.train)
+    alpha, optimizer, seen_batch = schedules.alpha(config.model), make_optimizer(config.train), batches(0)
     step = jax.jit(make_train_step(model, optimizer, config), donate_argnums=0)
-    look = jax.jit(lambda params, batch, alpha: _look(config, model, params, batch, alpha))
+    look = jax.jit(lambda params, alpha: _look(config, model, params, seen_batch, alpha))
     state = jax.jit(lambda params: first_state(params, optimizer))(params)
-    found = []
-    for start in points_of(config):
-        batch, alpha_t = batches(start), alpha(jnp.int32(start))
-        state = dataclasses.replace(state, step=jnp.int32(start), alpha=alpha_t)
-        seen = [look(state.params, batch, alpha_t)]
+    found: list[Point] = []
+    for start in points:
+        # Not an array of the device: those of the state are given up to each update.
+        alpha_t = np.float32(alpha(jnp.int32(start)))
+        state = dataclasses.replace(state, step=jnp.int32(start), alpha=jnp.float32(alpha_t))
+        seen = [look(state.params, alpha_t)]
         metrics = []
         for index in range(UPDATES):
             state, made = step(state, batches(start + index))
-            metrics.append(made)
-            progress()
+            metrics.append(jax.device_get(made))
+            progress(len(found) * UPDATES + index + 1, len(points) * UPDATES)
             if index in (0, UPDATES - 1):
-                seen.append(look(state.params, batch, alpha_t))
-        seen, metrics = jax.device_get((seen, metrics))
+                seen.append(look(state.params, alpha_t))
+        seen = jax.device_get(seen)
         before, last = seen[0], seen[-1]
         found.append(
             Point(
@@ -138,25 +160,30 @@ class Verdict(NamedTuple):
     """What the time lapse says of the run."""
 
     word: str
-    """healthy, vanishing or diverging."""
+    """healthy, vanishing, diverging or still."""
     reason: str
 
 
 def judge(points: Sequence[Point]) -> Verdict:
-    """The first trouble that a point shows: a loss that is not finite or grew, or layers without a gradient."""
-    first = points[0].loss[0]
+    """The first trouble that a point shows."""
+    first, last = points[0].loss[0], points[-1].loss[-1]
     for point in points:
         where = f"at update {point.step} (alpha {point.alpha:.2g}, learning rate {point.learning_rate:.2g})"
-        if not all(map(math.isfinite, point.loss)) or point.loss[-1] > first:
-            return Verdict("diverging", f"{where} the loss goes from {point.loss[0]:.3g} to {point.loss[-1]:.3g}")
+        if not np.isfinite([*point.loss, *(values.sum() for values in point.gradient.values())]).all():
+            return Verdict("diverging", f"{where} loss or gradient are no longer finite")
+        if point.loss[-1] > 1.01 * first:
+            return Verdict(
+                "diverging", f"{where} the loss is {point.loss[-1]:.3g}, and was {first:.3g} in the beginning"
+            )
         layers = vanishing(point.gradient)
         if layers:
             least = min(float(np.min(values) / np.max(values)) for values in point.gradient.values() if np.max(values))
             return Verdict(
                 "vanishing", f"in {layers} {where}: the least gradient is {least:.1g} of the largest of its stack"
             )
-    last = points[-1]
-    return Verdict("healthy", f"the loss falls from {first:.3g} to {last.loss[-1]:.3g}, and every layer learns")
+    if last > 0.99 * first:
+        return Verdict("still", f"the loss stays at {last:.3g}")
+    return Verdict("healthy", f"the loss falls from {first:.3g} to {last:.3g}, and every layer learns")
 
 
 def to_json(config: Config, verdict: Verdict, points: Sequence[Point]) -> str:
@@ -196,15 +223,26 @@ def draw(points: Sequence[Point], path: Path, title: str) -> None:
 
 
 def format_points(points: Sequence[Point]) -> str:
-    """A table, one line per point."""
-    lines = [f"{'update':>8}{'alpha':>8}{'rate':>10}{'loss':>20}{'moved':>16}{'gain':>10}  weakest / largest gradient"]
-    for p in points:
-        with np.errstate(divide="ignore", invalid="ignore"):
-            weakest = [f"{np.min(p.gradient[stack]) / np.max(p.gradient[stack]):.1e}" for stack in STACKS]
-        loss, moved = (" ".join(f"{x:.3g}" for x in values) for values in (p.loss, p.moved))
-        rows = f"{p.step:>8}{p.alpha:>8.3f}{p.learning_rate:>10.1e}{loss:>20}{moved:>16}{p.gain:>10.1e}"
-        lines.append(f"{rows}  {' '.join(weakest)}")
-    return "\n".join(lines)
+    """A table, one line per point; "-" where a stack has no gradient at all."""
+
+    def weakest(values: np.ndarray) -> str:
+        return f"{values.min() / values.max():.1e}" if values.max() else "-"
+
+    head = ("update", "alpha", "rate", "loss", "moved", "gain", "weakest/largest gradient")
+    rows = [
+        (
+            str(p.step),
+            f"{p.alpha:.3f}",
+            f"{p.learning_rate:.1e}",
+            " ".join(f"{x:.3g}" for x in p.loss),
+            " ".join(f"{x:.2g}" for x in p.moved),
+            f"{p.gain:.1e}",
+            ", ".join(f"{stack} {weakest(p.gradient[stack])}" for stack in STACKS),
+        )
+        for p in points
+    ]
+    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
+    return "\n".join("  ".join(f"{cell:>{w}}" for cell, w in zip(row, widths, strict=True)) for row in (head, *rows))
 
 
 def _change(before: np.ndarray, after: np.ndarray) -> float:
@@ -231,7 +269,7 @@ def _look(config: Config, model: Transformer, params: Params, batch: Batch, alph
     return {
         "loss": value,
         "output": output,
-        "gradient": {stack: _by_layer(lambda g: jnp.square(g).sum(), by_probes[stack]) ** 0.5 for stack in STACKS},
+        "gradient": {stack: norm_by_layer(by_probes[stack]) for stack in STACKS},
         "starved": {
             stack: _by_layer(lambda g: (jnp.abs(g) < config.train.adam_eps).sum(), by_params[stack])
             / _by_layer(jnp.size, by_params[stack])

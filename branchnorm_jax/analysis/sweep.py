@@ -35,7 +35,6 @@ SETS = {"method": {"model.method"}, "depth": {"model.encoder_layers", "model.dec
 """The options that an axis sets, where it is not one itself."""
 
 AXES = {*SETS, *(name for name, _ in fields() if name.split(".")[0] in ("model", "data", "train", "decode"))}
-TEXTS = ("reference", "hypothesis")
 TRUTH = {"true": True, "false": False}
 SIGNIFICANT = 0.05
 
@@ -94,6 +93,8 @@ def plan_runs(config: Config) -> dict[str, tuple[Run, Config]]:
         for other, (_, there) in runs.items():
             if chosen == there:
                 raise UserError(f"sweep.grid: {name_of(run)} and {other} are the same run")
+        if folder_of(run) in runs:
+            raise UserError(f"sweep.grid: two runs are named {name_of(run)}; give one of them a sweep of its own")
         runs[folder_of(run)] = run, chosen
     axes = dict.fromkeys(axis for run in grid for axis in run)
     unknown = set(columns) - {*axes, "depth"}
@@ -128,11 +129,10 @@ def ended(workdir: Workdir, config: Config) -> str:
         return ""
     status = read_json(workdir / "status.json").get("status")
     # Scores that are older than the status are those of a shorter run, or of other options.
-    results, texts = workdir / "results.json", [workdir / "evaluation" / f"test.{side}" for side in TEXTS]
+    results = workdir / "results.json"
     evaluated = (
         score_of(workdir, "bleu") is not None
-        and all(text.exists() for text in texts)
-        and len({len(lines(text)) for text in texts}) == 1
+        and texts_of(workdir) is not None
         and results.stat().st_mtime >= (workdir / "status.json").stat().st_mtime
     )
     return status if status == "diverged" or (status == "done" and evaluated) else ""
@@ -144,6 +144,17 @@ def score_of(workdir: Workdir, metric: str) -> float | None:
     for name in ("test", metric, "score"):
         entry = entry.get(name) if isinstance(entry, dict) else None
     return entry if isinstance(entry, float | int) else None
+
+
+def texts_of(workdir: Workdir) -> tuple[list[str], list[str]] | None:
+    """References and hypotheses of the test set; None if they cannot be read, or do not belong together."""
+    try:
+        references, hypotheses = (
+            lines(workdir / "evaluation" / f"test.{side}") for side in ("reference", "hypothesis")
+        )
+    except (OSError, ValueError):
+        return None
+    return (references, hypotheses) if len(references) == len(hypotheses) else None
 
 
 def collect(folders: Mapping[str, tuple[Run, Workdir]]) -> list[dict[str, Any]]:
@@ -191,13 +202,10 @@ def compare(rows: list[dict[str, Any]], folders: Mapping[str, tuple[Run, Workdir
             if other.get("method") == baseline != method and (other | {"method": method}).items() <= run.items()
         ]
         row["p_value"] = None
-        if partners:
-            theirs, ours = (
-                folder / "evaluation" / "test.hypothesis" for folder in (max(partners, key=itemgetter(0))[1], workdir)
-            )
-            if all(row["bleu"] is not None and path.exists() for path in (theirs, ours)):
-                references = lines(workdir / "evaluation" / "test.reference")
-                row["p_value"] = paired_bootstrap(lines(theirs), lines(ours), references, lang).p_value
+        ours = texts_of(workdir)
+        theirs = texts_of(max(partners, key=itemgetter(0))[1]) if partners else None
+        if ours and theirs and ours[0] == theirs[0]:
+            row["p_value"] = paired_bootstrap(theirs[1], ours[1], ours[0], lang).p_value
 
 
 def lines(path: Path) -> list[str]:

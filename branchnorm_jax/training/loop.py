@@ -17,7 +17,7 @@ from branchnorm_jax.data.batches import Shape, TextBatch, make_plans, prefetch
 from branchnorm_jax.data.corpus import read_pairs
 from branchnorm_jax.data.prepare import Corpus, prepare
 from branchnorm_jax.decoding.translate import Translator, make_model
-from branchnorm_jax.errors import BranchNormError, Preempted, StorageError
+from branchnorm_jax.errors import BranchNormError, Preempted, StorageError, UserError
 from branchnorm_jax.evaluation.bleu import corpus_bleu
 from branchnorm_jax.model.initializers import get_base
 from branchnorm_jax.model.methods import get_recipe
@@ -127,6 +127,11 @@ class Run:
             self.state, memory = restored
             self.memory = Memory(**memory)
         self.step = int(self.state.step)
+        if self.step > self.total:
+            raise UserError(
+                f"{workdir.path}: this run is at step {self.step}, past the {self.total} updates of train.epochs="
+                f"{train.epochs:g}; ask for more, or choose another --workdir"
+            )
         self.checkpoints.forget_after(self.step)
         self._describe(state_bytes)
 

@@ -1,6 +1,5 @@
 """Verdicts of the time lapse, and the lapse itself on models that are known to live or die."""
 
-import dataclasses
 import json
 from pathlib import Path
 
@@ -32,6 +31,8 @@ def test_verdicts() -> None:
     assert "1e-06 of the largest" in reason
     # No gradient at all, as the encoder's while BranchNorm's alpha is 0, is no sign.
     assert judge([point([5.0, 4.9, 4.5], [0.0] * 4)]).word == "healthy"
+    assert judge([point([5.0, 5.0, 4.9999], [1.0] * 4)]).word == "still"
+    assert judge([point([5.0, 4.9, 4.5], [float("nan")] * 4)]).word == "diverging"
 
 
 def test_weak_layers_are_named_where_they_are_many() -> None:
@@ -42,14 +43,23 @@ def test_weak_layers_are_named_where_they_are_many() -> None:
 
 def test_the_lapse_follows_the_runs_own_schedules() -> None:
     """Its points are those of the full alpha and the peak learning rate, or of the run's end."""
-    config = Config(train=TrainConfig(warmup_steps=400, steps=100_000), model=ModelConfig(alpha_steps=4000))
-    assert points_of(config) == [0, 400, 2000, 4000]
-    assert schedules.alpha(config.model)(jnp.int32(points_of(config)[-1])) == 1
-    short = dataclasses.replace(config, train=dataclasses.replace(config.train, steps=1000))
-    assert points_of(short) == [0, 99, 495, 990]
+    config = Config(train=TrainConfig(warmup_steps=1000), model=ModelConfig(alpha_steps=4000))
+    points = points_of(config, 100_000)
+    assert points == [0, 400, 1000, 2000, 4000]
+    assert schedules.alpha(config.model)(jnp.int32(points[-1])) == 1
+    assert schedules.learning_rate(config.train, 64)(jnp.int32(1000)) == pytest.approx(config.train.learning_rate)
+    assert points_of(config, 510) == [0, 50, 250, 500]
 
 
-@pytest.mark.parametrize(("width", "heads", "narrow"), [(512, 8, (64, 8)), (1024, 16, (64, 8)), (48, 3, (48, 3))])
+def test_noam_has_the_learning_rate_of_the_run_whatever_the_width() -> None:
+    config = Config(train=TrainConfig(schedule="noam", learning_rate=2.0), model=ModelConfig(width=512))
+    narrow = reduced(config)
+    rates = [schedules.learning_rate(c.train, c.model.width)(jnp.int32(4000)) for c in (config, narrow)]
+    assert narrow.model.width == 64
+    assert float(rates[0]) == pytest.approx(float(rates[1]))
+
+
+@pytest.mark.parametrize(("width", "heads", "narrow"), [(512, 8, (64, 8)), (1024, 16, (64, 8)), (24, 6, (24, 6))])
 def test_the_narrow_model_keeps_depth_and_proportions(width: int, heads: int, narrow: tuple[int, int]) -> None:
     model = ModelConfig(encoder_layers=7, decoder_layers=3, width=width, ffn_width=4 * width, heads=heads)
     found = reduced(Config(model=model)).model

@@ -148,7 +148,7 @@ def test_a_run_that_cannot_fit_is_refused() -> None:
 def test_devices() -> None:
     assert find("h200").memory == pytest.approx(0.94 * 141e9)
     assert 0 < memory() == find("").memory < host_memory()
-    with pytest.raises(UserError, match="'b200' is not known; plan.device takes v100, a100"):
+    with pytest.raises(UserError, match=r"'b200' is not known; plan\.device takes v100, a100"):
         find("b200")
 
 

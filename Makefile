@@ -36,7 +36,7 @@ lint: $(DEVELOP)
 	$(RUN) -m mypy
 
 bench: $(DEVELOP)
-	@set -e; for name in loss depth plan; do echo "== $$name"; $(RUN) -m benchmarks.$$name; done
+	@set -e; for name in loss depth "plan memory" "plan time"; do echo "== $$name"; $(RUN) -m benchmarks.$$name; done
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info

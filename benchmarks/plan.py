@@ -1,8 +1,7 @@
 """The plan against the machine at hand: predicted memory and time of an update over the compiler's and the clock's.
 
-    python -m benchmarks.plan
-
-Half an hour on two cores: random configurations are compiled, not run, and a few are timed.
+python -m benchmarks.plan memory        random runs are compiled, not run; ten minutes on two cores
+python -m benchmarks.plan time          a few are timed, on a machine that does nothing else; ten minutes
 """
 
 import argparse
@@ -100,10 +99,11 @@ def times() -> dict[str, Any]:
 
 def main() -> None:
     """All figures."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("part", choices=("memory", "time"))
     parser.add_argument("--count", type=int, default=50, help="random runs that are compiled")
-    count = parser.parse_args().count
-    save("plan", times() | memory(count))
+    arguments = parser.parse_args()
+    save(f"plan_{arguments.part}", times() if arguments.part == "time" else memory(arguments.count))
 
 
 if __name__ == "__main__":

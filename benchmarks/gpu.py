@@ -46,7 +46,7 @@ def timed(function: Callable[..., Any], *arguments: Any, repetitions: int = 20) 
 def shapes(toy: bool) -> dict[str, Any]:
     """Tera-operations per second of matrix products and attention, giga-bytes per second of a norm, by tokens."""
     found: dict[str, Any] = {}
-    for tokens in (64,) if toy else (4096, 16_384, 65_536):
+    for tokens in (256,) if toy else (4096, 16_384, 65_536):
         for k, n in ((512, 512), (512, 1536), (512, 2048), (2048, 512), (512, 32_000)):
             x, w = jnp.ones((tokens, k), jnp.bfloat16), jnp.ones((k, n), jnp.bfloat16)
             found[f"matrix {tokens}x{k}x{n}, TFLOP/s"] = 2e-12 * tokens * k * n / timed(jnp.matmul, x, w)

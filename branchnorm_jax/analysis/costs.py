@@ -40,10 +40,8 @@ class Program(NamedTuple):
     """A jaxpr without inner calls and without what no result needs."""
 
     ops: list[Op]
-    shapes: list[Any]
-    """Of each value."""
     sizes: list[int]
-    """Of each value, bytes."""
+    """Bytes of each value."""
     arguments: list[int]
     results: list[int]
 
@@ -105,11 +103,11 @@ def measure(jaxpr: Any, owned: Sequence[bool] = (), wanted: Sequence[bool] | Non
 def flatten(jaxpr: Any, wanted: Sequence[bool] | None = None) -> Program:
     """The program of a closed jaxpr; of its results those that are `wanted`."""
     ops: list[Op] = []
-    shapes: list[Any] = []
+    sizes: list[int] = []
 
-    def new(shape: Any) -> int:
-        shapes.append(shape)
-        return len(shapes) - 1
+    def new(aval: Any) -> int:
+        sizes.append(math.prod(aval.shape) * aval.dtype.itemsize if hasattr(aval, "dtype") else 0)
+        return len(sizes) - 1
 
     def run(jaxpr: Any, arguments: list[int]) -> list[int]:
         known = dict(zip(jaxpr.invars, arguments, strict=True)) | {v: new(v.aval) for v in jaxpr.constvars}
@@ -139,7 +137,7 @@ def flatten(jaxpr: Any, wanted: Sequence[bool] | None = None) -> Program:
         if needed.intersection(op.outputs):
             used.append(_without_unused(op, needed))
             needed.update(used[-1].inputs)
-    return Program(used[::-1], shapes, [_bytes(shape) for shape in shapes], arguments, results)
+    return Program(used[::-1], sizes, arguments, results)
 
 
 def _without_unused(op: Op, needed: set[int]) -> Op:
@@ -167,10 +165,6 @@ def _flops(equation: Any) -> float:
     (contracted, _), _ = equation.params["dimension_numbers"]
     left, product = equation.invars[0].aval.shape, equation.outvars[0].aval.shape
     return 2.0 * math.prod(product) * math.prod(left[axis] for axis in contracted)
-
-
-def _bytes(shape: Any) -> int:
-    return math.prod(shape.shape) * shape.dtype.itemsize if hasattr(shape, "dtype") else 0
 
 
 def fuse(program: Program) -> tuple[list[Kernel], set[int], float, float]:

@@ -38,8 +38,8 @@ DEVICES = {
 CORE = Device(0, 50e9, 50e9, 10e9)
 """One core of a server's CPU, roughly: what `plan.calibrate` replaces by a measurement."""
 
-KINDS = {"v100": "v100", "a100": "a100", "h100": "h100", "h200": "h200", "tpu v4": "v4", "tpu v5": "v5p"}
-KINDS |= {"tpu v5 lite": "v5e", "tpu v5e": "v5e", "tpu v6": "v6e"}
+KINDS = {name: name for name in ("v100", "a100", "h100", "h200")}
+KINDS |= {"tpu v4": "v4", "tpu v5": "v5p", "tpu v5 lite": "v5e", "tpu v5e": "v5e", "tpu v6": "v6e"}
 """What JAX calls them, in lower case, the longest match counts."""
 
 

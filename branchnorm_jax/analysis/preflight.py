@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from branchnorm_jax.analysis.signal import gradients
 from branchnorm_jax.data.batches import BatchPlan, make_plans
 from branchnorm_jax.data.prepare import Corpus
 from branchnorm_jax.decoding.translate import make_model
@@ -26,7 +27,7 @@ from branchnorm_jax.options import Config
 from branchnorm_jax.training import schedules
 from branchnorm_jax.training.optimizer import make_optimizer
 from branchnorm_jax.training.state import Batch, first_state, init_params
-from branchnorm_jax.training.step import loss_sums, make_train_step
+from branchnorm_jax.training.step import make_train_step
 from branchnorm_jax.training.watch import vanishing
 
 WIDTH, ROWS, UPDATES = 64, 8, 10
@@ -214,9 +215,9 @@ def draw(points: Sequence[Point], path: Path, title: str) -> None:
                 axis.plot(np.arange(1, len(values) + 1), values, ".-", linewidth=0.8, markersize=3, label=label)
             axis.set(title=f"{stack}: {text}", xlabel="layer", yscale="linear" if name == "starved" else "log")
             axis.xaxis.set_major_locator(ticker.MaxNLocator(integer=True))
-    axes[0, 2].set_ylim(-0.05, 1.05)
-    axes[1, 2].set_ylim(-0.05, 1.05)
-    axes[0, 0].legend(frameon=False, fontsize=8)
+            if name == "starved":
+                axis.set_ylim(-0.05, 1.05)
+    figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=len(points), frameon=False)
     figure.suptitle(title)
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
@@ -251,25 +252,16 @@ def _change(before: np.ndarray, after: np.ndarray) -> float:
 
 def _look(config: Config, model: Transformer, params: Params, batch: Batch, alpha: jax.Array) -> dict[str, Any]:
     """Loss, gradients and the encoder's gain, without dropout."""
-    shapes = {
-        stack: (layers, *tokens.shape, config.model.width)
-        for stack, layers, tokens in zip(STACKS, model.depth, batch, strict=True)
-    }
-
-    def loss(params: Params, probes: dict[str, jax.Array]) -> jax.Array:
-        sums, _ = loss_sums(model, params, batch, alpha, config.train.label_smoothing, probes=probes)
-        return sums.loss / sums.tokens
-
-    probes = {stack: jnp.zeros(shape) for stack, shape in shapes.items()}
-    value, (by_params, by_probes) = jax.value_and_grad(loss, argnums=(0, 1))(params, probes)
-    rows = (batch.source[:1], jnp.zeros((shapes["encoder"][0], 1, *shapes["encoder"][2:])))
-    change = rows[1].at[0].set(jax.random.normal(jax.random.key(0), rows[1].shape[1:]))
-    _, at_end = jax.jvp(lambda probe: model.encode(params, rows[0], alpha, probes=probe), (rows[1],), (change,))
+    value, by_params, by_input = gradients(config, model, params, alpha, batch)
+    sentence = batch.source[:1]
+    unchanged = jnp.zeros((model.depth.encoder, *sentence.shape, config.model.width))
+    change = unchanged.at[0].set(jax.random.normal(jax.random.key(0), unchanged.shape[1:]))
+    _, at_end = jax.jvp(lambda probe: model.encode(params, sentence, alpha, probes=probe), (unchanged,), (change,))
     output, _ = model.hidden(params, batch.source, decoder_inputs(batch.target), alpha)
     return {
         "loss": value,
         "output": output,
-        "gradient": {stack: norm_by_layer(by_probes[stack]) for stack in STACKS},
+        "gradient": {stack: norm_by_layer(by_input[stack]) for stack in STACKS},
         "starved": {
             stack: _by_layer(lambda g: (jnp.abs(g) < config.train.adam_eps).sum(), by_params[stack])
             / _by_layer(jnp.size, by_params[stack])

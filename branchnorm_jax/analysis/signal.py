@@ -51,24 +51,15 @@ def measure(config: Config, model: Transformer, params: Params, branch_scale: ja
       batch: a few sentences.
     """
     optimizer = make_optimizer(config.train)
-    (rows, source_length), width = batch.source.shape, config.model.width
-    shapes = {
-        stack: (layers, rows, tokens.shape[1], width)
-        for stack, layers, tokens in zip(STACKS, model.depth, batch, strict=True)
-    }
+    source_length, width = batch.source.shape[1], config.model.width
 
     @jax.jit
     def backward(params: Params) -> tuple[Any, Any]:
-        def loss(params: Params, probes: dict[str, jax.Array]) -> jax.Array:
-            sums, _ = loss_sums(model, params, batch, branch_scale, config.train.label_smoothing, probes=probes)
-            return sums.loss / sums.tokens
-
-        probes = {stack: jnp.zeros(shape) for stack, shape in shapes.items()}
-        by_params, by_probes = jax.grad(loss, argnums=(0, 1))(params, probes)
+        _, by_params, by_input = gradients(config, model, params, branch_scale, batch)
         steps, _ = optimizer.update(by_params, optimizer.init(params), params)
         rate = config.train.learning_rate
         sizes = {stack: rate * norm_by_layer(steps[stack]) / norm_by_layer(params[stack]) for stack in STACKS}
-        return {stack: norm_by_layer(probe) for stack, probe in by_probes.items()}, sizes
+        return {stack: norm_by_layer(by_layer) for stack, by_layer in by_input.items()}, sizes
 
     tokens = max(1, min(source_length, JACOBIAN_INPUTS // width))
 
@@ -83,6 +74,29 @@ def measure(config: Config, model: Transformer, params: Params, branch_scale: ja
 
     gradient, update = jax.tree.map(np.asarray, backward(params))
     return Signal(gradient, update, np.linalg.svd(np.asarray(jacobian(params)), compute_uv=False))
+
+
+def gradients(
+    config: Config, model: Transformer, params: Params, branch_scale: jax.Array, batch: Batch
+) -> tuple[jax.Array, Params, dict[str, jax.Array]]:
+    """Mean loss per target token, without dropout, and its gradients.
+
+    Arguments as in `measure`; to be traced.
+
+    Returns:
+      The loss [], its gradient by the parameters, and that by the input of each layer: stack -> [L, B, T, D].
+    """
+    probes = {
+        stack: jnp.zeros((layers, *tokens.shape, config.model.width))
+        for stack, layers, tokens in zip(STACKS, model.depth, batch, strict=True)
+    }
+
+    def loss(params: Params, probes: dict[str, jax.Array]) -> jax.Array:
+        sums, _ = loss_sums(model, params, batch, branch_scale, config.train.label_smoothing, probes=probes)
+        return sums.loss / sums.tokens
+
+    value, (by_params, by_input) = jax.value_and_grad(loss, argnums=(0, 1))(params, probes)
+    return value, by_params, by_input
 
 
 def to_csv(signals: Mapping[str, Signal]) -> str:

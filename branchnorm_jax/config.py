@@ -128,6 +128,8 @@ def _checked(name: str, field: dataclasses.Field[Any], value: Any) -> Any:
 def _validate(config: Config) -> None:
     """The rules that tie several options together."""
     model, data, train = config.model, config.data, config.train
+    if train.update_in_backward:
+        _validate_update_in_backward(config)
     if model.width % model.heads:
         raise UserError(f"config: model.heads={model.heads} does not divide model.width={model.width}")
     if model.width % 2:
@@ -154,6 +156,28 @@ def _validate(config: Config) -> None:
     for split in config.evaluate.split_names:
         if split not in ("valid", "test"):
             raise UserError(f"config: evaluate.splits names {split!r}; it takes valid and test, comma-separated")
+
+
+def _validate_update_in_backward(config: Config) -> None:
+    """Each layer's gradient is gone before the next one's is there."""
+    model, train = config.model, config.train
+    for name, value, allowed in (
+        ("model.remat", model.remat, ("full", "nested", "auto")),
+        ("train.clip_norm", train.clip_norm, (0,)),
+        ("train.accumulation", train.accumulation, (1,)),
+        ("train.nonfinite", train.nonfinite, ("stop", "rollback")),
+        ("train.spike", train.spike, ("log", "stop", "rollback")),
+        ("model.scan", model.scan, (True,)),
+    ):
+        if value not in allowed:
+            options = " or ".join(str(option) for option in allowed)
+            raise UserError(f"config: train.update_in_backward needs {name}={options}, not {value}")
+    for name in ("encoder_layers", "decoder_layers"):
+        if model.group and model.remat == "nested" and getattr(model, name) % model.group:
+            raise UserError(
+                f"config: train.update_in_backward needs a model.group that divides model.{name}="
+                f"{getattr(model, name)}, not {model.group}; 0 finds one"
+            )
 
 
 def to_flat(config: Config) -> dict[str, Any]:

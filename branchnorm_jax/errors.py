@@ -25,10 +25,14 @@ class UserError(BranchNormError):
 
 
 class DivergedError(BranchNormError):
-    """The loss or the gradient is no longer finite."""
+    """A figure of the update made at `step` is not finite (`kind` nonfinite), or far out of line (spike)."""
 
     exit_code = 3
     status = "diverged"
+
+    def __init__(self, message: str, step: int, kind: str = "nonfinite") -> None:
+        super().__init__(message)
+        self.step, self.kind = step, kind
 
 
 class HostError(BranchNormError):

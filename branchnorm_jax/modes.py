@@ -30,7 +30,7 @@ from branchnorm_jax.errors import DivergedError, UserError
 from branchnorm_jax.evaluation.evaluate import evaluate_split, format_table, write_results
 from branchnorm_jax.model.methods import get_recipe
 from branchnorm_jax.model.parameters import Params
-from branchnorm_jax.model.stack import REMAT
+from branchnorm_jax.model.transformer import BranchScale
 from branchnorm_jax.options import Config
 from branchnorm_jax.parallel.mesh import make_mesh
 from branchnorm_jax.training import logs, loop
@@ -52,7 +52,7 @@ class Trained(NamedTuple):
 
     translator: Translator
     params: Params
-    branch_scale: jax.Array
+    branch_scale: BranchScale
     step: int
 
 
@@ -69,7 +69,7 @@ def load(config: Config, workdir: Workdir) -> Trained:
         config.decode.checkpoint, abstract
     )
     translator = Translator(model, tokenizer, config.decode, warn=logs.say)
-    return Trained(translator, params, jnp.float32(alpha), step)
+    return Trained(translator, params, alpha, step)
 
 
 def train(config: Config, workdir: Workdir) -> None:
@@ -156,7 +156,7 @@ def methods(config: Config, workdir: Workdir) -> None:
 
 def plan(config: Config, workdir: Workdir) -> None:
     """Prints what the run will cost and writes it to plan.json."""
-    with logs.progress_bar(len(REMAT), 0, "choice", "plan") as bar:
+    with logs.progress_bar(len(planning.remat_choices(config)), 0, "choice", "plan") as bar:
         found = planning.make_plan(config, bar.update)
     if config.plan.compile and not config.plan.device and config.parallel.model == 1:
         found["compiled_bytes"] = planning.compiled_bytes(planning.with_remat(config, found["chosen_remat"]))

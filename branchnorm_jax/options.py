@@ -63,6 +63,15 @@ class ModelConfig:
     )
     alpha_hold: int = option(20, "adaptive: alpha then waits for so many updates", unit="updates", minimum=1)
     alpha_steps: int = option(4000, "T: the update at which alpha reaches 1", unit="updates", minimum=1)
+    alpha_order: str = option(
+        "uniform",
+        "whose alpha grows first: all at once, the lowest layers', the highest ones', or that of layers ever closer to "
+        "one another (progressive); branches whose alpha is 0 are not computed",
+        choices=("uniform", "bottom_up", "top_down", "progressive"),
+    )
+    alpha_stagger: float = option(
+        0.5, "not uniform: share of T after which the last layer begins", minimum=0, maximum=0.99
+    )
     norm: str = option(
         "layer_norm",
         "kind of every norm that the method has; scale_norm_fixed learns only the last one's g",
@@ -177,10 +186,39 @@ class TrainConfig:
     decay_patience: int = option(
         3, "val_decay: when the score of a validation is below that of each of so many before it", minimum=1
     )
+    update_in_backward: bool = option(
+        False,
+        "update each layer as soon as the backward pass has its gradient, which is then forgotten: a quarter less for "
+        "parameters, moments and gradients; needs model.remat=full or nested, no clipping, accumulation, skipping",
+    )
     nonfinite: str = option(
         "stop",
-        "an update whose loss or gradient is not finite ends the run, or changes nothing",
-        choices=("stop", "skip"),
+        "an update whose loss or gradient is not finite ends the run, changes nothing, or goes back to a checkpoint",
+        choices=("stop", "skip", "rollback"),
+        free=True,
+    )
+    spike: str = option(
+        "log",
+        "an update whose loss or size is far above the last ones' is noted, ends the run, changes nothing, or takes it "
+        "back to a checkpoint",
+        choices=("log", "stop", "skip", "rollback"),
+        free=True,
+    )
+    spike_deviations: float = option(
+        8.0, "how far that is", unit="standard deviations", minimum=1, maximum=1e6, free=True
+    )
+    rollback: str = option(
+        "batches",
+        "what differs after a rollback: the batches that led to it are left out, or alpha stands still",
+        choices=("batches", "alpha"),
+        free=True,
+    )
+    rollback_updates: int = option(
+        20,
+        "batches: how many are left out, the last in trouble included; alpha: for how long it stands after the trouble",
+        unit="updates",
+        minimum=1,
+        free=True,
     )
     label_smoothing: float = option(0.1, "probability given to the other words", minimum=0, maximum=0.99)
     log_every: int = option(10, "interval of metrics.jsonl lines; 0: never", unit="updates", minimum=0, free=True)

@@ -67,6 +67,11 @@ def with_remat(config: Config, remat: str) -> Config:
     return dataclasses.replace(config, model=dataclasses.replace(config.model, remat=remat))
 
 
+def remat_choices(config: Config) -> tuple[str, ...]:
+    """Those of `REMAT` that the run could take."""
+    return ("full", "nested") if config.train.update_in_backward else REMAT
+
+
 def shrink(config: Config, encoder_layers: int, decoder_layers: int) -> Config:
     """The same run of a shallower model."""
     changed = dataclasses.replace(config.model, encoder_layers=encoder_layers, decoder_layers=decoder_layers)
@@ -232,7 +237,7 @@ def make_plan(config: Config, progress: Callable[[], Any] = lambda: None) -> dic
             "gpu_days": config.train.steps * step * count * config.parallel.model / 86_400 or None,
         }
 
-    choices = {remat: with_choice(remat) for remat in REMAT}
+    choices = {remat: with_choice(remat) for remat in remat_choices(config)}
     chosen = config.model.remat
     if chosen == "auto":
         chosen = next((remat for remat, found in choices.items() if found["fits"]), REMAT[-1])
@@ -287,7 +292,8 @@ def fitting(config: Config, memory: float) -> Config:
     """
     if config.model.remat != "auto" and not config.plan.refuse:
         return config
-    choices, count = REMAT if config.model.remat == "auto" else (config.model.remat,), data_size(config.parallel)
+    count = data_size(config.parallel)
+    choices = remat_choices(config) if config.model.remat == "auto" else (config.model.remat,)
     for remat in choices:
         chosen = with_remat(config, remat)
         needed = peak_bytes(chosen, count)

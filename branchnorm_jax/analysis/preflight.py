@@ -22,7 +22,7 @@ from branchnorm_jax.data.batches import BatchPlan, make_plans
 from branchnorm_jax.data.prepare import Corpus
 from branchnorm_jax.decoding.translate import make_model
 from branchnorm_jax.model.parameters import STACKS, Params, norm_by_layer
-from branchnorm_jax.model.transformer import Transformer, decoder_inputs
+from branchnorm_jax.model.transformer import BranchScale, Transformer, decoder_inputs
 from branchnorm_jax.options import Config
 from branchnorm_jax.training import schedules
 from branchnorm_jax.training.optimizer import make_optimizer
@@ -42,6 +42,8 @@ class Point(NamedTuple):
 
     step: int
     alpha: float
+    """The mean of all layers."""
+    by_layer: BranchScale
     learning_rate: float
     loss: list[float]
     """Before the first update at this point, after it, and after the last."""
@@ -126,9 +128,9 @@ def lapse(
     state = jax.jit(lambda params: first_state(params, optimizer))(params)
     found: list[Point] = []
     for start in points:
-        # Not an array of the device: those of the state are given up to each update.
-        alpha_t = np.float32(alpha(jnp.int32(start)))
-        state = dataclasses.replace(state, step=jnp.int32(start), alpha=jnp.float32(alpha_t))
+        # Not arrays of the device: those of the state are given up to each update.
+        alpha_t = jax.device_get(alpha(jnp.int32(start)))
+        state = dataclasses.replace(state, step=jnp.int32(start), clock=jnp.int32(start), held=jnp.int32(0))
         seen = [look(state.params, alpha_t)]
         metrics = []
         for index in range(UPDATES):
@@ -142,7 +144,8 @@ def lapse(
         found.append(
             Point(
                 step=start,
-                alpha=float(alpha_t),
+                alpha=float(metrics[0].alpha),
+                by_layer=alpha_t,
                 learning_rate=float(metrics[0].learning_rate),
                 loss=[float(one["loss"]) for one in seen],
                 moved=[float(_change(before["output"], one["output"])) for one in seen[1:]],
@@ -176,7 +179,7 @@ def judge(points: Sequence[Point]) -> Verdict:
             return Verdict(
                 "diverging", f"{where} the loss is {point.loss[-1]:.3g}, and was {first:.3g} in the beginning"
             )
-        layers = vanishing(point.gradient)
+        layers = vanishing(point.gradient, point.by_layer)
         if layers:
             least = min(float(np.min(values) / np.max(values)) for values in point.gradient.values() if np.max(values))
             return Verdict(
@@ -250,7 +253,7 @@ def _change(before: np.ndarray, after: np.ndarray) -> float:
     return float(np.linalg.norm(after - before) / np.linalg.norm(before))
 
 
-def _look(config: Config, model: Transformer, params: Params, batch: Batch, alpha: jax.Array) -> dict[str, Any]:
+def _look(config: Config, model: Transformer, params: Params, batch: Batch, alpha: BranchScale) -> dict[str, Any]:
     """Loss, gradients and the encoder's gain, without dropout."""
     value, by_params, by_input = gradients(config, model, params, alpha, batch)
     sentence = batch.source[:1]

@@ -34,9 +34,11 @@ def draw_curves(workdir: Workdir) -> Path:
     left.plot(*column(updates, "nll"), linewidth=0.8, color="tab:blue", label="training nll")
     if validations:
         left.plot(*column(validations, "nll"), "o-", markersize=3, color="tab:orange", label="validation nll")
-    for line in updates:
-        if line["nll"] is None:
-            left.axvline(line["step"], color="tab:red", linewidth=0.8, label="not finite")
+    colors = {"nonfinite": ("not finite", "tab:red"), "spike": ("spike", "tab:purple"), "rollback": ("rollback", "k")}
+    for event in read_lines(workdir / "events.jsonl", ("kind",)):
+        if event["kind"] in colors:
+            label, color = colors[event["kind"]]
+            left.axvline(event["step"], color=color, linewidth=0.8, linestyle=":", label=label)
     left.set(xlabel="update", ylabel="nats per target token", ylim=(0, None))
     handles = dict(zip(*reversed(left.get_legend_handles_labels()), strict=True))
     left.legend(handles.values(), handles.keys(), loc="center right", frameon=False)

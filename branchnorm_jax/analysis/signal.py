@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from branchnorm_jax.model.parameters import STACKS, Params, norm_by_layer
-from branchnorm_jax.model.transformer import Transformer
+from branchnorm_jax.model.transformer import BranchScale, Transformer
 from branchnorm_jax.options import Config
 from branchnorm_jax.training.optimizer import make_optimizer
 from branchnorm_jax.training.state import Batch
@@ -40,7 +40,7 @@ class Signal(NamedTuple):
     """Of the encoder's Jacobian, descending."""
 
 
-def measure(config: Config, model: Transformer, params: Params, branch_scale: jax.Array, batch: Batch) -> Signal:
+def measure(config: Config, model: Transformer, params: Params, branch_scale: BranchScale, batch: Batch) -> Signal:
     """Measures a model as it is, without dropout.
 
     Args:
@@ -77,7 +77,7 @@ def measure(config: Config, model: Transformer, params: Params, branch_scale: ja
 
 
 def gradients(
-    config: Config, model: Transformer, params: Params, branch_scale: jax.Array, batch: Batch
+    config: Config, model: Transformer, params: Params, branch_scale: BranchScale, batch: Batch
 ) -> tuple[jax.Array, Params, dict[str, jax.Array]]:
     """Mean loss per target token, without dropout, and its gradients.
 

@@ -13,7 +13,7 @@ from branchnorm_jax.data.tokenizer import Tokenizer
 from branchnorm_jax.decoding.beam import Hypotheses, beam_search
 from branchnorm_jax.model.blocks import Cache
 from branchnorm_jax.model.parameters import Params
-from branchnorm_jax.model.transformer import Transformer, source_mask
+from branchnorm_jax.model.transformer import BranchScale, Transformer, source_mask
 from branchnorm_jax.options import EOS, PAD, DecodeConfig, ModelConfig
 
 LENGTHS = (8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
@@ -66,7 +66,7 @@ class Translator:
     def translate(
         self,
         params: Params,
-        branch_scale: jax.Array,
+        branch_scale: BranchScale,
         lines: Sequence[str],
         first_line: int = 1,
         progress: Callable[[int], Any] = lambda done: None,
@@ -109,7 +109,7 @@ class Translator:
         return results
 
     def score(
-        self, params: Params, branch_scale: jax.Array, pairs: Sequence[tuple[str, str]]
+        self, params: Params, branch_scale: BranchScale, pairs: Sequence[tuple[str, str]]
     ) -> list[tuple[float, int]]:
         """(natural log-probability of the target given the source, target tokens) of each pair, both with EOS."""
         sources = self.tokenizer.encode_source([source for source, _ in pairs])
@@ -135,11 +135,11 @@ class Translator:
             yield same, length, 1 if len(same) == 1 else rows
 
     @functools.cached_property
-    def _search(self) -> Callable[[Params, jax.Array, np.ndarray], Hypotheses]:
+    def _search(self) -> Callable[[Params, BranchScale, np.ndarray], Hypotheses]:
         c, model = self.config, self.model
 
         @jax.jit
-        def search(params: Params, branch_scale: jax.Array, source_BS: jax.Array) -> Hypotheses:
+        def search(params: Params, branch_scale: BranchScale, source_BS: jax.Array) -> Hypotheses:
             rows, length = source_BS.shape
             capacity = int(c.max_length_a * length + c.max_length_b) + 1
             lengths_B = (source_BS != PAD).sum(1)
@@ -170,9 +170,9 @@ class Translator:
         return search
 
     @functools.cached_property
-    def _forced(self) -> Callable[[Params, jax.Array, np.ndarray, np.ndarray], jax.Array]:
+    def _forced(self) -> Callable[[Params, BranchScale, np.ndarray, np.ndarray], jax.Array]:
         @jax.jit
-        def forced(params: Params, branch_scale: jax.Array, source: jax.Array, target: jax.Array) -> jax.Array:
+        def forced(params: Params, branch_scale: BranchScale, source: jax.Array, target: jax.Array) -> jax.Array:
             inputs = jnp.pad(target[:, :-1], ((0, 0), (1, 0)), constant_values=EOS)
             nll, _ = self.model.output(params).nll(self.model(params, source, inputs, branch_scale), target)
             return -jnp.where(target != PAD, nll, 0.0).sum(1)

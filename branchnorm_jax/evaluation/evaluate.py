@@ -6,18 +6,17 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import jax
-
 from branchnorm_jax.decoding.translate import Translator
 from branchnorm_jax.evaluation.bleu import Score, scores
 from branchnorm_jax.model.parameters import Params
+from branchnorm_jax.model.transformer import BranchScale
 from branchnorm_jax.workdir import write_atomically
 
 
 def evaluate_split(
     translator: Translator,
     params: Params,
-    branch_scale: jax.Array,
+    branch_scale: BranchScale,
     split: str,
     pairs: Sequence[tuple[str, str]],
     directory: Path,

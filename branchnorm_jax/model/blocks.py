@@ -79,10 +79,14 @@ def make_feed_forward(config: ModelConfig, recipe: Recipe) -> FeedForward:
 
 
 class Block(nn.Module):
-    """What encoder and decoder layers share: the residual algebra."""
+    """What encoder and decoder layers share: the residual algebra.
+
+    `asleep` is a layer whose branches have the factor b = 0: they are not computed, and nothing else differs.
+    """
 
     config: ModelConfig
     recipe: Recipe
+    asleep: bool = False
 
     def _residual(
         self,
@@ -104,9 +108,12 @@ class Block(nn.Module):
             z = z * layer.pre_scale
         if recipe.shifts:
             z = z - self.param(f"{name}_shift", nn.initializers.zeros, ())
-        h = checkpoint_name(branch(z), "branch")
-        h = self._norm(f"{name}_branch_norm", h) if name in recipe.branch_norm else h
-        h = dropout(h.astype(x.dtype), self.config.dropout, site_key(layer.key, site))
+        if self.asleep:
+            h = jnp.zeros_like(x)
+        else:
+            h = checkpoint_name(branch(z), "branch")
+            h = self._norm(f"{name}_branch_norm", h) if name in recipe.branch_norm else h
+            h = dropout(h.astype(x.dtype), self.config.dropout, site_key(layer.key, site))
         a = self._weight("skip", name, layer.skip) if stream.spread is None else stream.spread
         h = self._weight("branch", name, layer.branch) * h
         y = a * x + h if bottom is None else a * x + h + bottom
@@ -231,12 +238,13 @@ class DecoderBlock(Block):
         stream = self._residual("cross", stream, attend_cross, layer, Site.CROSS_BRANCH)
         ffn_key = site_key(layer.key, Site.FFN_ACTIVATION)
         stream = self._residual("ffn", stream, lambda z: feed_forward(z, ffn_key), layer, Site.FFN_BRANCH, bottom)
-        return stream, new[0]
+        c, (rows, length, _) = self.config, stream.x.shape
+        return stream, new[0] if new else (jnp.zeros((rows, length, c.heads, c.width // c.heads), c.dtype),) * 2
 
 
-def make_block(config: ModelConfig, recipe: Recipe, stack: str) -> EncoderBlock | DecoderBlock:
+def make_block(config: ModelConfig, recipe: Recipe, stack: str, asleep: bool = False) -> EncoderBlock | DecoderBlock:
     """One layer of a stack."""
-    return EncoderBlock(config, recipe) if stack == "encoder" else DecoderBlock(config, recipe)
+    return (EncoderBlock if stack == "encoder" else DecoderBlock)(config, recipe, asleep)
 
 
 def mean_square(x: jax.Array) -> jax.Array:
@@ -254,7 +262,7 @@ def watched(before: jax.Array, after: jax.Array, sown: Mapping[str, Any]) -> dic
 
     Returns:
       branch, skip: mean squares of b F and a x, [sub-layers, B]; cosine of input and output and sparsity of the hidden
-      feed-forward units, [B].
+      feed-forward units (0 where none were computed), [B].
     """
     x, y = before.astype(jnp.float32), after.astype(jnp.float32)
     squares = jnp.square(x).sum(-1) * jnp.square(y).sum(-1)
@@ -262,7 +270,7 @@ def watched(before: jax.Array, after: jax.Array, sown: Mapping[str, Any]) -> dic
         "branch": jnp.stack(sown["branch"]),
         "skip": jnp.stack(sown["skip"]),
         "cosine": ((x * y).sum(-1) * jax.lax.rsqrt(squares + 1e-20)).mean(1),
-        "sparsity": sown["ffn"]["sparsity"][0],
+        "sparsity": sown["ffn"]["sparsity"][0] if "ffn" in sown else jnp.zeros(len(x)),
     }
 
 

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -90,6 +90,104 @@ def run_stack(
     return carry, outputs
 
 
+class LayerUpdate(NamedTuple):
+    """What turns the gradient of some layers into their new parameters.
+
+    Attributes:
+      apply: (parameters, gradient, moments) -> (new parameters, new moments, figures), trees of [g, ...] leaves each.
+      moments: what `apply` needs of each layer beside its parameters, [L, ...] leaves.
+      figures: what `apply` tells of each layer, [L, ...] leaves; on the way in, anything of these shapes.
+    """
+
+    apply: Callable[[Any, Any, Any], tuple[Any, Any, Any]]
+    moments: Any
+    figures: Any
+
+
+def run_and_update(
+    layer: Layer, carry: Carry, params: Any, given: Any, update: LayerUpdate, *, group: int = 1
+) -> tuple[Carry, PerLayer]:
+    """`run_stack` with remat full (group 1) or nested, whose backward pass updates the parameters as it comes by.
+
+    The gradient of a group of layers is handed to `update.apply` as soon as it is there, and forgotten: gradients of
+    all layers, 4 of the 16 bytes that a parameter needs under Adam, are never held. New parameters and moments take the
+    place of the old ones. By the rules of differentiation something of the shape of `params`, `update.moments` and
+    `update.figures` must come out of the backward pass, their gradients: **what comes out are their new values**. All
+    else that `layer` refers to gets its gradient.
+
+    Exact where the update of a layer depends on no other gradient: no clipping by a global norm, no accumulation. The
+    outputs of the layers may be looked at, not differentiated.
+
+    Args:
+      layer: as for `run_stack`; it takes (params_l, *given_l).
+      carry: input of the first layer.
+      params: what is learned, [L, ...] leaves; nothing else may use it.
+      given: what is not, as a tuple of [L, ...] leaves.
+      update: see `LayerUpdate`.
+      group: layers per update, a divisor of L.
+    """
+    count = depth_of(params) // group
+
+    def slices(tree: Any, index: int | jax.Array) -> Any:
+        return jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, index * group, group), tree)
+
+    def write(tree: Any, index: jax.Array, values: Any) -> Any:
+        return jax.tree.map(
+            lambda x, value: jax.lax.dynamic_update_slice_in_dim(x, value, index * group, 0), tree, values
+        )
+
+    def run_group(carry: Carry, per_layer: PerLayer) -> tuple[Carry, PerLayer]:
+        # The backward pass computes a group again in any case.
+        return jax.lax.scan(remembering(layer, "full" if group > 1 else "none", looped=True), carry, per_layer)
+
+    # What the layers refer to and is differentiated, the encoder's output for one, becomes an argument.
+    first = jnp.zeros((), jnp.int32)
+    pure, shared = jax.closure_convert(run_group, carry, (slices(params, first), *slices(given, first)))
+
+    @jax.custom_vjp
+    def run(carry: Carry, shared: Any, params: Any, moments: Any, figures: Any) -> tuple[Carry, PerLayer]:
+        return forward(carry, shared, params, moments, figures)[0]
+
+    def forward(carry: Carry, shared: Any, params: Any, moments: Any, figures: Any) -> tuple[Any, Any]:
+        def step(carry: Carry, index: jax.Array) -> tuple[Carry, Any]:
+            after, outputs = pure(carry, (slices(params, index), *slices(given, index)), *shared)
+            return after, (carry, outputs)
+
+        carry, (kept, outputs) = jax.lax.scan(step, carry, jnp.arange(count))
+        outputs = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), outputs)
+        return (carry, outputs), (kept, shared, params, moments, figures)
+
+    def backward(saved: Any, gradient: Any) -> Any:
+        kept, shared, *learned = saved
+
+        def one_group(carry: Carry, by_carry: Carry, given: Any, *learned: Any) -> tuple[Any, ...]:
+            def group(carry: Carry, shared: Any, params: Any) -> Carry:
+                return pure(carry, (params, *given), *shared)[0]
+
+            params, moments, _ = learned
+            by_carry, by_shared, by_params = jax.vjp(group, carry, shared, params)[1](by_carry)
+            return by_carry, by_shared, *update.apply(params, by_params, moments)
+
+        def no_group(carry: Carry, by_carry: Carry, given: Any, *learned: Any) -> tuple[Any, ...]:
+            return by_carry, jax.tree.map(jnp.zeros_like, shared), *learned
+
+        def step(state: Any, scanned: Any) -> tuple[Any, None]:
+            (by_carry, by_shared, learned), (index, carry) = state, scanned
+            mine = (slices(tree, index) for tree in learned)
+            # The way that is never taken keeps XLA from reading the old values while it writes the new ones, for which
+            # it would copy all of them first. (It does not look behind barriers, but removes them before it fuses.)
+            found = jax.lax.cond(index >= 0, one_group, no_group, carry, by_carry, slices(given, index), *mine)
+            learned = [write(tree, index, values) for tree, values in zip(learned, found[2:], strict=True)]
+            return (found[0], jax.tree.map(jnp.add, by_shared, found[1]), learned), None
+
+        state = (gradient[0], jax.tree.map(jnp.zeros_like, shared), learned)
+        (by_carry, by_shared, learned), _ = jax.lax.scan(step, state, (jnp.arange(count), kept), reverse=True)
+        return by_carry, by_shared, *learned
+
+    run.defvjp(forward, backward)
+    return run(carry, shared, params, update.moments, update.figures)
+
+
 def remembering(layer: Layer, remat: str, looped: bool = False) -> Layer:
     """The same layer, of which the backward pass keeps what `remat` says.
 
@@ -99,16 +197,16 @@ def remembering(layer: Layer, remat: str, looped: bool = False) -> Layer:
     return layer if remat in ("none", "auto") else jax.checkpoint(layer, policy=POLICIES[remat], prevent_cse=not looped)
 
 
-def best_group(depth: int, carry_bytes: float, layer_bytes: float) -> int:
+def best_group(depth: int, carry_bytes: float, layer_bytes: float, whole: bool = False) -> int:
     """The g that keeps least: sqrt(L c / (c + 2 p)), from the derivative of (L / g) c + g (c + 2 p).
 
     The minimum is flat, and a group that divides L leaves no remainder, for which all parameters would be copied once:
-    so the divisor of L nearest in ratio, if there is one within a factor of 1.5.
+    so the divisor of L nearest in ratio, if there is one within a factor of 1.5, or if it has to be one (`whole`).
     """
     best = math.sqrt(depth * carry_bytes / (carry_bytes + 2 * layer_bytes))
     divisors = [g for g in range(1, depth + 1) if depth % g == 0]
     nearest = min(divisors, key=lambda g: abs(math.log(g / best)))
-    return nearest if abs(math.log(nearest / best)) <= math.log(1.5) else max(1, round(best))
+    return nearest if whole or abs(math.log(nearest / best)) <= math.log(1.5) else max(1, round(best))
 
 
 def depth_of(per_layer: PerLayer) -> int:

@@ -27,16 +27,18 @@ from branchnorm_jax.model.norms import apply_norm, final_kind
 from branchnorm_jax.model.output import Output
 from branchnorm_jax.model.parameters import STACKS, Params, by_layer, init_parameters
 from branchnorm_jax.model.recipe import ONE, Depth, Recipe, Rule, Weight
-from branchnorm_jax.model.stack import remembering, run_stack
+from branchnorm_jax.model.stack import Layer, LayerUpdate, best_group, remembering, run_and_update, run_stack, size_of
 from branchnorm_jax.options import EOS, PAD, ModelConfig
+
+BranchScale = jax.Array | Mapping[str, jax.Array]
+"""alpha_t, float32: a traced scalar, or one value per layer, [L]; of each stack, where they differ."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Transformer:
     """A Transformer of any depth and method.
 
-    `branch_scale` of the methods below is alpha_t: a traced float32 scalar, or one value per layer [L] of the stack it
-    goes to. Methods without a schedule ignore it.
+    Methods without a schedule ignore the `branch_scale` that the methods below take.
 
     Attributes:
       config: the network's options.
@@ -76,7 +78,7 @@ class Transformer:
         self,
         params: Params,
         source_BS: jax.Array,
-        branch_scale: jax.Array,
+        branch_scale: BranchScale,
         key: jax.Array | None = None,
         probes: jax.Array | None = None,
     ) -> jax.Array:
@@ -98,7 +100,7 @@ class Transformer:
         memory_BSD: jax.Array,
         mask_B1S: jax.Array,
         inputs_BT: jax.Array,
-        branch_scale: jax.Array,
+        branch_scale: BranchScale,
         key: jax.Array | None = None,
         probes: jax.Array | None = None,
     ) -> jax.Array:
@@ -112,22 +114,23 @@ class Transformer:
         stack: str,
         tokens_BT: jax.Array,
         arguments: tuple[Any, ...],
-        branch_scale: jax.Array,
+        branch_scale: BranchScale,
         key: jax.Array | None = None,
         probes: jax.Array | None = None,
         sown: str = "",
+        update: LayerUpdate | None = None,
     ) -> tuple[jax.Array, Any]:
         """Token ids through a whole stack: its output [B, T, D], and what its blocks return, stacked over layers.
 
         `arguments` is what every block takes beside stream and `LayerInput`. `sown` asks the blocks to return what they
         measure instead: "profile", the spread before each of their sub-layers (see `admin.py`), or "watch" (see
-        `blocks.watched`).
+        `blocks.watched`). `update`: see `stack.run_and_update`.
         """
         key = _fold(key, STACKS.index(stack))
         positions_BTD = self._positions(tokens_BT.shape[1])[count_before(tokens_BT)]
         x_BTD = self._embed(params, stack, tokens_BT, positions_BTD, key)
         inputs = self._layer_inputs(stack, branch_scale, key, probes)
-        return self._run_layers(params, stack, x_BTD, inputs, lambda _: arguments, sown=sown)
+        return self._run_layers(params, stack, x_BTD, inputs, lambda _: arguments, sown=sown, update=update)
 
     def output(self, params: Params) -> Output:
         """The last layer."""
@@ -144,19 +147,24 @@ class Transformer:
         params: Params,
         source_BS: jax.Array,
         inputs_BT: jax.Array,
-        branch_scale: jax.Array,
+        branch_scale: BranchScale,
         key: jax.Array | None = None,
         probes: Mapping[str, jax.Array] | None = None,
         sown: str = "",
+        updates: Mapping[str, LayerUpdate] | None = None,
     ) -> tuple[jax.Array, dict[str, Any]]:
         """The decoder's output [B, T, D] in the compute type (teacher forcing), and what the blocks return, by stack.
 
-        `probes` by stack, as in `encode`; `sown` as in `run_tokens`.
+        `probes` by stack, as in `encode`; `sown` and `updates`, by stack, as in `run_tokens`.
         """
-        run, probe, mask_B1S = functools.partial(self.run_tokens, params), probes or {}, source_mask(source_BS)
-        memory_BSD, encoder = run("encoder", source_BS, (mask_B1S,), branch_scale, key, probe.get("encoder"), sown)
-        arguments = (memory_BSD, causal_mask(inputs_BT.shape[1]), mask_B1S)
-        x_BTD, decoder = run("decoder", inputs_BT, arguments, branch_scale, key, probe.get("decoder"), sown)
+        mask_B1S = source_mask(source_BS)
+
+        def run(stack: str, tokens: jax.Array, arguments: tuple[Any, ...]) -> tuple[jax.Array, Any]:
+            probe, update = (probes or {}).get(stack), (updates or {}).get(stack)
+            return self.run_tokens(params, stack, tokens, arguments, branch_scale, key, probe, sown, update)
+
+        memory_BSD, encoder = run("encoder", source_BS, (mask_B1S,))
+        x_BTD, decoder = run("decoder", inputs_BT, (memory_BSD, causal_mask(inputs_BT.shape[1]), mask_B1S))
         return x_BTD.astype(self.config.dtype), {"encoder": encoder, "decoder": decoder} if sown else {}
 
     def __call__(
@@ -164,7 +172,7 @@ class Transformer:
         params: Params,
         source_BS: jax.Array,
         inputs_BT: jax.Array,
-        branch_scale: jax.Array,
+        branch_scale: BranchScale,
         key: jax.Array | None = None,
     ) -> jax.Array:
         """Logits [B, T, V] float32 of the next target tokens (teacher forcing)."""
@@ -191,7 +199,7 @@ class Transformer:
         mask_B1S: jax.Array,
         tokens_N: jax.Array,
         position: jax.Array,
-        branch_scale: jax.Array,
+        branch_scale: BranchScale,
     ) -> tuple[jax.Array, Cache]:
         """Logits [N, V] of the tokens at `position` + 1, given those at `position`; N is a multiple of B."""
         capacity = cache.self[0].shape[2]
@@ -217,21 +225,32 @@ class Transformer:
         arguments: Callable[[Any], tuple[Any, ...]],
         per_layer: Any = None,
         sown: str = "",
+        update: LayerUpdate | None = None,
     ) -> tuple[jax.Array, Any]:
         """Runs embeddings x [B, T, D] through the layers of a stack and what follows them.
 
         `arguments` maps a layer's entry of `per_layer` to what its block takes beside stream and `LayerInput`. Returns
         the stack's output, and its blocks' outputs stacked over layers.
         """
-        c, recipe, block = self.config, self.recipe, self._block(stack)
+        c, recipe = self.config, self.recipe
 
-        def layer(stream: Stream, scanned: tuple[Params, LayerInput, Any]) -> tuple[Stream, Any]:
+        def apply(block: Block, stream: Stream, scanned: tuple[Params, LayerInput, Any]) -> tuple[Stream, Any]:
             layer_params, layer_input, extra = scanned
             variables, given = {"params": layer_params}, arguments(extra)
             if not sown:
                 return block.apply(variables, stream, layer_input, *given)
             (after, _), found = block.apply(variables, stream, layer_input, *given, mutable=[sown])
             return after, watched(stream.x, after.x, found[sown]) if sown == "watch" else found[sown]
+
+        layer: Layer = functools.partial(apply, self._block(stack))
+        if c.alpha_order != "uniform" and recipe.branch.end is not None:
+            # A branch whose factor is 0 has no part in any number, and no gradient.
+            awake, asleep = layer, functools.partial(apply, self._block(stack, asleep=True))
+
+            def either(stream: Stream, scanned: tuple[Params, LayerInput, Any]) -> tuple[Stream, Any]:
+                return jax.lax.cond(scanned[1].branch != 0, awake, asleep, stream, scanned)
+
+            layer = either
 
         scanned = (params[stack], inputs, per_layer)
         remat = c.remat if per_layer is None else "none"
@@ -246,7 +265,14 @@ class Transformer:
             (stream, _), outputs = run(combine, carry, inputs)
         else:
             total = x.astype(jnp.promote_types(x.dtype, jnp.float32)) if recipe.stream == "dual" else None
-            stream, outputs = run(layer, Stream(x, total, jnp.ones(()) if sown == "profile" else None), scanned)
+            start = Stream(x, total, jnp.ones(()) if sown == "profile" else None)
+            if update is None:
+                stream, outputs = run(layer, start, scanned)
+            else:
+                depth = len(inputs.skip)
+                best = best_group(depth, size_of(start), size_of(params[stack]) / depth, whole=True)
+                group = (c.group or best) if remat == "nested" else 1
+                stream, outputs = run_and_update(layer, start, params[stack], scanned[1:], update, group=group)
         return self._end(params, stack, stream), outputs
 
     def _end(self, params: Params, stack: str, stream: Stream) -> jax.Array:
@@ -263,12 +289,12 @@ class Transformer:
         return apply_norm(kind, end, stream.x, recipe.final_epsilon)
 
     def _layer_inputs(
-        self, stack: str, branch_scale: jax.Array, key: jax.Array | None, probes: jax.Array | None = None
+        self, stack: str, branch_scale: BranchScale, key: jax.Array | None, probes: jax.Array | None = None
     ) -> LayerInput:
         """Coefficients and keys of a stack's layers, [L] each. Key 0 of a stack is the embedding's."""
         recipe = self.recipe
         layers: int = getattr(self.depth, stack)
-        alpha = jnp.asarray(branch_scale)
+        alpha = jnp.asarray(branch_scale[stack] if isinstance(branch_scale, Mapping) else branch_scale)
 
         def value(weight: Weight) -> jax.Array:
             start = self._by_layer(stack, weight.start)
@@ -288,8 +314,8 @@ class Transformer:
         exact = jnp.promote_types(self.config.carry_dtype, jnp.float32)
         return jnp.asarray(by_layer(rule, self.depth, stack), exact)
 
-    def _block(self, stack: str) -> Block:
-        return make_block(self.config, self.recipe, stack)
+    def _block(self, stack: str, asleep: bool = False) -> Block:
+        return make_block(self.config, self.recipe, stack, asleep)
 
     def _table(self, params: Params, side: str) -> jax.Array:
         tables = params["embedding"]

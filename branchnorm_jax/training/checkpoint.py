@@ -4,21 +4,27 @@ A checkpoint of step t holds the parameters, the rest of the train state, and JS
 the loop remembers. Nothing is restored whose checksums differ: Orbax itself does not notice flipped bits.
 """
 
+import dataclasses
 import errno
 import logging
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import orbax.checkpoint as ocp
 from orbax.checkpoint.checkpoint_managers import preservation_policy
 
 from branchnorm_jax.errors import BranchNormError, StorageError, UserError
 from branchnorm_jax.model.parameters import Params
+from branchnorm_jax.model.transformer import BranchScale
 from branchnorm_jax.options import TrainConfig
 from branchnorm_jax.training.state import TrainState, checksums
 
-TRAINING = ("step", "opt_state", "rate_scale", "alpha", "alpha_held")
+TRAINING = tuple(field.name for field in dataclasses.fields(TrainState) if field.name != "params")
 """Fields of the train state beside the parameters."""
 
 Memory = dict[str, Any]
@@ -72,11 +78,12 @@ class Checkpoints:
                 scores[step] = metrics["score"]
         return max(scores, key=lambda step: (scores[step], step), default=None)
 
-    def save(self, state: TrainState, memory: Memory, score: float | None) -> None:
+    def save(self, state: TrainState, alpha: BranchScale, memory: Memory, score: float | None) -> None:
         """Starts saving the state; the previous save must have ended well, or this raises.
 
         Args:
           state: may be donated as soon as this returns.
+          alpha: alpha_t of this state, for those who only read parameters.
           memory: what the loop remembers.
           score: validation score of exactly this state (more is better), if there is one.
         """
@@ -86,6 +93,7 @@ class Checkpoints:
             "params": checksums(state.params).tolist(),
             "training": checksums(rest).tolist(),
         }
+        values = jax.tree.map(lambda leaf: np.asarray(leaf).tolist(), alpha)
         self.wait()
         try:
             if step in self._manager.all_steps():
@@ -95,7 +103,7 @@ class Checkpoints:
                 args=ocp.args.Composite(
                     params=ocp.args.StandardSave(state.params),
                     training=ocp.args.StandardSave(rest),
-                    memory=ocp.args.JsonSave({"checksums": sums, "memory": memory, "alpha": float(state.alpha)}),
+                    memory=ocp.args.JsonSave({"checksums": sums, "memory": memory, "alpha": values}),
                 ),
                 metrics=None if score is None else {"score": score},
             )
@@ -116,13 +124,17 @@ class Checkpoints:
         self.wait()
         self._manager.close()
 
-    def restore_latest(self, abstract: TrainState) -> tuple[TrainState, Memory] | None:
+    def restore_latest(self, abstract: TrainState, until: float = math.inf) -> tuple[TrainState, Memory] | None:
         """The newest state that is whole, with what the loop remembered; None where there is no checkpoint.
+
+        Args:
+          abstract: shapes, dtypes and shardings wanted.
+          until: newer ones are not looked at.
 
         Raises:
           UserError: if there are checkpoints and none can be used.
         """
-        steps = self.steps()
+        steps = [step for step in self.steps() if step <= until]
         for step in reversed(steps):
             try:
                 return self._restore(step, abstract)
@@ -138,7 +150,7 @@ class Checkpoints:
             )
         return None
 
-    def restore_params(self, which: str, abstract: Params) -> tuple[Params, float, int]:
+    def restore_params(self, which: str, abstract: Params) -> tuple[Params, BranchScale, int]:
         """Parameters, alpha and step of one checkpoint.
 
         Args:
@@ -172,7 +184,9 @@ class Checkpoints:
                 continue
             if place:
                 self._warn(f"using checkpoint {step} instead")
-            return restored["params"], restored["memory"]["alpha"], step
+            alpha = restored["memory"]["alpha"]
+            values = {s: jnp.float32(v) for s, v in alpha.items()} if isinstance(alpha, dict) else jnp.float32(alpha)
+            return restored["params"], values, step
         raise UserError(f"{self._directory}: checkpoint {which!r} cannot be read")
 
     def _restore(self, step: int, abstract: TrainState) -> tuple[TrainState, Memory]:
@@ -192,7 +206,7 @@ class Checkpoints:
         return TrainState(params=restored["params"], **training), saved["memory"]
 
     def forget_after(self, step: int) -> None:
-        """Deletes checkpoints newer than `step`, which were found damaged, so that they can be written again."""
+        """Deletes checkpoints newer than `step`, damaged or rolled back, so that they can be written again."""
         for newer in self.steps():
             if newer > step:
                 self._manager.delete(newer)

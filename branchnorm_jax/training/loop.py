@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import json
 import math
+import sys
 import time
 from collections import deque
 from collections.abc import Iterator
@@ -17,7 +18,7 @@ from branchnorm_jax.data.batches import Shape, TextBatch, make_plans, prefetch
 from branchnorm_jax.data.corpus import read_pairs
 from branchnorm_jax.data.prepare import Corpus, prepare
 from branchnorm_jax.decoding.translate import Translator, make_model
-from branchnorm_jax.errors import BranchNormError, Preempted, StorageError, UserError
+from branchnorm_jax.errors import BranchNormError, DivergedError, Preempted, StorageError, UserError
 from branchnorm_jax.evaluation.bleu import corpus_bleu
 from branchnorm_jax.model.initializers import get_base
 from branchnorm_jax.model.methods import get_recipe
@@ -28,10 +29,21 @@ from branchnorm_jax.parallel.mesh import make_mesh, sharding, to_devices
 from branchnorm_jax.training import logs, schedules
 from branchnorm_jax.training.checkpoint import Checkpoints
 from branchnorm_jax.training.optimizer import make_optimizer
-from branchnorm_jax.training.state import Batch, abstract_state, init_state, sha256
+from branchnorm_jax.training.state import Batch, TrainState, abstract_state, init_state, sha256
 from branchnorm_jax.training.step import Metrics, make_eval_step, make_train_step
-from branchnorm_jax.training.watch import check_finite, check_skipped, vanishing
+from branchnorm_jax.training.watch import (
+    ADVICE,
+    check_finite,
+    check_skipped,
+    largest_update,
+    origin,
+    trouble,
+    vanishing,
+)
 from branchnorm_jax.workdir import Workdir, write_atomically
+
+ROLLBACKS = 5
+"""So many in one run, and no more."""
 
 
 @dataclasses.dataclass
@@ -53,8 +65,12 @@ class Memory:
     recent_scores: list[float] = dataclasses.field(default_factory=list)
     """Of the last validations, oldest first: what `val_decay` looks at."""
     skipped: int = 0
-    """Updates without a finite gradient, which changed nothing (`train.nonfinite=skip`)."""
+    """Updates that changed nothing, because of their figures (`train.nonfinite=skip`, `train.spike=skip`)."""
     skipped_in_a_row: int = 0
+    spikes: int = 0
+    rollbacks: int = 0
+    left_out: list[list[int]] = dataclasses.field(default_factory=list)
+    """First and last of the updates that change nothing, because a rollback found their batches to blame."""
     vanishing: str = ""
     """Where the gradient vanished when `train.watch_every` last looked, as words."""
 
@@ -88,8 +104,14 @@ def train(config: Config, workdir: Workdir) -> None:
 
 
 def check_names(config: Config) -> None:
-    """Raises `UserError` for names that only the rooms know (method, init, optimizer, schedule), before any work."""
-    get_base(config.model.init or get_recipe(config.model.method).init)
+    """Raises `UserError` for what only the rooms know (method, init, optimizer, schedule), before any work."""
+    recipe = get_recipe(config.model.method)
+    get_base(config.model.init or recipe.init)
+    if config.train.update_in_backward and recipe.stream.startswith("combination"):
+        raise UserError(f"config: train.update_in_backward: the layers of {config.model.method} depend on all others")
+    may_roll_back = "rollback" in (config.train.nonfinite, config.train.spike)
+    if may_roll_back and config.train.rollback == "alpha" and recipe.branch.end is None:
+        raise UserError(f"config: train.rollback=alpha: {config.model.method} has no alpha; take rollback=batches")
     make_optimizer(config.train)
     schedules.learning_rate(config.train, config.model.width)
     make_mesh(config.parallel, config.data.row_multiple // config.train.accumulation)
@@ -118,15 +140,8 @@ class Run:
         self.checkpoints = Checkpoints(workdir / "checkpoints", train, logs.say)
         if not self.checkpoints.steps():
             workdir.need_space(2 * state_bytes)
-        restored = self.checkpoints.restore_latest(self.abstract)
-        if restored is None:
-            first = Batch(*to_devices(self.mesh, self.plan.batch_at(0)))
-            self.state = init_state(self.model, self.optimizer, self.mesh, train.seed, first)
-            self.memory = Memory()
-        else:
-            self.state, memory = restored
-            self.memory = Memory(**memory)
-        self.step = int(self.state.step)
+        self.alpha = jax.jit(schedules.alpha(config.model))
+        self._restore(math.inf)
         if self.step > self.total:
             raise UserError(
                 f"{workdir.path}: this run is at step {self.step}, past the {self.total} updates of train.epochs="
@@ -134,6 +149,18 @@ class Run:
             )
         self.checkpoints.forget_after(self.step)
         self._describe(state_bytes)
+
+    def _restore(self, until: float) -> None:
+        """Goes to the newest good checkpoint of at most `until` updates, or to the start if there is none."""
+        restored = self.checkpoints.restore_latest(self.abstract, until)
+        if restored is None:
+            first = Batch(*to_devices(self.mesh, self.plan.batch_at(0)))
+            self.state = init_state(self.model, self.optimizer, self.mesh, self.config.train.seed, first)
+            self.memory = Memory()
+        else:
+            self.state, memory = restored
+            self.memory = Memory(**memory)
+        self.step = int(self.state.step)
 
     def loop(self) -> int:
         """Runs the updates that are left; returns the signal that came too late to stop them, or 0.
@@ -143,7 +170,15 @@ class Run:
         signals.
         """
         with hosts.Preemption() as preemption:
-            self._loop(preemption)
+            while True:
+                try:
+                    self._loop(preemption)
+                    break
+                except DivergedError as error:
+                    train = self.config.train
+                    if (train.spike if error.kind == "spike" else train.nonfinite) != "rollback":
+                        raise
+                    self._roll_back(error)
         self.checkpoints.close()
         if jax.process_count() > 1:
             from jax.experimental import multihost_utils
@@ -152,16 +187,51 @@ class Run:
         self.write_status("done", self.stop or f"reached {self.total} updates")
         return preemption.signal
 
+    def _roll_back(self, error: DivergedError) -> None:
+        """Goes back to a checkpoint of before the trouble, and changes what `train.rollback` says."""
+        c, memory = self.config.train, self.memory
+        if memory.rollbacks == ROLLBACKS:
+            raise DivergedError(f"{error}; rolled back {ROLLBACKS} times already", error.step, error.kind) from error
+        self.checkpoints.wait()
+        batches = c.rollback == "batches"
+        first = max(0, error.step - c.rollback_updates + 1) if batches else error.step
+        self._restore(first)
+        self.checkpoints.forget_after(self.step)
+        self.memory = dataclasses.replace(
+            self.memory,
+            train_seconds=memory.train_seconds,
+            spikes=memory.spikes,
+            skipped=memory.skipped,
+            rollbacks=memory.rollbacks + 1,
+            left_out=[*memory.left_out, [first, error.step]] if batches else memory.left_out,
+        )
+        if batches:
+            change = f"leaving out the batches of updates {first} to {error.step}"
+        else:
+            stands = error.step - self.step + c.rollback_updates
+            held = jax.device_put(jnp.int32(stands), sharding(self.mesh))
+            self.state = dataclasses.replace(self.state, held=held)
+            change = f"alpha stands for {stands} updates"
+        text = f"rolled back to step {self.step}, {change}"
+        logs.say(f"step {error.step}: {text}")
+        with contextlib.closing(self._events()) as events:
+            events.write({"step": error.step, "kind": "rollback", "what": text, "to": self.step})
+
+    def _events(self) -> logs.JsonLines:
+        """What went wrong and what was done, in the order of time; nothing is ever taken back."""
+        return logs.JsonLines(self.workdir / "events.jsonl", sys.maxsize)
+
     def _loop(self, preemption: hosts.Preemption) -> None:
         c = self.config.train
         start, signal_number = self.step, 0
         self.write_status("running", "a run that ends writes another status")
-        if start < self.total:
+        if start < self.total and not self.compiled:
             self._compile()
         metrics_log = logs.JsonLines(self.workdir / "metrics.jsonl", start)
         layers_log = logs.JsonLines(self.workdir / "layers.jsonl", start)
         self.validation_log = logs.JsonLines(self.workdir / "validation.jsonl", self.memory.evaluated + 1)
         self.tensorboard = logs.TensorBoard(self.workdir / "tensorboard", start)
+        events_log = self._events()
         batches = prefetch(self.plan.batch_at, start, self.total, c.prefetch)
         bar = logs.progress_bar(self.total, start, "update", "train")
         pending: tuple[int, Metrics, TextBatch] | None = None
@@ -194,18 +264,23 @@ class Run:
             if c.watch_every and (step % c.watch_every == 0 or last):
                 layers = jax.device_get(layers)
                 layers_log.write({"step": step, **jax.tree.map(rounded, layers)})
-                where = vanishing({stack: found["gradient"] for stack, found in layers.items()})
+                alpha = {stack: found.get("alpha", 1.0) for stack, found in layers.items()}
+                where = vanishing({stack: found["gradient"] for stack, found in layers.items()}, alpha)
                 if where and not self.memory.vanishing:
                     logs.say(f"step {step}: the gradient vanishes in {where}: they learn next to nothing")
                 self.memory.vanishing = where
-            skipped = c.nonfinite == "skip" and not finite
-            if skipped:
-                self.memory.skipped += 1
-                logs.say(f"step {step}: loss {metrics.loss}, gradient norm {metrics.grad_norm}: update skipped")
-            else:
-                check_finite(step, "loss", metrics.loss, layers)
-                check_finite(step, "gradient norm", metrics.grad_norm, layers)
+            kind, what = trouble(metrics, c.spike_deviations)
+            policy = c.spike if kind == "spike" else c.nonfinite
+            skipped = bool(kind) and policy == "skip"
+            self.memory.spikes += kind == "spike"
+            self.memory.skipped += skipped
             self.memory.skipped_in_a_row = self.memory.skipped_in_a_row + 1 if skipped else 0
+            if kind:
+                what += origin(layers) if kind == "nonfinite" else largest_update(layers)
+                events_log.write({"step": step, "kind": kind, "what": what, "policy": policy})
+                if policy in ("stop", "rollback"):
+                    raise DivergedError(f"diverged: at step {step} {what}; {ADVICE}", step, kind)
+                logs.say(f"step {step}: {what}" + (": update skipped" if skipped else ""))
             check_skipped(step, self.memory.skipped_in_a_row, layers)
             rate = sum(tokens for tokens, _ in recent) / sum(seconds for _, seconds in recent)
             bar.set_postfix_str(
@@ -232,10 +307,15 @@ class Run:
                 if at_end:
                     break
                 batch = next(batches)
-                update = self.compiled[batch.source.shape]
-                self.state, metrics = update(self.state, Batch(*to_devices(self.mesh, batch)))
-                read()
-                pending = (self.step, metrics, batch)
+                if any(first <= self.step <= last for first, last in self.memory.left_out):
+                    read()
+                    self.state = self._leave_out(self.state)
+                    bar.update()
+                else:
+                    update = self.compiled[batch.source.shape]
+                    self.state, metrics = update(self.state, Batch(*to_devices(self.mesh, batch)))
+                    read()
+                    pending = (self.step, metrics, batch)
                 self.step += 1
                 signal_number = preemption.requested(self.step)
         finally:
@@ -243,6 +323,7 @@ class Run:
             bar.close()
             metrics_log.close()
             layers_log.close()
+            events_log.close()
             self.validation_log.close()
             self.tensorboard.close()
 
@@ -260,6 +341,9 @@ class Run:
             "compile_seconds": memory.compile_seconds,
             "compiled_shapes": memory.compiled_shapes,
             "skipped_updates": memory.skipped,
+            "spikes": memory.spikes,
+            "rollbacks": memory.rollbacks,
+            "left_out": memory.left_out,
             "vanishing": memory.vanishing,
             "batch_fill": self.plan.fill,
             "train_seconds": memory.train_seconds,
@@ -281,6 +365,12 @@ class Run:
             self.compiled[shape] = update.lower(self.abstract, Batch(tokens, tokens)).compile()
         self.memory.compile_seconds, self.memory.compiled_shapes = time.perf_counter() - begin, len(self.compiled)
         logs.say(f"compiled {len(self.compiled)} batch shapes in {self.memory.compile_seconds:.1f} s")
+
+    def _leave_out(self, state: TrainState) -> TrainState:
+        """An update that changes nothing: time goes on."""
+        passed = state.clock + (state.held == 0), jnp.maximum(state.held - 1, 0)
+        changed = dict(zip(("step", "clock", "held"), (state.step + 1, *passed), strict=True))
+        return dataclasses.replace(state, **jax.device_put(changed, sharding(self.mesh)))
 
     def _shapes(self) -> Iterator[Shape]:
         """The shapes that some training sentence needs."""
@@ -321,14 +411,15 @@ class Run:
 
     def _bleu(self, count: int) -> float:
         pairs = [pair for pair, _ in zip(read_pairs(self.config.data, "valid"), range(count), strict=False)]
-        found = self.translator.translate(self.state.params, self.state.alpha, [source for source, _ in pairs])
+        alpha = self.alpha(self.state.clock)
+        found = self.translator.translate(self.state.params, alpha, [source for source, _ in pairs])
         return corpus_bleu([best[0].text for best in found], [ref for _, ref in pairs], self.config.data.target_lang)
 
     def _save(self) -> None:
         memory = self.memory
         check_finite(self.step, "norm of the parameters", float(optax.tree.norm(self.state.params)))
         score = memory.score if memory.evaluated == self.step else None
-        self.checkpoints.save(self.state, dataclasses.asdict(memory), score)
+        self.checkpoints.save(self.state, self.alpha(self.state.clock), dataclasses.asdict(memory), score)
         self.clock = time.perf_counter()
 
     def _describe(self, state_bytes: int) -> None:

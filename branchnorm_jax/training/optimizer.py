@@ -1,6 +1,6 @@
 """Optimisers as optax transformations of gradients into directions; `step.py` multiplies by the learning rate."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import jax
@@ -77,6 +77,21 @@ def _decay(train: TrainConfig) -> optax.GradientTransformation:
 
 def _radam(train: TrainConfig) -> optax.GradientTransformation:
     return optax.scale_by_radam(train.adam_b1, train.adam_b2, train.adam_eps)
+
+
+def moments_of(opt_state: Any) -> list[Any]:
+    """The trees in an optimiser's state that are shaped like the parameters, which are a dict."""
+    return [node for node in jax.tree.leaves(opt_state, is_leaf=_is_dict) if _is_dict(node)]
+
+
+def with_moments(opt_state: Any, moments: Iterable[Any]) -> Any:
+    """The state with other trees in the place of `moments_of` it."""
+    given = iter(moments)
+    return jax.tree.map(lambda node: next(given) if _is_dict(node) else node, opt_state, is_leaf=_is_dict)
+
+
+def _is_dict(node: Any) -> bool:
+    return isinstance(node, dict)
 
 
 OPTIMIZERS: dict[str, Callable[[TrainConfig], optax.GradientTransformation]] = {

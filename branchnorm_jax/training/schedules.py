@@ -1,6 +1,6 @@
-"""Functions of `step`, the number of completed updates: the learning rate and BranchNorm's alpha.
+"""The learning rate, a function of `step`, the number of completed updates; and BranchNorm's alpha, one of its clock.
 
-Both are evaluated inside the compiled update, on a traced int32 step.
+Both are evaluated inside the compiled update, on a traced int32 scalar.
 """
 
 import math
@@ -8,8 +8,11 @@ from collections.abc import Callable, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from branchnorm_jax.errors import UserError
+from branchnorm_jax.model.parameters import STACKS
+from branchnorm_jax.model.transformer import BranchScale
 from branchnorm_jax.options import ModelConfig, TrainConfig
 
 Schedule = Callable[[jax.Array], jax.Array]
@@ -102,14 +105,19 @@ def learning_rate(train: TrainConfig, width: int) -> Schedule:
     return LEARNING_RATES[train.schedule](train, width)
 
 
-def alpha(model: ModelConfig) -> Schedule:
-    """BranchNorm's alpha_t: 0 at step 0, 1 from step T = `alpha_steps` on.
+def alpha(model: ModelConfig) -> Callable[[jax.Array], BranchScale]:
+    """BranchNorm's alpha by its clock u (`TrainState.clock`): 0 at 0, 1 from T = `alpha_steps` on.
 
-    linear: t / T (the paper's equation). exp: e^(t ln2 / T) - 1. sigmoid: the logistic curve of slope 10 / T around
+    linear: u / T (the paper's equation). exp: e^(u ln2 / T) - 1. sigmoid: the logistic curve of slope 10 / T around
     T / 2, shifted and scaled so that it starts at 0 and ends at 1. The paper names the last two without printing their
-    formulas: these are this project's. adaptive: linear, at the most; see `next_alpha`.
+    formulas: these are this project's. adaptive: linear, but its clock may stand; see `tick`.
+
+    Layers that do not all start at once (`alpha_order`, no paper's) share T: the layer of rank r in [0, 1] has the same
+    curve, squeezed into the updates from s r T to (1 - s + s r) T, with s = `alpha_stagger`.
+
+    Returns:
+      A function of u, int32 [], to float32: [] if all layers have the same, else [L] by stack.
     """
-    total = model.alpha_steps
     edge = 1 / (1 + math.exp(5))
     shapes: dict[str, Callable[[jax.Array], jax.Array]] = {
         "linear": lambda u: u,
@@ -117,35 +125,59 @@ def alpha(model: ModelConfig) -> Schedule:
         "exp": lambda u: jnp.expm1(math.log(2) * u),
         "sigmoid": lambda u: (jax.nn.sigmoid(10 * (u - 0.5)) - edge) / (1 - 2 * edge),
     }
-    shape = shapes[model.alpha_schedule]
+    shape, total, stagger = shapes[model.alpha_schedule], model.alpha_steps, model.alpha_stagger
 
-    def schedule(step: jax.Array) -> jax.Array:
-        return jnp.where(step >= total, 1.0, shape(step.astype(jnp.float32) / total)).astype(jnp.float32)
+    def grown(way: jax.Array) -> jax.Array:
+        return jnp.where(way >= 1, 1.0, jnp.where(way <= 0, 0.0, shape(way))).astype(jnp.float32)
+
+    def schedule(clock: jax.Array) -> BranchScale:
+        way = clock.astype(jnp.float32) / total
+        if model.alpha_order == "uniform":
+            return grown(way)
+        ranks = {stack: order(model.alpha_order, getattr(model, f"{stack}_layers")) for stack in STACKS}
+        # At the end all are 1, whatever rounding makes of the last one's way.
+        return {s: jnp.where(way >= 1, 1.0, grown((way - stagger * rank) / (1 - stagger))) for s, rank in ranks.items()}
 
     return schedule
 
 
-def next_alpha(
-    model: ModelConfig,
-) -> Callable[[jax.Array, jax.Array, jax.Array, Mapping[str, jax.Array]], tuple[jax.Array, jax.Array]]:
-    """(step, alpha, held, gradient) -> (alpha, held): alpha_t of update `step`, after the update before it.
+def order(name: str, layers: int) -> np.ndarray:
+    """When each layer's alpha starts to grow, from 0 (the first) to 1 (the last): float32 [L].
 
-    The papers' schedules know it from the step. `adaptive` lets alpha grow by 1 / T an update, but holds it for
-    `alpha_hold` updates whenever the weakest layer of a stack has less than `alpha_floor` of the gradient of the
-    strongest one (or a gradient that is not finite): it waits until the bottom of the stack learns again.
-
-    `gradient`: stack -> norm of each layer's gradient in the update before, [L].
+    progressive: in the order of the layers' numbers with their bits reversed, so that those that have begun are spread
+    evenly over the stack, ever closer to one another.
     """
-    if model.alpha_schedule != "adaptive":
-        schedule = alpha(model)
-        return lambda step, before, held, gradient: (schedule(step), held)
+    index, bits = range(layers), max(1, (layers - 1).bit_length())
+    ranks = {
+        "bottom_up": list(index),
+        "top_down": [layers - 1 - layer for layer in index],
+        "progressive": np.argsort(np.argsort([int(f"{layer:0{bits}b}"[::-1], 2) for layer in index])).tolist(),
+    }[name]
+    return np.asarray(ranks, np.float32) / max(1, layers - 1)
 
-    def react(
-        step: jax.Array, before: jax.Array, held: jax.Array, gradient: Mapping[str, jax.Array]
-    ) -> tuple[jax.Array, jax.Array]:
-        healthy = [norms.min() >= model.alpha_floor * norms.max() for norms in gradient.values()]
-        held = jnp.where(jnp.stack(healthy).all(), jnp.maximum(held - 1, 0), model.alpha_hold)
-        grown = jnp.minimum(1.0, before + 1 / model.alpha_steps)
-        return jnp.where(held > 0, before, grown).astype(jnp.float32), held.astype(jnp.int32)
+
+def tick(
+    model: ModelConfig,
+) -> Callable[[jax.Array, jax.Array, Mapping[str, jax.Array]], tuple[jax.Array, jax.Array]]:
+    """(clock, held, gradient) -> (clock, held) after an update: alpha's clock goes on by 1, or stands if it is held.
+
+    A rollback may hold it; and `adaptive` does so for `alpha_hold` updates whenever the weakest layer of a stack has
+    less than `alpha_floor` of the gradient of the strongest one (or a gradient that is not finite): alpha waits until
+    the bottom of the stack learns again. Layers whose alpha is still 0 are not asked.
+
+    `gradient`: stack -> norm of each layer's gradient in that update, [L].
+    """
+    schedule = alpha(model)
+
+    def react(clock: jax.Array, held: jax.Array, gradient: Mapping[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        if model.alpha_schedule == "adaptive":
+            scale = schedule(clock)
+            healthy = []
+            for stack, norms in gradient.items():
+                asked = scale[stack] > 0 if isinstance(scale, Mapping) else jnp.ones(norms.shape, bool)
+                # A figure that is not finite compares as false, on either side.
+                healthy.append(jnp.where(asked, norms, jnp.inf).min() >= model.alpha_floor * norms.max())
+            held = jnp.where(jnp.stack(healthy).all(), held, model.alpha_hold)
+        return clock + (held == 0), jnp.maximum(held - 1, 0).astype(jnp.int32)
 
     return react

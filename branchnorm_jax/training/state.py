@@ -15,6 +15,7 @@ from branchnorm_jax.model.axes import logical_axes
 from branchnorm_jax.model.parameters import Params
 from branchnorm_jax.model.transformer import Transformer
 from branchnorm_jax.parallel.mesh import shard_tree, sharding
+from branchnorm_jax.training.watch import Usual, nothing_seen
 
 INIT_STREAM, DROPOUT_STREAM, PROFILE_STREAM = range(3)
 """Folded into the run's seed: what a random number is for."""
@@ -36,22 +37,24 @@ class TrainState:
       params: parameters.
       opt_state: the optimiser's state.
       rate_scale: factor on the scheduled learning rate, float32 []: what `val_decay` made of it.
-      alpha: BranchNorm's alpha_t of the next update, float32 [].
-      alpha_held: for how many updates it will not grow, int32 []; see `schedules.next_alpha`.
+      clock: updates that BranchNorm's alpha has grown for, int32 []; see `schedules.alpha`.
+      held: for how many updates that clock will stand, int32 []; see `schedules.tick`.
+      usual: what losses and updates have been of late.
     """
 
     step: jax.Array
     params: Params
     opt_state: optax.OptState
     rate_scale: jax.Array
-    alpha: jax.Array
-    alpha_held: jax.Array
+    clock: jax.Array
+    held: jax.Array
+    usual: Usual
 
 
 def first_state(params: Params, optimizer: optax.GradientTransformation) -> TrainState:
     """The state before the first update of these parameters."""
     zero = jnp.zeros((), jnp.int32)
-    return TrainState(zero, params, optimizer.init(params), jnp.ones(()), jnp.zeros(()), zero)
+    return TrainState(zero, params, optimizer.init(params), jnp.ones(()), zero, zero, nothing_seen())
 
 
 def abstract_params(model: Transformer, mesh: Mesh) -> Params:
@@ -77,7 +80,8 @@ def abstract_state(model: Transformer, optimizer: optax.GradientTransformation, 
     by_moment = optax.tree.map_params(
         optimizer.init, lambda _, split: split, state.opt_state, by_param, transform_non_params=lambda _: whole
     )
-    return jax.tree.map(_place, state, TrainState(whole, by_param, by_moment, whole, whole, whole))  # type: ignore[arg-type]
+    splits = jax.tree.map(lambda _: whole, state).replace(params=by_param, opt_state=by_moment)
+    return jax.tree.map(_place, state, splits)
 
 
 def init_params(model: Transformer, seed: int, first: Batch) -> Params:

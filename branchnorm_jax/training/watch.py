@@ -2,20 +2,26 @@
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from branchnorm_jax.errors import DivergedError
-from branchnorm_jax.model.parameters import STACKS, Params, norm_by_layer
+from branchnorm_jax.model.parameters import STACKS
 
 Layers = Mapping[str, Mapping[str, Any]]
 """`Metrics.layers`: stack -> statistic -> array [L]."""
 
 SKIPPED_IN_A_ROW = 10
-"""So many updates without a finite gradient are no accident."""
+"""So many updates that had to be skipped are no accident."""
+
+REMEMBERED, SETTLED = 100, 50
+"""Updates that make up what is usual; so many at least, before anything is unusual."""
+
+SPREAD = (0.02, 0.05)
+"""Standard deviations of loss (nats) and log update that are nothing: smaller ones count as these."""
 
 WEAK = 1e-3
 """A layer whose gradient is less than this share of the largest of its stack learns next to nothing."""
@@ -29,14 +35,58 @@ ADVICE = (
 )
 
 
+class Usual(NamedTuple):
+    """Running mean and variance of what updates show: of the loss and of the logarithm of the update's norm.
+
+    Attributes:
+      seen: updates, int32 [].
+      mean: float32 [2].
+      variance: float32 [2].
+    """
+
+    seen: jax.Array
+    mean: jax.Array
+    variance: jax.Array
+
+
+def nothing_seen() -> Usual:
+    """Before the first update."""
+    return Usual(jnp.zeros((), jnp.int32), jnp.zeros(2), jnp.zeros(2))
+
+
+def deviations(usual: Usual, figures: jax.Array) -> jax.Array:
+    """How many standard deviations above their mean `figures` [2] are; 0 before `SETTLED` updates: float32 [2]."""
+    spread = jnp.sqrt(usual.variance + jnp.square(jnp.array(SPREAD)))
+    return jnp.where(usual.seen < SETTLED, 0.0, (figures - usual.mean) / spread)
+
+
+def remember(usual: Usual, figures: jax.Array, limit: float) -> Usual:
+    """Takes the figures [2] of one more update in, with weight 1 / min(updates, `REMEMBERED`).
+
+    What is more than `limit` deviations too high counts as that many: a spike hardly changes what is usual, a new level
+    does in time. What is not finite is forgotten.
+    """
+    seen = usual.seen + 1
+    weight = 1 / jnp.minimum(seen, REMEMBERED).astype(jnp.float32)
+    away = figures - usual.mean
+    away = jnp.where(deviations(usual, figures) > limit, limit * (away / deviations(usual, figures)), away)
+    found = Usual(seen, usual.mean + weight * away, (1 - weight) * (usual.variance + weight * jnp.square(away)))
+    return jax.tree.map(lambda new, old: jnp.where(jnp.isfinite(figures).all(), new, old), found, usual)
+
+
 def layer_statistics(
-    watched: Any, gradient: Params, directions: Params, params: Params, rate: jax.Array
+    watched: Any,
+    gradient: Mapping[str, jax.Array],
+    update: Mapping[str, jax.Array],
+    params: Mapping[str, jax.Array],
+    alpha: Any,
 ) -> dict[str, dict[str, jax.Array]]:
     """What is worth knowing of every layer in one update, by stack: float32 [L] each.
 
     - gradient: norm over the layer's parameters.
     - update: norm of rate x direction, what is subtracted from them, over their own. (If the update was then skipped:
       what would have been.)
+    - alpha: where it differs between layers.
     - branch: rms(b F) / rms(a x), the mean of its sub-layers.
     - cosine: of its input and output, the mean over positions.
     - sparsity: share of hidden feed-forward units that are exactly 0.
@@ -45,17 +95,17 @@ def layer_statistics(
 
     Args:
       watched: what `Transformer.hidden` returns for "watch".
-      gradient: of the loss, by the parameters.
-      directions: what the optimiser made of it.
-      params: before the update.
-      rate: learning rate.
+      gradient: stack -> norm of the loss's gradient by each layer's parameters, [L].
+      update: stack -> norm of what is subtracted from them, [L].
+      params: stack -> their own norm before that, [L].
+      alpha: the `BranchScale` of the update.
     """
 
     def of(stack: str) -> dict[str, jax.Array]:
         rows = jax.tree.map(lambda leaf: leaf.mean(-1), watched[stack])
-        return {
-            "gradient": norm_by_layer(gradient[stack]),
-            "update": rate * norm_by_layer(directions[stack]) / norm_by_layer(params[stack]),
+        return ({"alpha": alpha[stack]} if isinstance(alpha, Mapping) else {}) | {
+            "gradient": gradient[stack],
+            "update": update[stack] / params[stack],
             "branch": jnp.sqrt(rows["branch"] / rows["skip"]).mean(-1),
             "cosine": rows["cosine"],
             "sparsity": rows["sparsity"],
@@ -67,30 +117,55 @@ def layer_statistics(
 def check_finite(step: int, name: str, value: float, layers: Layers | None = None) -> None:
     """Raises `DivergedError` if a figure of the update made at `step`, or of the state before it, is not finite."""
     if not math.isfinite(value):
-        raise DivergedError(f"diverged: the {name} is {value} at step {step}{origin(layers or {})}; {ADVICE}")
+        raise DivergedError(f"diverged: the {name} is {value} at step {step}{origin(layers or {})}; {ADVICE}", step)
+
+
+def trouble(metrics: Any, limit: float) -> tuple[str, str]:
+    """What is wrong with an update, of the kinds "nonfinite" and "spike", and in words; ("", "") if nothing is.
+
+    Args:
+      metrics: its `Metrics`, as numbers.
+      limit: so many standard deviations above what is usual are a spike.
+    """
+    for name, value in (("loss", metrics.loss), ("gradient norm", metrics.grad_norm)):
+        if not math.isfinite(value):
+            return "nonfinite", f"the {name} is {value}"
+    figures = (
+        ("update", metrics.update_norm, metrics.update_deviations),
+        ("loss", metrics.loss, metrics.loss_deviations),
+    )
+    for name, value, above in figures:
+        if above > limit:
+            return "spike", f"the {name} is {value:.4g}, {above:.3g} standard deviations above the last ones"
+    return "", ""
 
 
 def check_skipped(step: int, in_a_row: int, layers: Layers) -> None:
-    """Raises `DivergedError` if too many updates in a row, the last one at `step`, were skipped."""
+    """Raises `DivergedError` if too many updates in a row, the last one at `step`, had to be skipped."""
     if in_a_row >= SKIPPED_IN_A_ROW:
         raise DivergedError(
-            f"diverged: no finite gradient in {in_a_row} updates in a row, the last at step {step}{origin(layers)}; "
-            f"{ADVICE}"
+            f"diverged: {in_a_row} updates in a row were skipped, the last at step {step}{origin(layers)}; {ADVICE}",
+            step,
         )
 
 
-def weak_layers(gradient: Mapping[str, Any]) -> dict[str, list[int]]:
+def weak_layers(gradient: Mapping[str, Any], alpha: Any = 1.0) -> dict[str, list[int]]:
     """By stack, the layers (from 1) whose gradient is below `WEAK` of the largest; none where there is no gradient.
 
     Args:
       gradient: stack -> norm of each layer's gradient, [L].
+      alpha: the `BranchScale`; layers where it is 0 have not begun.
     """
-    return {stack: (np.flatnonzero(values < WEAK * np.max(values)) + 1).tolist() for stack, values in gradient.items()}
+    found = {}
+    for stack, values in gradient.items():
+        begun = np.asarray(alpha[stack]) > 0 if isinstance(alpha, Mapping) else True
+        found[stack] = (np.flatnonzero((values < WEAK * np.max(values)) & begun) + 1).tolist()
+    return found
 
 
-def vanishing(gradient: Mapping[str, Any]) -> str:
+def vanishing(gradient: Mapping[str, Any], alpha: Any = 1.0) -> str:
     """Where the gradient vanishes, as words such as "decoder layers 1-312 of 500"; "" if nowhere."""
-    weak = weak_layers(gradient)
+    weak = weak_layers(gradient, alpha)
     return " and ".join(
         f"{stack} layers {_ranges(layers)} of {len(gradient[stack])}"
         for stack, layers in weak.items()
@@ -103,6 +178,12 @@ def _ranges(numbers: list[int]) -> str:
     starts = [n for n in numbers if n - 1 not in numbers]
     ends = [n for n in numbers if n + 1 not in numbers]
     return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in zip(starts, ends, strict=True))
+
+
+def largest_update(layers: Layers) -> str:
+    """Which layer's parameters changed most, relatively, as words; "" without statistics."""
+    found = [(np.max(of["update"]), stack, np.argmax(of["update"])) for stack, of in layers.items()]
+    return f", most of it in {max(found)[1]} layer {max(found)[2] + 1}" if found else ""
 
 
 def origin(layers: Layers) -> str:

@@ -17,7 +17,7 @@ from tests.conftest import TINY, run_main
 
 def point(loss: list[float], decoder: list[float]) -> Point:
     layers = {"encoder": np.ones(4), "decoder": np.array(decoder)}
-    return Point(7, 0.5, 1e-3, loss, [0.1, 0.2], layers, layers, layers, 1.0)
+    return Point(7, 0.5, jnp.float32(0.5), 1e-3, loss, [0.1, 0.2], layers, layers, layers, 1.0)
 
 
 def test_verdicts() -> None:

@@ -296,3 +296,44 @@ def test_layer_norm_equals_pytorch_far_from_zero() -> None:
     theirs = torch.nn.functional.layer_norm(torch.tensor(x), (16,), torch.tensor(scale), torch.tensor(bias))
     ours = layer_norm(jnp.asarray(x), jnp.asarray(scale), jnp.asarray(bias))
     np.testing.assert_allclose(ours, theirs.numpy(), atol=2e-4)
+
+
+@pytest.mark.parametrize("method", ["branchnorm", "mixnorm", "mixnorm_anneal"])
+def test_branches_whose_alpha_is_0_are_left_out_and_nothing_changes(method: str) -> None:
+    """Output, gradient and cached decoding, whether a closed branch is multiplied by 0 or not computed."""
+    alpha = {"encoder": jnp.array([0.3, 0.0, 0.7]), "decoder": jnp.array([0.0, 0.5])}
+    rates = dict(encoder_layers=3, decoder_layers=2, method=method, **RATES)
+    computed, skipped = small(**rates), small(**rates, alpha_order="bottom_up")
+    params = randomised(init(computed, KEY))
+
+    def loss(model: Transformer) -> Any:
+        def of(params: Any) -> jax.Array:
+            x, _ = model.hidden(params, SOURCE, TARGET, alpha, jax.random.key(5))
+            return jnp.square(x * jnp.arange(x.shape[-1])).sum()
+
+        return jax.value_and_grad(of)(params)
+
+    (expected, by_computed), (found, by_skipped) = loss(computed), loss(skipped)
+    np.testing.assert_allclose(found, expected, rtol=1e-6)
+    scale = max(float(jnp.abs(leaf).max()) for leaf in jax.tree.leaves(by_computed))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6 * scale), by_skipped, by_computed)
+    assert float(jnp.abs(by_skipped["encoder"]["ffn"]["fc1"]["kernel"][1]).max()) == 0
+
+    memory, mask = encode(skipped, params, SOURCE, alpha), source_mask(SOURCE)
+    cache = skipped.start_cache(params, memory, len(TARGET), TARGET.shape[1])
+    whole = skipped.logits(params, decode(skipped, params, memory, mask, TARGET, alpha))
+    for position in range(TARGET.shape[1]):
+        logits, cache = skipped.step(params, cache, mask, TARGET[:, position], jnp.int32(position), alpha)
+        np.testing.assert_allclose(logits, whole[:, position], atol=2e-5)
+
+
+def test_closed_branches_are_not_computed() -> None:
+    """Or else weights that are not a number would be seen in the output."""
+    alpha = {"encoder": jnp.array([0.3, 0.0, 0.7]), "decoder": jnp.array([0.0, 0.5])}
+    model = small(method="branchnorm", encoder_layers=3, decoder_layers=2, alpha_order="top_down")
+    params = init(model, KEY)
+    for stack, layer in (("encoder", 1), ("decoder", 0)):
+        kernel = params[stack]["ffn"]["fc1"]["kernel"]
+        params[stack]["ffn"]["fc1"]["kernel"] = kernel.at[layer].set(jnp.nan)
+    assert np.isfinite(model.hidden(params, SOURCE, TARGET, alpha)[0]).all()
+    assert np.isnan(model.hidden(params, SOURCE, TARGET, jnp.float32(0.3))[0]).all()

@@ -87,7 +87,7 @@ def try_method(method: str, directory: Path) -> Found:
     losses, checkpoints = [], Checkpoints(directory / "checkpoints", config.train, print)
     for step in range(50):
         if step == 25:
-            checkpoints.save(state, {"half": True}, None)
+            checkpoints.save(state, jnp.float32(0.5), {"half": True}, None)
             checkpoints.wait()
         state, metrics = train_step(state, data)
         losses.append(float(metrics.nll))
@@ -127,9 +127,7 @@ def loop_errors(scan: Step, loop: Step, fresh: TrainState, data: Batch) -> tuple
     The first moments of a fresh optimiser are the gradient times 1 - b1.
     """
     whole = fresh.step.sharding
-    at = dataclasses.replace(
-        fresh, step=jax.device_put(jnp.int32(7), whole), alpha=jax.device_put(jnp.float32(0.35), whole)
-    )
+    at = dataclasses.replace(fresh, step=jax.device_put(jnp.int32(7), whole), clock=jax.device_put(jnp.int32(7), whole))
     (looped, loop_metrics), (scanned, scan_metrics) = loop(at, data), scan(at, data)
     ours, theirs = (optax.tree.get(state.opt_state, "mu") for state in (looped, scanned))
     difference = jax.tree.map(lambda a, b: float(jnp.abs(a - b).max()), ours, theirs)

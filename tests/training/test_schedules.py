@@ -1,16 +1,22 @@
 """Learning rates and alpha at the values that the papers' code gives."""
 
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from branchnorm_jax.errors import UserError
 from branchnorm_jax.options import ModelConfig, TrainConfig
 from branchnorm_jax.training import schedules
 
 
-def at(schedule: schedules.Schedule, *steps: int) -> list[float]:
+def at(schedule: Callable[[jax.Array], Any], *steps: int) -> list[float]:
     return [float(jax.jit(schedule)(jnp.int32(step))) for step in steps]
 
 
@@ -103,18 +109,85 @@ def test_unknown_schedule() -> None:
 def test_adaptive_alpha_waits_while_a_layer_has_no_gradient() -> None:
     """Grows by 1 / T, stays for `alpha_hold` updates after each update with a weak layer, and is 1 at the most."""
     model = ModelConfig(alpha_schedule="adaptive", alpha_steps=4, alpha_floor=0.1, alpha_hold=3)
-    react = jax.jit(schedules.next_alpha(model))
+    tick, alpha = jax.jit(schedules.tick(model)), schedules.alpha(model)
     good, weak, lost = ([1.0, 0.1], [1.0, 0.09], [float("nan"), 1.0])
-    alpha, held, found = jnp.float32(0), jnp.int32(0), []
-    for step, gradient in enumerate([good, good, weak, good, good, good, good, lost, good, good, good, good], start=1):
-        layers = {"encoder": jnp.zeros(5), "decoder": jnp.array(gradient)}
-        alpha, held = react(jnp.int32(step), alpha, held, layers)
-        found.append(float(alpha))
+    clock, held, found = jnp.int32(0), jnp.int32(0), []
+    for gradient in [good, good, weak, good, good, good, good, lost, good, good, good, good]:
+        clock, held = tick(clock, held, {"encoder": jnp.zeros(5), "decoder": jnp.array(gradient)})
+        found += at(alpha, int(clock))
     assert found == [0.25, 0.5, 0.5, 0.5, 0.5, 0.75, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0]
 
 
-def test_the_papers_schedules_do_not_listen() -> None:
-    model = ModelConfig(alpha_schedule="linear", alpha_steps=4)
+@pytest.mark.parametrize(("held", "clock"), [(0, 4), (1, 3), (3, 1), (100, 0)])
+def test_the_papers_schedules_do_not_listen_but_may_be_held(held: int, clock: int) -> None:
+    tick = schedules.tick(ModelConfig(alpha_schedule="linear", alpha_steps=4))
     dead = {"encoder": jnp.zeros(3), "decoder": jnp.array([0.0, 1.0])}
-    alpha, held = schedules.next_alpha(model)(jnp.int32(3), jnp.float32(0.1), jnp.int32(0), dead)
-    assert (float(alpha), int(held)) == (0.75, 0)
+    now, left = jnp.int32(0), jnp.int32(held)
+    for _ in range(4):
+        now, left = tick(now, left, dead)
+    assert (int(now), int(left)) == (clock, max(0, held - 4))
+
+
+@pytest.mark.parametrize(
+    ("order", "layers", "expected"),
+    [
+        ("bottom_up", 5, [0, 1, 2, 3, 4]),
+        ("top_down", 5, [4, 3, 2, 1, 0]),
+        # Bits reversed: 0, 4, 2, 6, 1, 5, 3, 7.
+        ("progressive", 8, [0, 4, 2, 6, 1, 5, 3, 7]),
+        ("progressive", 6, [0, 3, 2, 5, 1, 4]),
+        ("progressive", 1, [0]),
+    ],
+)
+def test_order(order: str, layers: int, expected: list[int]) -> None:
+    np.testing.assert_allclose(schedules.order(order, layers), np.array(expected) / max(1, layers - 1), rtol=1e-6)
+
+
+@settings(deadline=None, max_examples=50)
+@given(
+    layers=st.integers(1, 40),
+    total=st.integers(1, 300),
+    stagger=st.floats(0, 0.99),
+    order=st.sampled_from(["bottom_up", "top_down", "progressive"]),
+    shape=st.sampled_from(["linear", "exp", "sigmoid"]),
+)
+def test_staggered_alpha(layers: int, total: int, stagger: float, order: str, shape: str) -> None:
+    """0 at first, 1 at T, never falling, in the order of the ranks; without stagger the schedule of all."""
+    model = ModelConfig(
+        encoder_layers=layers,
+        decoder_layers=3,
+        alpha_steps=total,
+        alpha_order=order,
+        alpha_stagger=stagger,
+        alpha_schedule=shape,
+    )
+    schedule: Any = jax.vmap(schedules.alpha(model))
+    by_step = np.asarray(schedule(jnp.arange(total + 2))["encoder"])
+    assert by_step.shape == (total + 2, layers)
+    assert (by_step[0] == 0).all() and (by_step[total:] == 1).all()
+    assert (np.diff(by_step, axis=0) >= 0).all()
+    first_to_last = np.argsort(schedules.order(order, layers))
+    assert (np.diff(by_step[:, first_to_last], axis=1) <= 0).all()
+    same: Any = jax.vmap(schedules.alpha(dataclasses.replace(model, alpha_order="uniform")))
+    uniform = np.asarray(same(jnp.arange(total + 2)))
+    assert (by_step[:, first_to_last[0]] >= uniform - 1e-6).all()
+    if layers > 1:
+        assert (by_step[:, first_to_last[-1]] <= uniform + 1e-6).all()
+
+
+def test_adaptive_alpha_does_not_ask_layers_that_wait() -> None:
+    model = ModelConfig(
+        encoder_layers=4,
+        decoder_layers=4,
+        alpha_schedule="adaptive",
+        alpha_order="bottom_up",
+        alpha_steps=8,
+        alpha_floor=0.1,
+        alpha_hold=3,
+    )
+    tick, alpha = schedules.tick(model), schedules.alpha(model)
+    # At u = 2 of 8 the layers of rank 0 and 1/3 have begun.
+    assert [float(x) > 0 for x in alpha(jnp.int32(2))["encoder"]] == [True, True, False, False]
+    for gradient, expected in (([1.0, 0.5, 0.0, 0.0], 3), ([1.0, 0.01, 0.0, 0.0], 2)):
+        layers = {"encoder": jnp.ones(4), "decoder": jnp.array(gradient)}
+        assert int(tick(jnp.int32(2), jnp.int32(0), layers)[0]) == expected

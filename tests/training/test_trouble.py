@@ -1,0 +1,217 @@
+"""Spikes and figures that are not finite: what is noticed, and what is done then."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from branchnorm_jax.data.batches import make_plans
+from branchnorm_jax.data.prepare import prepare
+from branchnorm_jax.errors import DivergedError, UserError
+from branchnorm_jax.model.transformer import Transformer
+from branchnorm_jax.options import Config, DataConfig, ModelConfig, TrainConfig
+from branchnorm_jax.training import loop, watch
+from branchnorm_jax.workdir import Workdir
+
+CONFIG = Config(
+    model=ModelConfig(encoder_layers=2, decoder_layers=2, width=16, ffn_width=24, heads=2, dropout=0.1, alpha_steps=40),
+    data=DataConfig(numerals_pairs=600, vocab_size=300, max_length=128, batch_shapes=1),
+    train=TrainConfig(
+        steps=80,
+        batch_tokens=1024,
+        learning_rate=5e-3,
+        warmup_steps=10,
+        eval_every=0,
+        eval_bleu_sentences=0,
+        best_metric="loss",
+        checkpoint_every=10,
+        keep_last=5,
+        keep_best=0,
+        log_every=1,
+        watch_every=20,
+        rollback_updates=4,
+    ),
+)
+BAD = 65
+"""The update that has trouble: late enough to know what is usual."""
+
+
+@pytest.fixture(scope="module")
+def poison(tmp_path_factory: pytest.TempPathFactory) -> int:
+    """What tells the batch of update `BAD` from all others: the sum of its words."""
+    corpus = prepare(CONFIG.data, tmp_path_factory.mktemp("corpus"), print)
+    plan, _ = make_plans(CONFIG.data, corpus.train, corpus.valid, CONFIG.train.batch_tokens, CONFIG.train.seed)
+    sums = [int(plan.batch_at(step).source.sum()) for step in range(80)]
+    assert sums.count(sums[BAD]) == 1
+    return sums[BAD]
+
+
+@dataclasses.dataclass(frozen=True)
+class Poisoned(Transformer):
+    """A network whose output is multiplied by `factor` for the batch whose words sum up to `poison`."""
+
+    poison: int = 0
+    factor: float = 1.0
+
+    def hidden(self, params: Any, source_BS: jax.Array, *arguments: Any, **options: Any) -> Any:
+        x, by_layer = super().hidden(params, source_BS, *arguments, **options)
+        return x * jnp.where(source_BS.sum() == self.poison, self.factor, 1.0), by_layer
+
+
+def run(directory: Path, poison: int, factor: float, monkeypatch: pytest.MonkeyPatch, **options: Any) -> dict[str, Any]:
+    """A training with one bad batch: its status, with what it logged."""
+
+    def make_model(*arguments: Any) -> Transformer:
+        sound = real(*arguments)
+        return Poisoned(sound.config, sound.source_vocab, sound.target_vocab, sound.unused, poison, factor)
+
+    real = loop.make_model
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, "make_model", make_model)
+        config = dataclasses.replace(CONFIG, train=dataclasses.replace(CONFIG.train, **options))
+        try:
+            loop.train(config, Workdir(directory))
+        except DivergedError as error:
+            assert error.exit_code == 3
+
+    def lines(name: str) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in (directory / name).read_text().splitlines()]
+
+    status = json.loads((directory / "status.json").read_text())
+    return status | {"metrics": lines("metrics.jsonl"), "events": lines("events.jsonl")}
+
+
+def test_without_trouble_nothing_is_noted(poison: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = run(tmp_path, poison, 1.0, monkeypatch)
+    assert (found["status"], found["spikes"], found["rollbacks"], found["events"]) == ("done", 0, 0, [])
+
+
+def test_a_spike_is_noted_and_trained_on(poison: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = run(tmp_path, poison, 30.0, monkeypatch)
+    assert found["status"] == "done"
+    assert found["events"][0]["step"] == BAD
+    assert found["events"][0]["kind"] == "spike"
+    assert found["spikes"] == len(found["events"])
+    bad = found["metrics"][BAD]
+    assert bad["loss_deviations"] > 8
+    assert [line["step"] for line in found["metrics"]] == list(range(80))
+
+
+def test_a_spike_can_end_the_run(poison: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = run(tmp_path, poison, 30.0, monkeypatch, spike="stop")
+    assert found["status"] == "diverged"
+    assert f"at step {BAD} the" in found["reason"]
+    assert "standard deviations above" in found["reason"]
+    assert "layer" in found["reason"]
+
+
+@pytest.mark.parametrize(("factor", "policy"), [(30.0, "spike"), (float("nan"), "nonfinite")])
+def test_its_update_can_be_skipped(
+    factor: float, policy: str, poison: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The record stays; the loss goes on as if the batch had not been there."""
+    found = run(tmp_path / "sick", poison, factor, monkeypatch, **{policy: "skip"})
+    well = run(tmp_path / "well", poison, 1.0, monkeypatch)
+    assert (found["status"], found["skipped_updates"]) == ("done", 1)
+    assert [(event["step"], event["policy"]) for event in found["events"]] == [(BAD, "skip")]
+    assert [line["step"] for line in found["metrics"]] == list(range(80))
+    assert [line["loss"] for line in found["metrics"][:BAD]] == [line["loss"] for line in well["metrics"][:BAD]]
+    assert found["metrics"][-1]["loss"] == pytest.approx(well["metrics"][-1]["loss"], rel=0.05)
+
+
+@pytest.mark.parametrize(("factor", "policy"), [(30.0, "spike"), (float("nan"), "nonfinite")])
+def test_it_can_be_rolled_back_and_its_batches_left_out(
+    factor: float, policy: str, poison: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Back to the checkpoint before the batches to blame, over the same updates as before, past those."""
+    found = run(tmp_path / "sick", poison, factor, monkeypatch, **{policy: "rollback"})
+    well = run(tmp_path / "well", poison, 1.0, monkeypatch)
+    assert (found["status"], found["rollbacks"]) == ("done", 1)
+    left_out = list(range(BAD - 3, BAD + 1))
+    assert found["left_out"] == [[left_out[0], left_out[-1]]]
+    assert [(event["step"], event["kind"]) for event in found["events"]] == [
+        (BAD, "spike" if policy == "spike" else "nonfinite"),
+        (BAD, "rollback"),
+    ]
+    assert found["events"][1]["to"] == 60
+    assert [line["step"] for line in found["metrics"]] == [step for step in range(80) if step not in left_out]
+    kept = [line["loss"] for line in found["metrics"] if line["step"] < left_out[0]]
+    assert kept == [line["loss"] for line in well["metrics"][: left_out[0]]]
+    assert found["metrics"][-1]["loss"] == pytest.approx(well["metrics"][-1]["loss"], rel=0.05)
+
+
+def test_or_alpha_stands(poison: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the checkpoint on, until `rollback_updates` after the trouble: there it comes again, five times in all."""
+    model = dataclasses.replace(CONFIG.model, alpha_steps=160)
+    monkeypatch.setattr("tests.training.test_trouble.CONFIG", dataclasses.replace(CONFIG, model=model))
+    found = run(tmp_path, poison, float("nan"), monkeypatch, nonfinite="rollback", rollback="alpha")
+    assert (found["status"], found["rollbacks"]) == ("diverged", 5)
+    assert "rolled back 5 times" in found["reason"]
+    alphas = {line["step"]: line["alpha"] for line in found["metrics"]}
+    assert alphas[60] == alphas[BAD] == 60 / 160
+    assert alphas[50] == 50 / 160
+
+
+def test_alpha_cannot_stand_where_there_is_none(tmp_path: Path) -> None:
+    config = dataclasses.replace(
+        CONFIG,
+        model=dataclasses.replace(CONFIG.model, method="deepnorm"),
+        train=dataclasses.replace(CONFIG.train, spike="rollback", rollback="alpha"),
+    )
+    with pytest.raises(UserError, match="deepnorm has no alpha"):
+        loop.check_names(config)
+
+
+def told(figures: np.ndarray, limit: float = 8.0) -> tuple[np.ndarray, watch.Usual]:
+    """Deviations of each of a series of (loss, log update), and what is usual after it."""
+
+    def step(usual: watch.Usual, now: jax.Array) -> tuple[watch.Usual, jax.Array]:
+        return watch.remember(usual, now, limit), watch.deviations(usual, now)
+
+    usual, above = jax.jit(lambda f: jax.lax.scan(step, watch.nothing_seen(), f))(jnp.asarray(figures, jnp.float32))
+    return np.asarray(above), usual
+
+
+def test_what_is_usual_is_the_mean_and_variance_of_the_last_updates() -> None:
+    figures = np.random.default_rng(0).normal((3.0, -1.0), (0.2, 0.3), (100, 2))
+    _, usual = told(figures)
+    np.testing.assert_allclose(usual.mean, figures.mean(0), rtol=1e-4)
+    np.testing.assert_allclose(usual.variance, figures.var(0), rtol=1e-3)
+
+
+def test_few_false_alarms_and_every_jump() -> None:
+    """Noise and a falling loss raise no alarm in 20,000 updates; a doubled update does, at once."""
+    steps = np.arange(20_000)
+    noise = np.random.default_rng(1).normal(0, 1, (len(steps), 2))
+    calm = np.stack([2 + 6 * np.exp(-steps / 2000) + 0.05 * noise[:, 0], -1 + 0.02 * noise[:, 1]], 1)
+    above, _ = told(calm)
+    assert (above < 8).all()
+    for where in (60, 500, 19_000):
+        jumped = calm.copy()
+        jumped[where, 1] += np.log(2)
+        assert told(jumped[: where + 1])[0][where, 1] > 8
+
+
+@settings(deadline=None, max_examples=30)
+@given(level=st.floats(1, 1e4), seed=st.integers(0, 100))
+def test_a_new_level_becomes_usual(level: float, seed: int) -> None:
+    """Every spike counts as one of `limit` deviations: so after some, what stays is no spike any more."""
+    noise = np.random.default_rng(seed).normal(0, 0.05, (3000, 2))
+    noise[200:, 0] += level
+    above, _ = told(noise)
+    assert above[200, 0] > 8
+    assert (above[-100:, 0] < 8).all()
+
+
+def test_what_is_not_finite_is_forgotten() -> None:
+    figures = np.random.default_rng(2).normal(0, 1, (80, 2))
+    broken = np.insert(figures, 70, (np.nan, 1.0), 0)
+    for a, b in zip(told(figures)[1], told(broken)[1], strict=True):
+        np.testing.assert_array_equal(a, b)

@@ -51,6 +51,21 @@ HASTY = (
 """Where neither the batches nor the translations matter."""
 
 
+LONG = (
+    "test_main.py",
+    "test_every_method.py",
+    "test_resume.py",
+    "test_trouble.py",
+    "test_preflight.py",
+    "test_sweep.py",
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Workers take whole files in this order: the longest first, so that none of them runs alone at the end."""
+    items.sort(key=lambda item: item.path.name not in LONG)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def compile_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Compiles each program once per test session, in this process and in those that it starts."""

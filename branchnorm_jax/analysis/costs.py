@@ -83,21 +83,26 @@ def trace(function: Callable[..., Any], *arguments: Any, donated: Sequence[int] 
     return measure(jax.make_jaxpr(function)(*arguments), owned)
 
 
-def measure(jaxpr: Any, owned: Sequence[bool] = (), wanted: Sequence[bool] | None = None) -> Costs:
+def measure(
+    jaxpr: Any, owned: Sequence[bool] = (), wanted: Sequence[bool] | None = None, carried: slice = slice(0)
+) -> Costs:
     """The costs of one run of a closed jaxpr.
 
     Args:
       jaxpr: a whole program, or the body of a loop.
       owned: of a whole program, which arguments' memory it may use.
       wanted: the results that are needed; all if not given.
+      carried: of a loop's body, the arguments that its results take the place of. Their memory is the loop's.
     """
     program = flatten(jaxpr, wanted)
     mine = {value for value, is_mine in zip(program.arguments, owned, strict=False) if is_mine}
     kernels, kept, flops, traffic = fuse(program)
     # In a loop's body as it is traced, which follows one layer; the whole as soon as its operands are there.
     order = breadth_first(kernels) if owned else kernels
-    stay = kept | (set(program.arguments) - mine)
-    return Costs(flops, traffic, peak(program, order, mine, stay))
+    lent = set(program.arguments[carried])
+    stay = kept | (set(program.arguments) - mine - lent)
+    worst = peak(program, order, mine | lent, stay) - sum(program.sizes[value] for value in lent)
+    return Costs(flops, traffic, worst)
 
 
 def flatten(jaxpr: Any, wanted: Sequence[bool] | None = None) -> Program:
@@ -205,7 +210,9 @@ def fuse(program: Program) -> tuple[list[Kernel], set[int], float, float]:
 def _inside(op: Op) -> Costs:
     """Of a loop, all its passes (of an unknown number, one); of a choice, the dearest; of all else, nothing."""
     if op.name == "scan":
-        body, length = measure(op.params["jaxpr"], wanted=op.params["wanted"]), op.params["length"]
+        first, length = op.params["num_consts"], op.params["length"]
+        carried = slice(first, first + op.params["num_carry"])
+        body = measure(op.params["jaxpr"], wanted=op.params["wanted"], carried=carried)
         return Costs(length * body.flops, length * body.traffic, body.peak)
     if op.name == "while":
         return measure(op.params["body_jaxpr"])

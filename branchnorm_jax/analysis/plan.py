@@ -26,7 +26,10 @@ MATRIX_SHARE, TRAFFIC_SHARE = 0.6, 0.8
 """Of a device's specification, what is reckoned with: matrix products of width 512 and above, and plain kernels."""
 
 HELD = 0.8
-"""Times the parameters' bytes: what XLA keeps longer than `costs.peak` does, a median over random runs on the CPU."""
+"""Times the parameters' bytes: what XLA keeps longer than `costs.peak` does, a median over random runs on the CPU.
+
+It is gradients and directions of all layers, which an update in the backward pass does not have.
+"""
 
 SHALLOW = (1, 4)
 """Depths of encoder and decoder that `calibrate` times."""
@@ -94,7 +97,7 @@ def update_costs(config: Config, rows: int, length: int) -> costs.Costs:
     """Costs of one device's share of an update. Its peak is that of state, batch and all that is made of them."""
     step, state, batch = update(config, rows, length)
     found = costs.trace(step, state, batch, donated=[0])
-    held = HELD * size_of(state.params)
+    held = 0.0 if config.train.update_in_backward else HELD * size_of(state.params)
     split = config.parallel.model
     return costs.Costs(found.flops / split, found.traffic / split, (found.peak + held) / split + size_of(batch))
 
@@ -248,7 +251,7 @@ def make_plan(config: Config, progress: Callable[[], Any] = lambda: None) -> dic
         "forward_flops_by_part": flops,
         "parameter_bytes": size_of(params),
         "optimizer_bytes": size_of(opt_state),
-        "gradient_bytes": size_of(params),
+        "gradient_bytes": 0 if config.train.update_in_backward else size_of(params),
         "state_bytes": size_of(params) + size_of(opt_state),
         "carry_bytes": carry * (config.model.encoder_layers + config.model.decoder_layers),
         "logit_block_bytes": min(config.model.logits_mb * 2**20, 4 * rows * length * vocabulary),
@@ -299,11 +302,15 @@ def fitting(config: Config, memory: float) -> Config:
         needed = peak_bytes(chosen, count)
         if needed <= memory or (remat == choices[-1] and not config.plan.refuse):
             return chosen
-    knobs = ("model.remat=nested", "a larger train.accumulation", "a smaller train.batch_tokens or data.max_length")
+    knobs = {
+        "model.remat=nested": remat != "nested",
+        "a larger train.accumulation": not config.train.update_in_backward,
+        "a smaller train.batch_tokens or data.max_length": True,
+    }
     raise UserError(
         f"an update needs {needed / 1e9:,.2f} GB with model.remat={remat}, the device has {memory / 1e9:,.2f} GB; in "
-        f"this order: {', '.join(knobs[remat == 'nested' :])}; --mode=plan shows what fits, --config.plan.refuse=False "
-        "tries it all the same"
+        f"this order: {', '.join(knob for knob, helps in knobs.items() if helps)}; --mode=plan shows what fits, "
+        "--config.plan.refuse=False tries it all the same"
     )
 
 

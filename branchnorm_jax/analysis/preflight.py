@@ -70,7 +70,8 @@ def reduced(config: Config) -> Config:
     narrow = dataclasses.replace(m, **shape, remat="nested", group=0)
     # noam knows the width: D^-1/2.
     rate = config.train.learning_rate * ((width / m.width) ** 0.5 if config.train.schedule == "noam" else 1.0)
-    train = dataclasses.replace(config.train, accumulation=1, watch_every=1, nonfinite="stop", learning_rate=rate)
+    simple: dict[str, Any] = dict(accumulation=1, update_in_backward=False, nonfinite="stop", spike="log")
+    train = dataclasses.replace(config.train, **simple, watch_every=1, learning_rate=rate)
     return dataclasses.replace(config, model=narrow, train=train)
 
 

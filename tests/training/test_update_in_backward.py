@@ -70,7 +70,6 @@ def test_it_makes_the_same_updates(method: str, optimizer: str, remat: str, chan
         expected.opt_state,
     )
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=500 * rounding, atol=1e-6), by_layer, by_all)
-    assert jax.tree.structure(found) == jax.tree.structure(expected)
     assert int(found.step) == 20 and int(found.clock) == int(expected.clock)
 
 

@@ -130,6 +130,14 @@ def _validate(config: Config) -> None:
     model, data, train = config.model, config.data, config.train
     if train.update_in_backward:
         _validate_update_in_backward(config)
+    if "rollback" in (train.nonfinite, train.spike):
+        if not train.checkpoint_every:
+            raise UserError("config: a rollback needs checkpoints to go back to; set train.checkpoint_every")
+        if train.rollback == "batches" and (train.keep_last - 1) * train.checkpoint_every < train.rollback_updates:
+            raise UserError(
+                f"config: train.rollback_updates={train.rollback_updates} is more than train.keep_last="
+                f"{train.keep_last} checkpoints, one every {train.checkpoint_every} updates, reach back; keep more"
+            )
     if model.width % model.heads:
         raise UserError(f"config: model.heads={model.heads} does not divide model.width={model.width}")
     if model.width % 2:
@@ -168,12 +176,13 @@ def _validate_update_in_backward(config: Config) -> None:
         ("train.nonfinite", train.nonfinite, ("stop", "rollback")),
         ("train.spike", train.spike, ("log", "stop", "rollback")),
         ("model.scan", model.scan, (True,)),
+        ("model.unroll", model.unroll, (1,)),
     ):
         if value not in allowed:
             options = " or ".join(str(option) for option in allowed)
             raise UserError(f"config: train.update_in_backward needs {name}={options}, not {value}")
     for name in ("encoder_layers", "decoder_layers"):
-        if model.group and model.remat == "nested" and getattr(model, name) % model.group:
+        if model.group and model.remat != "full" and getattr(model, name) % model.group:
             raise UserError(
                 f"config: train.update_in_backward needs a model.group that divides model.{name}="
                 f"{getattr(model, name)}, not {model.group}; 0 finds one"

@@ -156,6 +156,7 @@ def methods(config: Config, workdir: Workdir) -> None:
 
 def plan(config: Config, workdir: Workdir) -> None:
     """Prints what the run will cost and writes it to plan.json."""
+    check_names(config)
     with logs.progress_bar(len(planning.remat_choices(config)), 0, "choice", "plan") as bar:
         found = planning.make_plan(config, bar.update)
     if config.plan.compile and not config.plan.device and config.parallel.model == 1:

@@ -18,7 +18,10 @@ def option(
     maximum: float | None = None,
     free: bool = False,
 ) -> Any:
-    """A documented dataclass field. `free`: may change when a run is resumed: no trained number depends on it."""
+    """A documented dataclass field.
+
+    `free`: may change when a run is resumed: no trained number depends on it, until there is trouble to react to.
+    """
     metadata = dict(help=help, unit=unit, choices=choices, minimum=minimum, maximum=maximum, free=free)
     return dataclasses.field(default=default, metadata=metadata)
 

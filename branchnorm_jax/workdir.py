@@ -18,8 +18,8 @@ from branchnorm_jax.options import Config
 class Workdir:
     """Paths of a run's files.
 
-    config.json, status.json, metrics.jsonl, layers.jsonl, validation.jsonl, results.json; vocabulary/, corpus/,
-    checkpoints/, evaluation/, tensorboard/, compile_cache/.
+    config.json, status.json, metrics.jsonl, layers.jsonl, validation.jsonl, events.jsonl, results.json; vocabulary/,
+    corpus/, checkpoints/, evaluation/, tensorboard/, compile_cache/.
     """
 
     path: Path
@@ -99,7 +99,7 @@ class Workdir:
             path = self / "config.json"
             if path.exists() and configs.difference(configs.load(path), config, free=False):
                 shutil.rmtree(self / "vocabulary", ignore_errors=True)
-            for name in ("data.json", "metrics.jsonl", "layers.jsonl", "validation.jsonl"):
+            for name in ("data.json", "metrics.jsonl", "layers.jsonl", "validation.jsonl", "events.jsonl"):
                 (self / name).unlink(missing_ok=True)
         else:
             self.check_config(config)

@@ -77,7 +77,7 @@ def remat_choices(config: Config) -> tuple[str, ...]:
 
 def shrink(config: Config, encoder_layers: int, decoder_layers: int) -> Config:
     """The same run of a shallower model."""
-    changed = dataclasses.replace(config.model, encoder_layers=encoder_layers, decoder_layers=decoder_layers)
+    changed = dataclasses.replace(config.model, encoder_layers=encoder_layers, decoder_layers=decoder_layers, group=0)
     return dataclasses.replace(config, model=changed)
 
 
@@ -203,7 +203,7 @@ def make_plan(config: Config, progress: Callable[[], Any] = lambda: None) -> dic
 
     Args:
       config: the run.
-      progress: called after each of `REMAT`.
+      progress: called after each of `remat_choices`.
 
     Raises:
       UserError: if the device is not known.
@@ -256,7 +256,8 @@ def make_plan(config: Config, progress: Callable[[], Any] = lambda: None) -> dic
         "carry_bytes": carry * (config.model.encoder_layers + config.model.decoder_layers),
         "logit_block_bytes": min(config.model.logits_mb * 2**20, 4 * rows * length * vocabulary),
         "group": {
-            stack: config.model.group or best_group(depth, carry, size_of(params[stack]) / depth)
+            stack: config.model.group
+            or best_group(depth, carry, size_of(params[stack]) / depth, whole=config.train.update_in_backward)
             for stack, depth in (("encoder", config.model.encoder_layers), ("decoder", config.model.decoder_layers))
         },
         "sentence_length": length,

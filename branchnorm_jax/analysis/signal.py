@@ -91,12 +91,14 @@ def gradients(
         for stack, layers, tokens in zip(STACKS, model.depth, batch, strict=True)
     }
 
-    def loss(params: Params, probes: dict[str, jax.Array]) -> jax.Array:
+    def loss(params: Params, probes: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
         sums, _ = loss_sums(model, params, batch, branch_scale, config.train.label_smoothing, probes=probes)
-        return sums.loss / sums.tokens
+        return sums.loss, sums.tokens
 
-    value, (by_params, by_input) = jax.value_and_grad(loss, argnums=(0, 1))(params, probes)
-    return value, by_params, by_input
+    # Divided afterwards, for a float16 stream: see `step.loss_scale`.
+    (value, tokens), found = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)(params, probes)
+    by_params, by_input = jax.tree.map(lambda g: g / tokens, found)
+    return value / tokens, by_params, by_input
 
 
 def to_csv(signals: Mapping[str, Signal]) -> str:

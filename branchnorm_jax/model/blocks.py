@@ -81,7 +81,7 @@ def make_feed_forward(config: ModelConfig, recipe: Recipe) -> FeedForward:
 class Block(nn.Module):
     """What encoder and decoder layers share: the residual algebra.
 
-    `asleep` is a layer whose branches have the factor b = 0: they are not computed, and nothing else differs.
+    `asleep` is a layer whose factor b is 0: the branches that have it are not computed, and nothing else differs.
     """
 
     config: ModelConfig
@@ -108,7 +108,7 @@ class Block(nn.Module):
             z = z * layer.pre_scale
         if recipe.shifts:
             z = z - self.param(f"{name}_shift", nn.initializers.zeros, ())
-        if self.asleep:
+        if self.asleep and name in recipe.branch.on:
             h = jnp.zeros_like(x)
         else:
             h = checkpoint_name(branch(z), "branch")

@@ -105,9 +105,9 @@ class LayerUpdate(NamedTuple):
 
 
 def run_and_update(
-    layer: Layer, carry: Carry, params: Any, given: Any, update: LayerUpdate, *, group: int = 1
+    layer: Layer, carry: Carry, params: Any, given: Any, update: LayerUpdate, *, remat: str = "full", group: int = 0
 ) -> tuple[Carry, PerLayer]:
-    """`run_stack` with remat full (group 1) or nested, whose backward pass updates the parameters as it comes by.
+    """`run_stack` with remat full or nested, whose backward pass updates the parameters as it comes by.
 
     The gradient of a group of layers is handed to `update.apply` as soon as it is there, and forgotten: gradients of
     all layers, 4 of the 16 bytes that a parameter needs under Adam, are never held. New parameters and moments take the
@@ -122,11 +122,20 @@ def run_and_update(
       layer: as for `run_stack`; it takes (params_l, *given_l).
       carry: input of the first layer.
       params: what is learned, [L, ...] leaves; nothing else may use it.
-      given: what is not, as a tuple of [L, ...] leaves.
+      given: what is not, and gets no gradient, as a tuple of [L, ...] leaves.
       update: see `LayerUpdate`.
-      group: layers per update, a divisor of L.
+      remat: full or nested, whose groups are updated at once.
+      group: layers per group of nested; it must divide L. 0: the divisor near the size that needs least memory.
+
+    Returns:
+      As `run_stack`.
     """
-    count = depth_of(params) // group
+    depth = depth_of(params)
+    best = best_group(depth, size_of(carry), size_of(params) / depth, whole=True)
+    group = min(group or best, depth) if remat == "nested" else 1
+    if depth % group:
+        raise ValueError(f"groups of {group} do not divide {depth} layers")
+    count = depth // group
 
     def slices(tree: Any, index: int | jax.Array) -> Any:
         return jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, index * group, group), tree)

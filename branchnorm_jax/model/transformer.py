@@ -27,7 +27,7 @@ from branchnorm_jax.model.norms import apply_norm, final_kind
 from branchnorm_jax.model.output import Output
 from branchnorm_jax.model.parameters import STACKS, Params, by_layer, init_parameters
 from branchnorm_jax.model.recipe import ONE, Depth, Recipe, Rule, Weight
-from branchnorm_jax.model.stack import Layer, LayerUpdate, best_group, remembering, run_and_update, run_stack, size_of
+from branchnorm_jax.model.stack import Layer, LayerUpdate, remembering, run_and_update, run_stack
 from branchnorm_jax.options import EOS, PAD, ModelConfig
 
 BranchScale = jax.Array | Mapping[str, jax.Array]
@@ -256,6 +256,7 @@ class Transformer:
         remat = c.remat if per_layer is None else "none"
         run = functools.partial(run_stack, scan=c.scan, remat=remat, group=c.group, unroll=c.unroll)
         if recipe.stream.startswith("combination"):
+            assert update is None, "a layer whose input all others share in cannot be updated alone"
             # The sums of all layers are a linear carry, which need not be kept: the layers alone are made again.
             kept = remembering(layer, "full" if remat == "nested" else remat)
             run = functools.partial(run, remat="none")
@@ -269,10 +270,9 @@ class Transformer:
             if update is None:
                 stream, outputs = run(layer, start, scanned)
             else:
-                depth = len(inputs.skip)
-                best = best_group(depth, size_of(start), size_of(params[stack]) / depth, whole=True)
-                group = (c.group or best) if remat == "nested" else 1
-                stream, outputs = run_and_update(layer, start, params[stack], scanned[1:], update, group=group)
+                stream, outputs = run_and_update(
+                    layer, start, params[stack], scanned[1:], update, remat=remat, group=c.group
+                )
         return self._end(params, stack, stream), outputs
 
     def _end(self, params: Params, stack: str, stream: Stream) -> jax.Array:

@@ -4,9 +4,7 @@ import contextlib
 import dataclasses
 import json
 import math
-import sys
 import time
-from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
@@ -29,50 +27,14 @@ from branchnorm_jax.parallel.mesh import make_mesh, sharding, to_devices
 from branchnorm_jax.training import logs, schedules
 from branchnorm_jax.training.checkpoint import Checkpoints
 from branchnorm_jax.training.optimizer import make_optimizer
+from branchnorm_jax.training.record import OF_THE_PROCESS, Memory, Recorder, note
 from branchnorm_jax.training.state import Batch, TrainState, abstract_state, init_state, sha256
 from branchnorm_jax.training.step import Metrics, make_eval_step, make_train_step
-from branchnorm_jax.training.watch import (
-    ADVICE,
-    check_finite,
-    check_skipped,
-    largest_update,
-    origin,
-    trouble,
-    vanishing,
-)
+from branchnorm_jax.training.watch import check_finite
 from branchnorm_jax.workdir import Workdir, write_atomically
 
 ROLLBACKS = 5
 """So many in one run, and no more."""
-
-
-@dataclasses.dataclass
-class Memory:
-    """What the loop remembers between runs, beside the train state: saved in every checkpoint."""
-
-    train_seconds: float = 0.0
-    target_tokens: int = 0
-    evaluated: int = -1
-    """Step of the last validation."""
-    score: float | None = None
-    """Its score, more is better."""
-    best_score: float | None = None
-    since_best: int = 0
-    """Validations since the best one."""
-    compile_seconds: float = 0.0
-    """Of the last process that compiled the update: trace, lower and compile, all shapes."""
-    compiled_shapes: int = 0
-    recent_scores: list[float] = dataclasses.field(default_factory=list)
-    """Of the last validations, oldest first: what `val_decay` looks at."""
-    skipped: int = 0
-    """Updates that changed nothing, because of their figures (`train.nonfinite=skip`, `train.spike=skip`)."""
-    skipped_in_a_row: int = 0
-    spikes: int = 0
-    rollbacks: int = 0
-    left_out: list[list[int]] = dataclasses.field(default_factory=list)
-    """First and last of the updates that change nothing, because a rollback found their batches to blame."""
-    vanishing: str = ""
-    """Where the gradient vanished when `train.watch_every` last looked, as words."""
 
 
 def train(config: Config, workdir: Workdir) -> None:
@@ -133,9 +95,6 @@ class Run:
         self.translator = Translator(self.model, corpus.tokenizer, config.decode)
         self.eval_step = jax.jit(make_eval_step(self.model, config))
         self.compiled: dict[tuple[int, int], Any] = {}
-        self.stop = ""
-        """Why to stop before the last update, once there is a reason."""
-
         state_bytes = size_of(self.abstract)
         self.checkpoints = Checkpoints(workdir / "checkpoints", train, logs.say)
         if not self.checkpoints.steps():
@@ -161,6 +120,8 @@ class Run:
             self.state, memory = restored
             self.memory = Memory(**memory)
         self.step = int(self.state.step)
+        self.stop = ""
+        """Why to stop before the last update, once there is a reason."""
 
     def loop(self) -> int:
         """Runs the updates that are left; returns the signal that came too late to stop them, or 0.
@@ -175,8 +136,9 @@ class Run:
                     self._loop(preemption)
                     break
                 except DivergedError as error:
-                    train = self.config.train
-                    if (train.spike if error.kind == "spike" else train.nonfinite) != "rollback":
+                    policy = getattr(self.config.train, error.kind, "stop")
+                    note(self.workdir, error.step, error.kind, str(error), policy=policy)
+                    if policy != "rollback":
                         raise
                     self._roll_back(error)
         self.checkpoints.close()
@@ -192,20 +154,22 @@ class Run:
         c, memory = self.config.train, self.memory
         if memory.rollbacks == ROLLBACKS:
             raise DivergedError(f"{error}; rolled back {ROLLBACKS} times already", error.step, error.kind) from error
-        self.checkpoints.wait()
         batches = c.rollback == "batches"
+        if not batches and error.step <= memory.troubled:
+            # The same alphas again would come to the same end.
+            raise DivergedError(f"{error}; alpha stood still, and it came again", error.step, error.kind) from error
         first = max(0, error.step - c.rollback_updates + 1) if batches else error.step
-        self._restore(first)
+        self.checkpoints.wait()
+        del self.state  # Two may not fit.
+        # Every checkpoint is of before the trouble; the oldest is better than none.
+        self._restore(max(first, min(self.checkpoints.steps(), default=0)))
         self.checkpoints.forget_after(self.step)
-        self.memory = dataclasses.replace(
-            self.memory,
-            train_seconds=memory.train_seconds,
-            spikes=memory.spikes,
-            skipped=memory.skipped,
-            rollbacks=memory.rollbacks + 1,
-            left_out=[*memory.left_out, [first, error.step]] if batches else memory.left_out,
-        )
+        kept = {name: getattr(memory, name) for name in OF_THE_PROCESS}
+        self.memory = dataclasses.replace(self.memory, **kept)
+        self.memory.rollbacks += 1
+        self.memory.troubled = error.step
         if batches:
+            self.memory.left_out.append([first, error.step])
             change = f"leaving out the batches of updates {first} to {error.step}"
         else:
             stands = error.step - self.step + c.rollback_updates
@@ -213,13 +177,8 @@ class Run:
             self.state = dataclasses.replace(self.state, held=held)
             change = f"alpha stands for {stands} updates"
         text = f"rolled back to step {self.step}, {change}"
-        logs.say(f"step {error.step}: {text}")
-        with contextlib.closing(self._events()) as events:
-            events.write({"step": error.step, "kind": "rollback", "what": text, "to": self.step})
-
-    def _events(self) -> logs.JsonLines:
-        """What went wrong and what was done, in the order of time; nothing is ever taken back."""
-        return logs.JsonLines(self.workdir / "events.jsonl", sys.maxsize)
+        logs.say(f"{error}\nstep {error.step}: {text}")
+        note(self.workdir, error.step, "rollback", text, to=self.step)
 
     def _loop(self, preemption: hosts.Preemption) -> None:
         c = self.config.train
@@ -227,67 +186,16 @@ class Run:
         self.write_status("running", "a run that ends writes another status")
         if start < self.total and not self.compiled:
             self._compile()
-        metrics_log = logs.JsonLines(self.workdir / "metrics.jsonl", start)
-        layers_log = logs.JsonLines(self.workdir / "layers.jsonl", start)
-        self.validation_log = logs.JsonLines(self.workdir / "validation.jsonl", self.memory.evaluated + 1)
-        self.tensorboard = logs.TensorBoard(self.workdir / "tensorboard", start)
-        events_log = self._events()
+        self.recorder = Recorder(c, self.workdir, self.memory, start, self.total)
         batches = prefetch(self.plan.batch_at, start, self.total, c.prefetch)
-        bar = logs.progress_bar(self.total, start, "update", "train")
         pending: tuple[int, Metrics, TextBatch] | None = None
-        self.clock = time.perf_counter()
-        recent: deque[tuple[int, float]] = deque(maxlen=20)
 
         def read() -> None:
-            """Waits for the update in flight, checks it, logs it."""
+            """Waits for the update in flight."""
             nonlocal pending
-            if pending is None:
-                return
-            step, metrics, batch = pending
-            pending = None
-            layers = metrics.layers
-            metrics = jax.tree.map(float, jax.device_get(metrics._replace(layers={})))
-            seconds = time.perf_counter() - self.clock
-            self.clock = time.perf_counter()
-            self.memory.train_seconds += seconds
-            self.memory.target_tokens += int(metrics.target_tokens)
-            recent.append((int(metrics.target_tokens), seconds))
-            finite = math.isfinite(metrics.loss + metrics.grad_norm)
-            last = step == self.total - 1 or not finite
-            if c.log_every and (step % c.log_every == 0 or last):
-                scalars = metrics._asdict()
-                del scalars["layers"]
-                line = {"step": step, **scalars, "seconds": seconds, "batch": batch.digest()}
-                line["target_tokens"] = int(metrics.target_tokens)
-                metrics_log.write(line)
-                self.tensorboard.write(step, scalars)
-            if c.watch_every and (step % c.watch_every == 0 or last):
-                layers = jax.device_get(layers)
-                layers_log.write({"step": step, **jax.tree.map(rounded, layers)})
-                alpha = {stack: found.get("alpha", 1.0) for stack, found in layers.items()}
-                where = vanishing({stack: found["gradient"] for stack, found in layers.items()}, alpha)
-                if where and not self.memory.vanishing:
-                    logs.say(f"step {step}: the gradient vanishes in {where}: they learn next to nothing")
-                self.memory.vanishing = where
-            kind, what = trouble(metrics, c.spike_deviations)
-            policy = c.spike if kind == "spike" else c.nonfinite
-            skipped = bool(kind) and policy == "skip"
-            self.memory.spikes += kind == "spike"
-            self.memory.skipped += skipped
-            self.memory.skipped_in_a_row = self.memory.skipped_in_a_row + 1 if skipped else 0
-            if kind:
-                what += origin(layers) if kind == "nonfinite" else largest_update(layers)
-                events_log.write({"step": step, "kind": kind, "what": what, "policy": policy})
-                if policy in ("stop", "rollback"):
-                    raise DivergedError(f"diverged: at step {step} {what}; {ADVICE}", step, kind)
-                logs.say(f"step {step}: {what}" + (": update skipped" if skipped else ""))
-            check_skipped(step, self.memory.skipped_in_a_row, layers)
-            rate = sum(tokens for tokens, _ in recent) / sum(seconds for _, seconds in recent)
-            bar.set_postfix_str(
-                f"loss {metrics.loss:.3f} lr {metrics.learning_rate:.2e} alpha {metrics.alpha:.3f} {rate:,.0f} tok/s",
-                refresh=False,
-            )
-            bar.update()
+            if pending is not None:
+                done, pending = pending, None
+                self.recorder.update(*done)
 
         try:
             while True:
@@ -310,7 +218,7 @@ class Run:
                 if any(first <= self.step <= last for first, last in self.memory.left_out):
                     read()
                     self.state = self._leave_out(self.state)
-                    bar.update()
+                    self.recorder.left_out()
                 else:
                     update = self.compiled[batch.source.shape]
                     self.state, metrics = update(self.state, Batch(*to_devices(self.mesh, batch)))
@@ -320,12 +228,7 @@ class Run:
                 signal_number = preemption.requested(self.step)
         finally:
             batches.close()
-            bar.close()
-            metrics_log.close()
-            layers_log.close()
-            events_log.close()
-            self.validation_log.close()
-            self.tensorboard.close()
+            self.recorder.close()
 
     def write_status(self, status: str, reason: str) -> None:
         """Writes `status.json`: how the run ended, and what it cost."""
@@ -368,8 +271,8 @@ class Run:
 
     def _leave_out(self, state: TrainState) -> TrainState:
         """An update that changes nothing: time goes on."""
-        passed = state.clock + (state.held == 0), jnp.maximum(state.held - 1, 0)
-        changed = dict(zip(("step", "clock", "held"), (state.step + 1, *passed), strict=True))
+        clock, held = schedules.advance(state.clock, state.held)
+        changed = {"step": state.step + 1, "clock": clock, "held": held}
         return dataclasses.replace(state, **jax.device_put(changed, sharding(self.mesh)))
 
     def _shapes(self) -> Iterator[Shape]:
@@ -400,11 +303,7 @@ class Run:
                 rate_scale = jax.device_put(jnp.float32(scale), sharding(self.mesh))
                 self.state = dataclasses.replace(self.state, rate_scale=rate_scale)
                 logs.say(f"step {self.step}: learning rate x {scale:.3g}")
-        self.validation_log.write(line)
-        self.tensorboard.write(self.step, {f"valid/{name}": value for name, value in line.items() if name != "step"})
-        figures = " ".join(f"{name} {value:.3f}" for name, value in line.items() if name != "step")
-        logs.say(f"step {self.step}: validation {figures}" + (" (best)" if memory.since_best == 0 else ""))
-        self.clock = time.perf_counter()
+        self.recorder.validation(line, best=memory.since_best == 0)
         if c.patience and memory.since_best >= c.patience:
             return f"no better validation {c.best_metric} in the last {memory.since_best} validations"
         return ""
@@ -420,7 +319,7 @@ class Run:
         check_finite(self.step, "norm of the parameters", float(optax.tree.norm(self.state.params)))
         score = memory.score if memory.evaluated == self.step else None
         self.checkpoints.save(self.state, self.alpha(self.state.clock), dataclasses.asdict(memory), score)
-        self.clock = time.perf_counter()
+        self.recorder.restart_clock()
 
     def _describe(self, state_bytes: int) -> None:
         count = sum(leaf.size for leaf in jax.tree.leaves(self.abstract.params))
@@ -435,11 +334,6 @@ class Run:
             f"({100 * self.plan.fill:.1f} % real tokens)"
         )
         logs.say(f"from step {self.step} to {self.total}")
-
-
-def rounded(values: jax.Array) -> list[float | None]:
-    """For JSON: four digits, more than a picture shows and half the file; null for what is not finite."""
-    return [float(f"{value:.3e}") if math.isfinite(value) else None for value in values]
 
 
 def _due(step: int, start: int, every: int) -> bool:

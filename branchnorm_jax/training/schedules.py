@@ -131,12 +131,12 @@ def alpha(model: ModelConfig) -> Callable[[jax.Array], BranchScale]:
         return jnp.where(way >= 1, 1.0, jnp.where(way <= 0, 0.0, shape(way))).astype(jnp.float32)
 
     def schedule(clock: jax.Array) -> BranchScale:
-        way = clock.astype(jnp.float32) / total
+        # At the end all are 1, whatever rounding makes of their way.
+        way, end = clock.astype(jnp.float32) / total, clock >= total
         if model.alpha_order == "uniform":
-            return grown(way)
+            return jnp.where(end, 1.0, grown(way))
         ranks = {stack: order(model.alpha_order, getattr(model, f"{stack}_layers")) for stack in STACKS}
-        # At the end all are 1, whatever rounding makes of the last one's way.
-        return {s: jnp.where(way >= 1, 1.0, grown((way - stagger * rank) / (1 - stagger))) for s, rank in ranks.items()}
+        return {stack: jnp.where(end, 1.0, grown((way - stagger * r) / (1 - stagger))) for stack, r in ranks.items()}
 
     return schedule
 
@@ -156,14 +156,19 @@ def order(name: str, layers: int) -> np.ndarray:
     return np.asarray(ranks, np.float32) / max(1, layers - 1)
 
 
+def advance(clock: jax.Array, held: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """(clock, held) after an update: the clock goes on by 1, or stands if it is held."""
+    return clock + (held == 0), jnp.maximum(held - 1, 0)
+
+
 def tick(
     model: ModelConfig,
 ) -> Callable[[jax.Array, jax.Array, Mapping[str, jax.Array]], tuple[jax.Array, jax.Array]]:
-    """(clock, held, gradient) -> (clock, held) after an update: alpha's clock goes on by 1, or stands if it is held.
+    """(clock, held, gradient) -> (clock, held): `advance`, but for what the gradient of the update says.
 
-    A rollback may hold it; and `adaptive` does so for `alpha_hold` updates whenever the weakest layer of a stack has
-    less than `alpha_floor` of the gradient of the strongest one (or a gradient that is not finite): alpha waits until
-    the bottom of the stack learns again. Layers whose alpha is still 0 are not asked.
+    `adaptive` holds the clock for `alpha_hold` updates whenever the weakest layer of a stack has less than
+    `alpha_floor` of the gradient of the strongest one (or one is not finite): alpha waits until the bottom of the stack
+    learns again. With an `alpha_order`, layers that have not begun are not asked.
 
     `gradient`: stack -> norm of each layer's gradient in that update, [L].
     """
@@ -173,11 +178,12 @@ def tick(
         if model.alpha_schedule == "adaptive":
             scale = schedule(clock)
             healthy = []
-            for stack, norms in gradient.items():
+            for stack in STACKS:
+                norms = gradient[stack]
                 asked = scale[stack] > 0 if isinstance(scale, Mapping) else jnp.ones(norms.shape, bool)
-                # A figure that is not finite compares as false, on either side.
-                healthy.append(jnp.where(asked, norms, jnp.inf).min() >= model.alpha_floor * norms.max())
-            held = jnp.where(jnp.stack(healthy).all(), held, model.alpha_hold)
-        return clock + (held == 0), jnp.maximum(held - 1, 0).astype(jnp.int32)
+                strong = jnp.where(asked, norms, jnp.inf).min() >= model.alpha_floor * norms.max()
+                healthy.append(strong & jnp.isfinite(norms).all())
+            held = jnp.where(jnp.stack(healthy).all(), held, jnp.maximum(held, model.alpha_hold))
+        return advance(clock, held)
 
     return react

@@ -93,6 +93,7 @@ def make_train_step(
         alpha_t, rate = alpha(state.clock), learning_rate(state.step) * state.rate_scale
         key = jax.random.fold_in(jax.random.fold_in(jax.random.key(train.seed), DROPOUT_STREAM), state.step)
         tokens = (batch.target != PAD).sum().astype(jnp.float32)
+        scale = loss_scale(tokens)
 
         def part_loss(
             params: Params, part: Batch, part_key: jax.Array, updates: Mapping[str, LayerUpdate] | None = None
@@ -100,14 +101,12 @@ def make_train_step(
             sums, by_layer = loss_sums(
                 model, params, part, alpha_t, train.label_smoothing, part_key, None, sown, shards, updates
             )
-            return sums.loss / tokens, (sums.nll / tokens, jax.tree.map(lambda value: value / parts, by_layer))
+            return sums.loss * (scale / tokens), (sums.nll / tokens, jax.tree.map(lambda x: x / parts, by_layer))
 
-        # Strided, so that every device that holds a slice of the rows has an equal share of each part.
-        split = jax.tree.map(lambda x: x.reshape(-1, parts, *x.shape[1:]).swapaxes(0, 1), batch)
         keys = jax.vmap(lambda index: jax.random.fold_in(key, index))(jnp.arange(parts))
         if train.update_in_backward:
             of_batch = functools.partial(part_loss, part=batch, part_key=keys[0])
-            (loss, (nll, layers)), made = differentiate_and_update(of_batch, optimizer, state, rate)
+            (loss, (nll, layers)), made = differentiate_and_update(of_batch, scale, optimizer, state, rate)
         else:
             differentiate = jax.value_and_grad(part_loss, has_aux=True)
 
@@ -117,14 +116,17 @@ def make_train_step(
             if parts == 1:
                 (loss, (nll, layers)), grads = differentiate(state.params, batch, keys[0])
             else:
+                # Strided, so that every device that holds a slice of the rows has an equal share of each part.
+                split = jax.tree.map(lambda x: x.reshape(-1, parts, *x.shape[1:]).swapaxes(0, 1), batch)
                 first = jax.tree.map(lambda x: x[0], split)
                 zero = jax.tree.map(
                     lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(differentiate, state.params, first, key)
                 )
                 ((loss, (nll, layers)), grads), _ = jax.lax.scan(add_part, zero, (split, keys))
-            made = update(grads, optimizer, state.opt_state, state.params, rate)
+            made = update(grads, scale, optimizer, state.opt_state, state.params, rate)
+        loss = loss / scale
         grad_norm, update_norm = _total(made.gradient), _total(made.change)
-        figures = jnp.stack([loss, jnp.log(update_norm / jnp.maximum(rate, 1e-30) + 1e-30)])
+        figures = jnp.stack([loss, jnp.log(update_norm / rate)])
         above = deviations(state.usual, figures)
         good = jnp.bool_(True)
         if train.nonfinite == "skip":
@@ -134,24 +136,37 @@ def make_train_step(
         kept = made.params, made.opt_state
         if "skip" in (train.nonfinite, train.spike):
             kept = jax.tree.map(lambda new, old: jnp.where(good, new, old), kept, (state.params, state.opt_state))
-        gradient, change, before = (
-            {stack: found[stack] for stack in STACKS} for found in (made.gradient, made.change, made.before)
-        )
         if sown:
-            layers = layer_statistics(layers, gradient, change, before, alpha_t)
+            layers = layer_statistics(layers, made.gradient, made.change, made.before, alpha_t)
         mean_alpha = jnp.concatenate([jnp.ravel(leaf) for leaf in jax.tree.leaves(alpha_t)]).mean()
         metrics = Metrics(loss, nll, rate, mean_alpha, grad_norm, update_norm, above[0], above[1], tokens, layers)
-        clock, held = tick(state.clock, state.held, gradient)
+        clock, held = tick(state.clock, state.held, made.gradient)
         usual = remember(state.usual, figures, train.spike_deviations)
         return TrainState(state.step + 1, *kept, state.rate_scale, clock, held, usual), metrics
 
     return train_step
 
 
+def loss_scale(tokens: jax.Array) -> jax.Array:
+    """The largest power of two that is no more than `tokens`: what the loss is multiplied by, and gradients divided.
+
+    The mean over a batch leaves one token's part in the gradient smaller by their number, and further down the stream
+    too small for float16, whose least number is 6e-8: without a scale the encoder of a deep model gets none at all.
+    With it gradients have the size of a token's own. Of a power of two no digit is lost on either way.
+    """
+    return jnp.ldexp(1.0, jnp.frexp(tokens)[1] - 1)
+
+
 def update(
-    grads: Params, optimizer: optax.GradientTransformation, opt_state: Any, params: Params, rate: jax.Array
+    scaled: Params,
+    scale: jax.Array,
+    optimizer: optax.GradientTransformation,
+    opt_state: Any,
+    params: Params,
+    rate: jax.Array,
 ) -> Updated:
-    """p - rate x direction, for all that `params` holds."""
+    """p - rate x direction, for all that `params` holds; `scaled` is the gradient times `scale`."""
+    grads = jax.tree.map(lambda g: g * (1 / scale), scaled)
     directions, opt_state = optimizer.update(grads, opt_state, params)
     change = jax.tree.map(lambda d: rate * d, directions)
     return Updated(jax.tree.map(jnp.subtract, params, change), opt_state, norms(grads), norms(change), norms(params))
@@ -159,6 +174,7 @@ def update(
 
 def differentiate_and_update(
     loss: Callable[..., tuple[jax.Array, Any]],
+    scale: jax.Array,
     optimizer: optax.GradientTransformation,
     state: TrainState,
     rate: jax.Array,
@@ -166,7 +182,8 @@ def differentiate_and_update(
     """`jax.value_and_grad` and `update` in one, layer by layer: see `stack.run_and_update`.
 
     Args:
-      loss: of parameters and, as `updates`, what `Transformer.hidden` takes.
+      loss: times `scale`, of parameters and, as `updates`, what `Transformer.hidden` takes.
+      scale: see `loss_scale`.
       optimizer: one to which every layer is alone.
       state: before the update.
       rate: learning rate.
@@ -177,7 +194,7 @@ def differentiate_and_update(
     def applied(stack: str) -> Callable[[Any, Any, Any], tuple[Any, Any, Any]]:
         def apply(params: Any, gradient: Any, moments: list[Any]) -> tuple[Any, Any, Any]:
             opt_state = with_moments(state.opt_state, [{stack: tree} for tree in moments])
-            made = update({stack: gradient}, optimizer, opt_state, {stack: params}, rate)
+            made = update({stack: gradient}, scale, optimizer, opt_state, {stack: params}, rate)
             after = [tree[stack] for tree in moments_of(made.opt_state)]
             return made.params[stack], after, [found[stack] for found in made[2:]]
 
@@ -195,7 +212,7 @@ def differentiate_and_update(
     rest = with_moments(
         state.opt_state, [{name: tree[name] for name in params} for tree in moments_of(state.opt_state)]
     )
-    made = update(grads, optimizer, rest, params, rate)
+    made = update(grads, scale, optimizer, rest, params, rate)
     trees = moments_of(made.opt_state)
     whole = [tree | {stack: moments[stack][index] for stack in STACKS} for index, tree in enumerate(trees)]
     of_layers = [{stack: figures[stack][index] for stack in STACKS} for index in range(3)]

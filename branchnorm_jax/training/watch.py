@@ -54,22 +54,26 @@ def nothing_seen() -> Usual:
     return Usual(jnp.zeros((), jnp.int32), jnp.zeros(2), jnp.zeros(2))
 
 
+def spread(usual: Usual) -> jax.Array:
+    """Standard deviations, `SPREAD` at least: float32 [2]."""
+    return jnp.maximum(jnp.sqrt(usual.variance), jnp.array(SPREAD))
+
+
 def deviations(usual: Usual, figures: jax.Array) -> jax.Array:
     """How many standard deviations above their mean `figures` [2] are; 0 before `SETTLED` updates: float32 [2]."""
-    spread = jnp.sqrt(usual.variance + jnp.square(jnp.array(SPREAD)))
-    return jnp.where(usual.seen < SETTLED, 0.0, (figures - usual.mean) / spread)
+    return jnp.where(usual.seen < SETTLED, 0.0, (figures - usual.mean) / spread(usual))
 
 
 def remember(usual: Usual, figures: jax.Array, limit: float) -> Usual:
     """Takes the figures [2] of one more update in, with weight 1 / min(updates, `REMEMBERED`).
 
     What is more than `limit` deviations too high counts as that many: a spike hardly changes what is usual, a new level
-    does in time. What is not finite is forgotten.
+    does in time. What is not finite is forgotten, as is the update of a learning rate of 0.
     """
     seen = usual.seen + 1
     weight = 1 / jnp.minimum(seen, REMEMBERED).astype(jnp.float32)
     away = figures - usual.mean
-    away = jnp.where(deviations(usual, figures) > limit, limit * (away / deviations(usual, figures)), away)
+    away = jnp.where(usual.seen < SETTLED, away, jnp.minimum(away, limit * spread(usual)))
     found = Usual(seen, usual.mean + weight * away, (1 - weight) * (usual.variance + weight * jnp.square(away)))
     return jax.tree.map(lambda new, old: jnp.where(jnp.isfinite(figures).all(), new, old), found, usual)
 
@@ -114,10 +118,10 @@ def layer_statistics(
     return {stack: of(stack) for stack in STACKS}
 
 
-def check_finite(step: int, name: str, value: float, layers: Layers | None = None) -> None:
-    """Raises `DivergedError` if a figure of the update made at `step`, or of the state before it, is not finite."""
+def check_finite(step: int, name: str, value: float) -> None:
+    """Raises `DivergedError`, which blames the update before, if a figure of the state at `step` is not finite."""
     if not math.isfinite(value):
-        raise DivergedError(f"diverged: the {name} is {value} at step {step}{origin(layers or {})}; {ADVICE}", step)
+        raise DivergedError(f"diverged: the {name} is {value} at step {step}; {ADVICE}", max(step - 1, 0))
 
 
 def trouble(metrics: Any, limit: float) -> tuple[str, str]:
@@ -146,6 +150,7 @@ def check_skipped(step: int, in_a_row: int, layers: Layers) -> None:
         raise DivergedError(
             f"diverged: {in_a_row} updates in a row were skipped, the last at step {step}{origin(layers)}; {ADVICE}",
             step,
+            "skipped",
         )
 
 

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 from branchnorm_jax.data.batches import TextBatch
@@ -18,7 +19,7 @@ from branchnorm_jax.options import Config, DataConfig, ModelConfig, ParallelConf
 from branchnorm_jax.parallel.mesh import make_mesh, sharding, to_devices
 from branchnorm_jax.training.optimizer import make_optimizer
 from branchnorm_jax.training.state import Batch, abstract_state, checksums, init_state, sha256
-from branchnorm_jax.training.step import make_train_step
+from branchnorm_jax.training.step import loss_scale, make_train_step
 from tests.conftest import ROOT
 
 CONFIG = Config(
@@ -176,3 +177,28 @@ def test_adaptive_alpha_in_training(floor: float, grows: bool) -> None:
         assert int(adaptive.state.clock) == 0
         assert int(adaptive.state.held) == CONFIG.model.alpha_hold - 1
     assert adaptive.compiled == linear.compiled
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 3, 127, 128, 4096, 65_535, 524_288])
+def test_loss_scale(tokens: int) -> None:
+    assert float(loss_scale(jnp.float32(tokens))) == 2 ** (tokens.bit_length() - 1)
+
+
+def test_a_float16_stream_carries_gradients_however_many_tokens_share_the_loss() -> None:
+    """The deep encoder's, against those of a float32 stream, when a batch is repeated 64 times."""
+    deep = dataclasses.replace(CONFIG.model, encoder_layers=40, decoder_layers=40, method="deepnorm", dropout=0.0)
+    words = batches(1)[0]
+    many = Batch(*(jnp.tile(jnp.asarray(side), (64, 1)) for side in words))
+
+    def gradient(carry: str) -> np.ndarray:
+        model = dataclasses.replace(deep, carry_dtype=carry, attention_dropout=0.0)
+        config = dataclasses.replace(CONFIG, model=model)
+        network, optimizer = Transformer(model, 40, 40), make_optimizer(config.train)
+        state = init_state(network, optimizer, make_mesh(ParallelConfig(), 0), 0, many)
+        after, _ = jax.jit(make_train_step(network, optimizer, config))(state, many)
+        # The first moments of a first update are the gradient times 1 - b1.
+        moments = jax.tree.leaves(optax.tree.get(after.opt_state, "mu")["encoder"])
+        return np.concatenate([np.ravel(leaf) for leaf in moments])
+
+    exact, rounded = gradient("float32"), gradient("float16")
+    assert np.linalg.norm(rounded - exact) < 0.02 * np.linalg.norm(exact)

@@ -94,7 +94,9 @@ def test_it_needs_no_room_for_gradients() -> None:
         {"train": {"nonfinite": "skip"}},
         {"train": {"spike": "skip"}},
         {"model": {"scan": False}},
+        {"model": {"unroll": 2}},
         {"model": {"remat": "nested", "group": 4}},
+        {"model": {"remat": "auto", "group": 4}},
     ],
 )
 def test_what_it_cannot_do_is_refused(changes: dict[str, dict[str, Any]]) -> None:

@@ -16,8 +16,8 @@ from branchnorm_jax.analysis.report import draw_layers
 from branchnorm_jax.model.transformer import Transformer, count_before
 from branchnorm_jax.options import Config, ModelConfig, ParallelConfig, TrainConfig
 from branchnorm_jax.parallel.mesh import make_mesh
-from branchnorm_jax.training.loop import rounded
 from branchnorm_jax.training.optimizer import make_optimizer
+from branchnorm_jax.training.record import rounded
 from branchnorm_jax.training.state import Batch, init_state
 from branchnorm_jax.training.step import make_train_step
 from branchnorm_jax.training.watch import origin

@@ -25,10 +25,10 @@ quickstart: $(USE)
 	@$(RUN) launch/quickstart.py $(WORKDIR) $(ARGS)
 
 test: $(DEVELOP)
-	$(RUN) -m pytest -n 2 --dist loadfile -m "not slow" --durations=10 $(ARGS)
+	$(RUN) -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not slow" --durations=10 $(ARGS)
 
 test-all: $(DEVELOP)
-	$(RUN) -m pytest -n 2 --dist loadfile --durations=10 $(ARGS)
+	$(RUN) -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations=10 $(ARGS)
 
 lint: $(DEVELOP)
 	$(RUN) -m ruff check
@@ -36,7 +36,7 @@ lint: $(DEVELOP)
 	$(RUN) -m mypy
 
 bench: $(DEVELOP)
-	@set -e; for name in loss depth "plan memory" "plan time"; do echo "== $$name"; $(RUN) -m benchmarks.$$name; done
+	@set -e; for name in loss depth growth "plan memory" "plan time"; do echo "== $$name"; $(RUN) -m benchmarks.$$name; done
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info

@@ -5,8 +5,9 @@
 Untrained models of 10 to 500 layers on either side read random words; the checkpoint of a workdir reads validation
 sentences. Of each: |y - y64| / |y64| of the encoder's output and of what the output layer reads, the decoder's output
 in `dtype`; of checkpoints also nll less that in float64, nats per token, mean and root mean square; of checkpoints and
-of 500 layers also the same relative error of the gradient by the parameters of a stack's layers, from 8 sentences. Its
-loss is divided by `--tokens`, as in an update of so many. No dropout; padding does not count; null: not finite.
+of 500 layers also the same relative error of the gradient by the parameters of a stack's layers, from 8 sentences. No
+dropout; padding does not count; null: not finite. An update takes its gradient at the size of one token's (see
+`step.loss_scale`); with `--tokens` it is that of a loss that is divided by so many, without such a scale.
 """
 
 import argparse
@@ -134,11 +135,14 @@ def main() -> None:
     """All figures."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("workdirs", nargs="*", type=Path, help="runs that have a checkpoint")
-    parser.add_argument("--tokens", type=int, default=4096, help="target tokens of an update")
+    parser.add_argument("--tokens", type=int, default=1, help="target tokens that share an unscaled loss")
     arguments = parser.parse_args()
     fresh = [row for case in itertools.product(STRENGTHS, DEPTHS) for row in untrained(*case, arguments.tokens)]
     runs = [row for folder in arguments.workdirs for row in trained(folder, arguments.tokens)]
-    save("carry", {"tokens": arguments.tokens, "untrained": fresh, "trained": runs})
+    save(
+        "carry" if arguments.tokens == 1 else "carry_unscaled",
+        {"tokens": arguments.tokens, "untrained": fresh, "trained": runs},
+    )
 
 
 if __name__ == "__main__":

@@ -7,7 +7,8 @@
 Of a depth it measures, in bfloat16 with Adam in float32, a float16 stream and 32,000 words: whether the loss falls,
 seconds per update, MFU (of the operations that the model needs, without those of remat, over the device's
 specification), and peak memory over the plan's; with --plain the same without remat and with whole logits, where that
-fits. One part is one process, so that each starts with an empty device. Not measured yet.
+fits; with --in-backward layer by layer (`train.update_in_backward`), for which 500L needs no groups. One part is one
+process, so that each starts with an empty device. Not measured yet.
 """
 
 import argparse
@@ -108,16 +109,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--part", choices=("shapes", "6L", "100L", "500L"), required=True)
     parser.add_argument("--plain", action="store_true", help="without remat, whole logits")
+    parser.add_argument("--in-backward", action="store_true", help="update layers in the backward pass")
     parser.add_argument("--toy", action="store_true", help="small, to try the code")
     arguments = parser.parse_args()
-    name = f"gpu_{arguments.part}" + ("_plain" if arguments.plain else "") + ("_toy" if arguments.toy else "")
+    name = f"gpu_{arguments.part}" + "".join(
+        f"_{flag}" for flag in ("plain", "in_backward", "toy") if getattr(arguments, flag)
+    )
     if arguments.part == "shapes":
         save(name, shapes(arguments.toy))
         return
     config = base(2 if arguments.toy else int(arguments.part[:-1]), arguments.toy)
     if arguments.plain:
         config = dataclasses.replace(config, model=dataclasses.replace(config.model, remat="none", logits_mb=10**6))
-    save(name, train(config))
+    train_config = dataclasses.replace(config.train, update_in_backward=arguments.in_backward)
+    save(name, train(dataclasses.replace(config, train=train_config)))
 
 
 if __name__ == "__main__":

@@ -269,6 +269,7 @@ def test_status_and_metrics_have_what_scripts_rely_on(trained: Path) -> None:
     assert 0.5 < status["batch_fill"] <= 1
     lines = [json.loads(line) for line in (trained / "metrics.jsonl").read_text().splitlines()]
     names = {"step", "loss", "nll", "learning_rate", "alpha", "grad_norm", "target_tokens", "seconds", "batch"}
+    names |= {"update_norm", "loss_deviations", "update_deviations"}
     assert all(set(line) == names for line in lines)
     # alpha of an update is that of the step before it, and reaches 1 after T = 40.
     assert [line["alpha"] for line in lines] == pytest.approx([min(1, step / 40) for step in range(120)])

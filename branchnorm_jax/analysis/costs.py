@@ -92,14 +92,16 @@ def measure(
       jaxpr: a whole program, or the body of a loop.
       owned: of a whole program, which arguments' memory it may use.
       wanted: the results that are needed; all if not given.
-      carried: of a loop's body, the arguments that its results take the place of. Their memory is the loop's.
+      carried: of a loop's body, the arguments that its results take the place of: where they are updated slice by
+        slice, in the loop's own memory.
     """
     program = flatten(jaxpr, wanted)
     mine = {value for value, is_mine in zip(program.arguments, owned, strict=False) if is_mine}
     kernels, kept, flops, traffic = fuse(program)
     # In a loop's body as it is traced, which follows one layer; the whole as soon as its operands are there.
     order = breadth_first(kernels) if owned else kernels
-    lent = set(program.arguments[carried])
+    sliced = {op.inputs[0] for op in program.ops if op.name == "dynamic_update_slice"}
+    lent = sliced.intersection(program.arguments[carried])
     stay = kept | (set(program.arguments) - mine - lent)
     worst = peak(program, order, mine | lent, stay) - sum(program.sizes[value] for value in lent)
     return Costs(flops, traffic, worst)

@@ -117,7 +117,7 @@ def test_a_save_that_fails_ends_the_run_and_keeps_what_was_saved(trained: Path, 
     """The operating system refuses files of more than 45 kB, as a full disk refuses any: arrays, but not logs."""
     workdir = tmp_path / "run"
     subprocess.run(["cp", "-r", trained, workdir], check=True)
-    longer = (*TINY, f"--workdir={workdir}", "--config.train.steps=150")
+    longer = (*TINY, f"--workdir={workdir}", "--config.train.steps=150", "--config.train.log_every=10")
     refused = subprocess.run(
         [sys.executable, "-c", SMALL_FILES, "main.py", *longer], cwd=ROOT, capture_output=True, text=True
     )

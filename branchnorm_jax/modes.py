@@ -200,10 +200,12 @@ def analyze(config: Config, workdir: Workdir) -> None:
     methods = config.analyze.names(config.model.method)
     for method in methods:
         get_recipe(method)
-    if holds_lines(workdir / "metrics.jsonl"):
-        print(draw_curves(workdir))
-    if holds_lines(workdir / "layers.jsonl"):
-        print(draw_layers(workdir))
+    for name, draw in (("metrics.jsonl", draw_curves), ("layers.jsonl", draw_layers)):
+        if holds_lines(workdir / name):
+            try:
+                print(draw(workdir))
+            except UserError as error:
+                logs.say(str(error))
     if (workdir / "status.json").exists() and not workdir.has_checkpoints:
         logs.say(f"{workdir.path}: no checkpoint; the untrained model is measured")
     workdir.create()

@@ -193,10 +193,12 @@ class TrainConfig:
         False,
         "update each layer as soon as the backward pass has its gradient, which is then forgotten: a quarter less for "
         "parameters, moments and gradients; needs model.remat=full or nested, no clipping, accumulation, skipping",
+        free=True,
     )
     nonfinite: str = option(
         "stop",
-        "an update whose loss or gradient is not finite ends the run, changes nothing, or goes back to a checkpoint",
+        "an update with a loss, gradient or size that is not finite ends the run, changes nothing, or goes back to a "
+        "checkpoint",
         choices=("stop", "skip", "rollback"),
         free=True,
     )

@@ -99,7 +99,8 @@ class Workdir:
             path = self / "config.json"
             if path.exists() and configs.difference(configs.load(path), config, free=False):
                 shutil.rmtree(self / "vocabulary", ignore_errors=True)
-            for name in ("data.json", "metrics.jsonl", "layers.jsonl", "validation.jsonl", "events.jsonl"):
+                (self / "events.jsonl").unlink(missing_ok=True)
+            for name in ("data.json", "metrics.jsonl", "layers.jsonl", "validation.jsonl"):
                 (self / name).unlink(missing_ok=True)
         else:
             self.check_config(config)

@@ -30,7 +30,7 @@ from branchnorm_jax.training.optimizer import make_optimizer
 from branchnorm_jax.training.record import OF_THE_PROCESS, Memory, Recorder, note
 from branchnorm_jax.training.state import Batch, TrainState, abstract_state, init_state, sha256
 from branchnorm_jax.training.step import Metrics, make_eval_step, make_train_step
-from branchnorm_jax.training.watch import check_finite
+from branchnorm_jax.training.watch import ADVICE, check_finite
 from branchnorm_jax.workdir import Workdir, write_atomically
 
 ROLLBACKS = 5
@@ -139,7 +139,7 @@ class Run:
                     policy = getattr(self.config.train, error.kind, "stop")
                     note(self.workdir, error.step, error.kind, str(error), policy=policy)
                     if policy != "rollback":
-                        raise
+                        raise DivergedError(f"diverged: {error}; {ADVICE}", error.step, error.kind) from error
                     self._roll_back(error)
         self.checkpoints.close()
         if jax.process_count() > 1:
@@ -153,11 +153,13 @@ class Run:
         """Goes back to a checkpoint of before the trouble, and changes what `train.rollback` says."""
         c, memory = self.config.train, self.memory
         if memory.rollbacks == ROLLBACKS:
-            raise DivergedError(f"{error}; rolled back {ROLLBACKS} times already", error.step, error.kind) from error
+            text = f"diverged: {error}; rolled back {ROLLBACKS} times already"
+            raise DivergedError(text, error.step, error.kind) from error
         batches = c.rollback == "batches"
         if not batches and error.step <= memory.troubled:
             # The same alphas again would come to the same end.
-            raise DivergedError(f"{error}; alpha stood still, and it came again", error.step, error.kind) from error
+            text = f"diverged: {error}; alpha stood still, and it came again"
+            raise DivergedError(text, error.step, error.kind) from error
         first = max(0, error.step - c.rollback_updates + 1) if batches else error.step
         self.checkpoints.wait()
         del self.state  # Two may not fit.

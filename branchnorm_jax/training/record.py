@@ -16,7 +16,7 @@ from branchnorm_jax.errors import DivergedError
 from branchnorm_jax.options import TrainConfig
 from branchnorm_jax.training import logs
 from branchnorm_jax.training.step import Metrics
-from branchnorm_jax.training.watch import ADVICE, check_skipped, largest_update, origin, trouble, vanishing
+from branchnorm_jax.training.watch import check_skipped, largest_update, origin, trouble, vanishing
 from branchnorm_jax.workdir import Workdir
 
 OF_THE_PROCESS = (
@@ -121,9 +121,9 @@ class Recorder:
         memory.skipped += skipped
         memory.skipped_in_a_row = memory.skipped_in_a_row + 1 if skipped else 0
         if kind:
-            what += origin(layers) if kind == "nonfinite" else largest_update(layers)
+            what += origin(layers) or largest_update(layers)
             if policy in ("stop", "rollback"):
-                raise DivergedError(f"diverged: at step {step} {what}; {ADVICE}", step, kind)
+                raise DivergedError(f"at step {step} {what}", step, kind)
             note(self.workdir, step, kind, what, policy=policy)
             logs.say(f"step {step}: {what}" + (": update skipped" if skipped else ""))
         check_skipped(step, memory.skipped_in_a_row, layers)

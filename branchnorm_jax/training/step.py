@@ -130,7 +130,7 @@ def make_train_step(
         above = deviations(state.usual, figures)
         good = jnp.bool_(True)
         if train.nonfinite == "skip":
-            good &= jnp.isfinite(loss + grad_norm)
+            good &= jnp.isfinite(loss + grad_norm + update_norm)
         if train.spike == "skip":
             good &= ~(above > train.spike_deviations).any()
         kept = made.params, made.opt_state

@@ -121,7 +121,7 @@ def layer_statistics(
 def check_finite(step: int, name: str, value: float) -> None:
     """Raises `DivergedError`, which blames the update before, if a figure of the state at `step` is not finite."""
     if not math.isfinite(value):
-        raise DivergedError(f"diverged: the {name} is {value} at step {step}; {ADVICE}", max(step - 1, 0))
+        raise DivergedError(f"at step {step} the {name} is {value}", max(step - 1, 0))
 
 
 def trouble(metrics: Any, limit: float) -> tuple[str, str]:
@@ -131,7 +131,11 @@ def trouble(metrics: Any, limit: float) -> tuple[str, str]:
       metrics: its `Metrics`, as numbers.
       limit: so many standard deviations above what is usual are a spike.
     """
-    for name, value in (("loss", metrics.loss), ("gradient norm", metrics.grad_norm)):
+    for name, value in (
+        ("loss", metrics.loss),
+        ("gradient norm", metrics.grad_norm),
+        ("norm of the update", metrics.update_norm),
+    ):
         if not math.isfinite(value):
             return "nonfinite", f"the {name} is {value}"
     figures = (
@@ -147,10 +151,9 @@ def trouble(metrics: Any, limit: float) -> tuple[str, str]:
 def check_skipped(step: int, in_a_row: int, layers: Layers) -> None:
     """Raises `DivergedError` if too many updates in a row, the last one at `step`, had to be skipped."""
     if in_a_row >= SKIPPED_IN_A_ROW:
+        where = origin(layers) or largest_update(layers)
         raise DivergedError(
-            f"diverged: {in_a_row} updates in a row were skipped, the last at step {step}{origin(layers)}; {ADVICE}",
-            step,
-            "skipped",
+            f"{in_a_row} updates in a row were skipped, the last at step {step}{where}", step, "skipped"
         )
 
 

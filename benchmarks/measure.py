@@ -38,11 +38,12 @@ def alternate(first: Callable[[], Any], second: Callable[[], Any], pairs: int = 
 
 
 def save(name: str, results: Mapping[str, Any]) -> None:
-    """Writes benchmarks/results/<name>.json, and prints one line per figure."""
+    """Writes benchmarks/results/<name>.json, and prints one line per figure; lists are for the file alone."""
     machine = {"machine": platform.processor() or platform.machine(), "date": time.strftime("%Y-%m-%d %H:%M")}
     RESULTS.mkdir(exist_ok=True)
     path = RESULTS / f"{name}.json"
     path.write_text(json.dumps({**machine, **environment(), **results}, indent=1) + "\n", encoding="utf-8")
     for key, value in results.items():
-        print(f"{key}: {value['ratio']:.4f}" if isinstance(value, dict) and "ratio" in value else f"{key}: {value}")
+        if not isinstance(value, list):
+            print(f"{key}: {value['ratio']:.4f}" if isinstance(value, dict) and "ratio" in value else f"{key}: {value}")
     print(path)

@@ -397,7 +397,7 @@ def test_a_diverging_run_says_so_and_keeps_nothing_that_is_not_finite(tmp_path: 
     assert "step" in status["reason"]
     # The update that ended it is there, as JSON that any program reads.
     last = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1], parse_constant=pytest.fail)
-    assert None in (last["loss"], last["grad_norm"])
+    assert None in (last["loss"], last["grad_norm"], last["update_norm"])
     assert not [entry for entry in (tmp_path / "checkpoints").iterdir() if entry.name.isdecimal()]
 
 

@@ -1,0 +1,23 @@
+"""Does an alpha that waits for the weakest layer keep more layers alive? 50L-50L, three seeds.
+
+    python main.py --mode=sweep --config=configs/sweep_adaptive.py --workdir=runs/sweep_adaptive
+    python -m benchmarks.alive runs/sweep_adaptive
+
+The numerals of sweep_depth.py, alpha over the whole run (T = 800 of 800 updates). Results: docs/results.md.
+"""
+
+import ml_collections
+
+from configs import sweep_depth
+
+
+def get_config(depth: str = "") -> ml_collections.ConfigDict:
+    """The same corpus, width and batches as the table of methods by depth."""
+    config = sweep_depth.get_config(depth)
+    config.model.alpha_steps = 800
+    config.train.steps = 800
+    config.train.watch_every = 10
+    config.sweep.grid = "depth=50L-50L model.alpha_schedule=linear,adaptive train.seed=0,1,2"
+    config.sweep.columns = "model.alpha_schedule"
+    config.sweep.baseline = ""
+    return config

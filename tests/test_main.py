@@ -64,6 +64,7 @@ def test_mistakes_on_the_command_line(options: list[str], parts: list[str]) -> N
     assert is_one_line(done.stderr, *parts)
 
 
+@pytest.mark.slow
 def test_a_length_on_the_command_line_replaces_that_of_the_file(tmp_path: Path) -> None:
     workdir = tmp_path / "run"
     options = [option for option in HASTY if "train.steps" not in option]
@@ -73,6 +74,7 @@ def test_a_length_on_the_command_line_replaces_that_of_the_file(tmp_path: Path) 
     assert read_status(workdir)["step"] == math.ceil(0.5 * per_epoch)
 
 
+@pytest.mark.slow
 def test_without_a_workdir_the_config_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("branchnorm_jax", "configs", "main.py"):
         (tmp_path / name).symlink_to(ROOT / name)
@@ -426,6 +428,7 @@ def test_methods_mode_lists_every_method_and_its_page_is_up_to_date() -> None:
     assert page.read_text(encoding="utf-8") == before, "python main.py --mode=methods writes it"
 
 
+@pytest.mark.slow
 def test_a_methods_recommended_options_are_shown_taken_and_saved(tmp_path: Path) -> None:
     options = ("--config.model.method=t_fixup", "--config.train.steps=2")
     done = run_main(*HASTY, *options, f"--workdir={tmp_path / 'run'}")

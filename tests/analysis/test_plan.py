@@ -69,6 +69,7 @@ def test_recomputation() -> None:
     }
 
 
+@pytest.mark.slow
 def test_the_plan_of_a_deep_run() -> None:
     found = make_plan(config("100L-100L", model__remat="auto", plan__device="h200", train__batch_tokens=4096))
     assert found["non_embedding_parameters"] == 735_641_600

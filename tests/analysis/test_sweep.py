@@ -146,6 +146,7 @@ def test_paired_bootstrap_tells_a_real_difference_from_none() -> None:
     assert paired_bootstrap([half[0]] * 200, [half[0]] * 200, references, "de").p_value == 1
 
 
+@pytest.mark.slow
 def test_a_sweep_keeps_what_diverged_and_goes_on_where_it_was(tmp_path: Path) -> None:
     grid = "method=post_ln,branchnorm depth=1L-1L | method=post_ln depth=1L-1L train.learning_rate=1e30"
     options = (

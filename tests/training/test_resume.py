@@ -24,6 +24,7 @@ def straight(trained: Path) -> tuple[str, list[dict]]:
     return read_status(trained)["state_sha256"], read_metrics(trained)
 
 
+@pytest.mark.slow
 def test_killed_three_times_and_terminated_once_ends_bit_for_bit_the_same(
     straight: tuple[str, list[dict]], tmp_path: Path
 ) -> None:
@@ -113,6 +114,7 @@ os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
 """
 
 
+@pytest.mark.slow
 def test_a_save_that_fails_ends_the_run_and_keeps_what_was_saved(trained: Path, tmp_path: Path) -> None:
     """The operating system refuses files of more than 45 kB, as a full disk refuses any: arrays, but not logs."""
     workdir = tmp_path / "run"

@@ -140,6 +140,7 @@ print(json.dumps({"losses": ran.losses, "layers": layers, "compiled": ran.compil
 """
 
 
+@pytest.mark.slow
 def test_eight_devices_give_the_numbers_of_one() -> None:
     """A 4 x 2 mesh of data and model parallelism, dropout on."""
     one = run(CONFIG)
@@ -161,6 +162,7 @@ def test_eight_devices_give_the_numbers_of_one() -> None:
     assert eight["shard"] == 2 * 16 * 32 // 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("floor", "grows"), [(0.0, True), (1.0, False)])
 def test_adaptive_alpha_in_training(floor: float, grows: bool) -> None:
     """With a floor of 0 it is linear; with a floor of 1 it never begins."""

@@ -40,6 +40,7 @@ CONFIG = Config(
         rollback_updates=4,
     ),
 )
+POLICIES = [(30.0, "spike"), pytest.param(float("nan"), "nonfinite", marks=pytest.mark.slow)]
 BAD = 65
 """The update that has trouble: late enough to know what is usual."""
 
@@ -90,11 +91,13 @@ def run(directory: Path, poison: int, factor: float, monkeypatch: pytest.MonkeyP
     return status | {"metrics": lines("metrics.jsonl"), "events": lines("events.jsonl")}
 
 
+@pytest.mark.slow
 def test_without_trouble_nothing_is_noted(poison: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = run(tmp_path, poison, 1.0, monkeypatch)
     assert (found["status"], found["spikes"], found["rollbacks"], found["events"]) == ("done", 0, 0, [])
 
 
+@pytest.mark.slow
 def test_a_spike_is_noted_and_trained_on(poison: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = run(tmp_path, poison, 30.0, monkeypatch)
     assert found["status"] == "done"
@@ -114,7 +117,7 @@ def test_a_spike_can_end_the_run(poison: int, tmp_path: Path, monkeypatch: pytes
     assert "layer" in found["reason"]
 
 
-@pytest.mark.parametrize(("factor", "policy"), [(30.0, "spike"), (float("nan"), "nonfinite")])
+@pytest.mark.parametrize(("factor", "policy"), POLICIES)
 def test_its_update_can_be_skipped(
     factor: float, policy: str, poison: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -128,7 +131,7 @@ def test_its_update_can_be_skipped(
     assert found["metrics"][-1]["loss"] == pytest.approx(well["metrics"][-1]["loss"], rel=0.05)
 
 
-@pytest.mark.parametrize(("factor", "policy"), [(30.0, "spike"), (float("nan"), "nonfinite")])
+@pytest.mark.parametrize(("factor", "policy"), POLICIES)
 def test_it_can_be_rolled_back_and_its_batches_left_out(
     factor: float, policy: str, poison: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -149,6 +152,7 @@ def test_it_can_be_rolled_back_and_its_batches_left_out(
     assert found["metrics"][-1]["loss"] == pytest.approx(well["metrics"][-1]["loss"], rel=0.05)
 
 
+@pytest.mark.slow
 def test_or_alpha_stands(poison: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """From the checkpoint on, until `rollback_updates` after the trouble. If it comes again, that is the end."""
     model = dataclasses.replace(CONFIG.model, alpha_steps=160)
@@ -247,6 +251,7 @@ def test_a_rollback_goes_past_newer_checkpoints(poison: int, tmp_path: Path, mon
     assert found["compiled_shapes"] == 1
 
 
+@pytest.mark.slow
 def test_with_no_old_checkpoint_the_oldest_is_better_than_none(
     poison: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -113,6 +113,7 @@ def test_layers_that_depend_on_all_others_are_refused() -> None:
         check_names(config)
 
 
+@pytest.mark.slow
 def test_in_float64_it_is_exact() -> None:
     """Far below one unit in the last place of a float32, Adam's usual epsilon and all."""
     with jax.enable_x64(True):

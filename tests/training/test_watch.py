@@ -173,6 +173,7 @@ def test_where_trouble_began(broken: dict[tuple[str, str], list[int]], said: str
     assert found.endswith(said) if said else found == ""
 
 
+@pytest.mark.slow
 def test_a_run_that_skips_all_updates_ends(tmp_path: Path) -> None:
     """At this learning rate no update is a finite one."""
     done = run_main(

@@ -155,10 +155,9 @@ def main() -> None:
             "time_dropout_over_none": step_time(dict(dropout=0.1), dict(dropout=0.0), 3 * pairs),
             "time_watched_over_not": step_time(dict(watch_every=100), dict(watch_every=0), 3 * pairs),
             "recompilations": recompilations(),
-        }
-        | in_backward("full")
-        | in_backward("nested"),
+        },
     )
+    save("in_backward", in_backward("full") | in_backward("nested"))
 
 
 if __name__ == "__main__":

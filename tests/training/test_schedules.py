@@ -165,9 +165,10 @@ def test_staggered_alpha(layers: int, total: int, stagger: float, order: str, sh
     by_step = np.asarray(schedule(jnp.arange(total + 2))["encoder"])
     assert by_step.shape == (total + 2, layers)
     assert (by_step[0] == 0).all() and (by_step[total:] == 1).all()
-    assert (np.diff(by_step, axis=0) >= 0).all()
+    # But for the last digit of a float32.
+    assert (np.diff(by_step, axis=0) >= -1e-6).all()
     first_to_last = np.argsort(schedules.order(order, layers))
-    assert (np.diff(by_step[:, first_to_last], axis=1) <= 0).all()
+    assert (np.diff(by_step[:, first_to_last], axis=1) <= 1e-6).all()
     same: Any = jax.vmap(schedules.alpha(dataclasses.replace(model, alpha_order="uniform")))
     uniform = np.asarray(same(jnp.arange(total + 2)))
     assert (by_step[:, first_to_last[0]] >= uniform - 1e-6).all()

@@ -27,7 +27,7 @@ from branchnorm_jax import config as configs
 from branchnorm_jax.data.corpus import read_pairs
 from branchnorm_jax.decoding.translate import pad
 from branchnorm_jax.model.parameters import STACKS, Params
-from branchnorm_jax.model.transformer import Transformer, decoder_inputs, source_mask
+from branchnorm_jax.model.transformer import Transformer, decoder_inputs
 from branchnorm_jax.modes import load
 from branchnorm_jax.options import PAD, ModelConfig
 from branchnorm_jax.training.state import Batch
@@ -54,7 +54,7 @@ def programs(model: Transformer, types: Types) -> tuple[Callable[..., Any], Call
     def outputs(params: Params, alpha: Any, batch: Batch) -> Any:
         memory = model.encode(params, batch.source, alpha)
         inputs = decoder_inputs(batch.target)
-        x = model.decode(params, memory, source_mask(batch.source), inputs, alpha).astype(config.dtype)
+        x = model.decode(params, memory, batch.source, inputs, alpha).astype(config.dtype)
         return (memory, x), model.output(params).nll(model.logits(params, x), batch.target)[0]
 
     def loss(layers: Params, params: Params, alpha: Any, batch: Batch, tokens: jax.Array) -> jax.Array:

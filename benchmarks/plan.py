@@ -88,9 +88,10 @@ def times() -> dict[str, Any]:
             plan=PlanConfig(sentence_length=32),
         )
         on_device = plan.calibrate(config)
-        rows = plan.rows_of(config, 32, 1)
-        predicted = on_device(plan.seconds(config, devices.find(""), plan.update_costs(config, rows, 32)))
-        measured = plan.measured_seconds(config, rows, 32)
+        length = plan.lengths(config)[0]
+        rows = plan.rows_of(config, length, 1)
+        predicted = on_device(plan.seconds(config, devices.find(""), plan.update_costs(config, rows, length)))
+        measured = plan.measured_seconds(config, rows, length)
         ratios[" ".join(f"{key}={value}" for key, value in changes.items())] = predicted / measured
         jax.clear_caches()
         print(f"{predicted:.3f} s predicted, {measured:.3f} s measured: {changes}", flush=True)

@@ -211,7 +211,7 @@ def analyze(config: Config, workdir: Workdir) -> None:
     workdir.create()
     corpus = prepare(config.data, workdir.path, logs.say)
     _, valid = make_plans(config.data, corpus.train, corpus.valid, config.train.batch_tokens, config.train.seed)
-    batch = Batch(*(jnp.asarray(side[:ANALYZED]) for side in next(iter(valid.in_order()))))
+    batch = Batch(*map(jnp.asarray, valid.single(ANALYZED)))
     signals = {}
     for method in methods:
         begin = time.perf_counter()

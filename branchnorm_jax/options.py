@@ -144,7 +144,13 @@ class DataConfig:
     max_ratio: float = option(
         0.0, "training pairs of a larger length ratio are dropped and counted; 0: keep all", minimum=0
     )
-    batch_shapes: int = option(6, "static batch shapes, each compiled once", unit="shapes", minimum=1, maximum=64)
+    batch_shapes: int = option(
+        4,
+        "static batch shapes at most, each compiled once; rows of one are twice as long",
+        unit="shapes",
+        minimum=1,
+        maximum=64,
+    )
     row_multiple: int = option(
         8, "rows of a batch are a multiple of this; devices must divide it", unit="rows", minimum=1
     )

@@ -34,7 +34,6 @@ def get_config(depth: str = "") -> ml_collections.ConfigDict:
     config.data.target_lang = "de"
     config.data.vocab_size = 6000
     config.data.max_length = 64
-    config.data.batch_shapes = 4
     config.train.steps = 8000
     config.train.batch_tokens = 2048
     config.train.learning_rate = 1e-3

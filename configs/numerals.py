@@ -28,7 +28,6 @@ def get_config(depth: str = "") -> ml_collections.ConfigDict:
     config.data.source = "numerals"
     config.data.vocab_size = 800
     config.data.max_length = 96
-    config.data.batch_shapes = 3
     config.train.steps = 1200
     config.train.batch_tokens = 2048
     config.train.learning_rate = 1.5e-3

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from branchnorm_jax.analysis import costs, devices
+from branchnorm_jax.data.packing import row_length
 from branchnorm_jax.errors import UserError
 from branchnorm_jax.model.stack import REMAT, best_group, size_of
 from branchnorm_jax.model.transformer import Transformer
@@ -82,7 +83,7 @@ def shrink(config: Config, encoder_layers: int, decoder_layers: int) -> Config:
 
 
 def update(config: Config, rows: int, length: int) -> tuple[Any, TrainState, Batch]:
-    """One device's share of an update, and the shapes of its arguments: a batch of `rows` sentences of `length`."""
+    """One device's share of an update, and the shapes of its arguments: a batch of `rows` rows of `length`."""
     alone = dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, data=1))
     model = Transformer(config.model, config.data.vocab_size, config.data.vocab_size)
     optimizer = make_optimizer(config.train)
@@ -103,16 +104,17 @@ def update_costs(config: Config, rows: int, length: int) -> costs.Costs:
 
 
 def rows_of(config: Config, length: int, count: int) -> int:
-    """Sentences of `length` that one of `count` data-parallel devices has of an update."""
+    """Rows of `length` that one of `count` data-parallel devices has of an update."""
     multiple, parts = config.data.row_multiple, config.train.accumulation
     rows = max(multiple, config.train.batch_tokens // length // multiple * multiple)
     return math.ceil(rows / count / parts) * parts
 
 
 def lengths(config: Config) -> tuple[int, ...]:
-    """Of batches, a usual one and the longest: the two that may need most."""
-    longest = config.data.max_length
-    return tuple(sorted({min(config.plan.sentence_length, longest), longest}))
+    """Of rows, in batches of short ones and of long ones: the two that may need most."""
+    tokens, multiple, longest = config.train.batch_tokens, config.data.row_multiple, config.data.max_length
+    short = row_length(min(config.plan.sentence_length, longest), tokens, multiple)
+    return tuple(sorted({short, max(short, longest)}))
 
 
 def peak_bytes(config: Config, count: int) -> float:
@@ -216,7 +218,8 @@ def make_plan(config: Config, progress: Callable[[], Any] = lambda: None) -> dic
     params = model.abstract_params()
     opt_state = jax.eval_shape(make_optimizer(config.train).init, params)
     by_part = {name: _count(part) for name, part in params.items()}
-    flops = forward_flops(config, length, length, vocabulary)
+    sentence = min(config.plan.sentence_length, config.data.max_length)
+    flops = forward_flops(config, sentence, sentence, vocabulary)
     usable, rows = device.memory, rows_of(config, length, count)
     carry = (
         rows // config.train.accumulation * length * config.model.width * jnp.dtype(config.model.carry_dtype).itemsize
@@ -231,7 +234,7 @@ def make_plan(config: Config, progress: Callable[[], Any] = lambda: None) -> dic
         tokens = fitting_tokens(chosen, usable)
         progress()
         return {
-            "flops_per_target_token": 3 * sum(flops.values()) + recomputed_flops(chosen, flops, length, length),
+            "flops_per_target_token": 3 * sum(flops.values()) + recomputed_flops(chosen, flops, sentence, sentence),
             "peak_bytes": peak,
             "fits": peak <= usable,
             "tokens_per_microbatch": tokens,
@@ -260,7 +263,8 @@ def make_plan(config: Config, progress: Callable[[], Any] = lambda: None) -> dic
             or best_group(depth, carry, size_of(params[stack]) / depth, whole=config.train.update_in_backward)
             for stack, depth in (("encoder", config.model.encoder_layers), ("decoder", config.model.decoder_layers))
         },
-        "sentence_length": length,
+        "sentence_length": sentence,
+        "row_length": length,
         "device": config.plan.device or jax.devices()[0].device_kind,
         "devices": count * config.parallel.model,
         "usable_bytes": usable,

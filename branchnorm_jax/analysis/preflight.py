@@ -5,7 +5,6 @@ learning rate peaks, and where a tenth, half and all of the way to both that and
 between the points are left out. Width and batch are reduced; all else is as in the run.
 """
 
-import collections
 import dataclasses
 import json
 import math
@@ -18,7 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from branchnorm_jax.analysis.signal import gradients
-from branchnorm_jax.data.batches import BatchPlan, make_plans
+from branchnorm_jax.data.batches import BatchPlan, fill_rows, make_plans, shuffled
+from branchnorm_jax.data.packing import Shape
 from branchnorm_jax.data.prepare import Corpus
 from branchnorm_jax.decoding.translate import make_model
 from branchnorm_jax.model.parameters import STACKS, Params, norm_by_layer
@@ -94,13 +94,15 @@ def fly(config: Config, corpus: Corpus, progress: Callable[[int, int], Any]) -> 
 
 
 def batches_of(plan: BatchPlan) -> Callable[[int], Batch]:
-    """A few sentences for each update, from the run's batches of the most common shape."""
-    first = [plan.batch_at(step) for step in range(min(200, plan.batches_per_epoch))]
-    shape = collections.Counter(batch.source.shape for batch in first).most_common(1)[0][0]
-    pool = [batch for batch in first if batch.source.shape == shape]
+    """A few sentences for each update, one a row: no longer than three quarters of the run's are."""
+    lengths = plan.sentences.lengths
+    usual = np.quantile(lengths, 0.75, axis=0, method="higher")
+    pool = shuffled(np.flatnonzero((lengths <= usual).all(1)), plan.seed)
+    shape = Shape(ROWS, *usual.tolist())
 
     def batch(step: int) -> Batch:
-        return Batch(*(jnp.asarray(side[:ROWS]) for side in pool[step % len(pool)]))
+        rows = [pool[(step * ROWS + row) % len(pool)][None] for row in range(ROWS)]
+        return Batch(*map(jnp.asarray, fill_rows(plan.sentences, rows, shape)))
 
     return batch
 

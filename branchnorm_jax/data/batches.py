@@ -10,28 +10,30 @@ from typing import NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
-from branchnorm_jax.errors import UserError
-from branchnorm_jax.options import DataConfig
+from branchnorm_jax.data.packing import Packing, Shape, choose_shapes, pack
+from branchnorm_jax.options import PAD, DataConfig
 
 T = TypeVar("T")
 
 
 class TextBatch(NamedTuple):
-    """Token ids, int32 [rows, length] each: sentences that end in EOS, then padding (id 0)."""
+    """Token ids, int32 [rows, length] each: sentences one after the other, each ends in EOS, then padding.
+
+    The n-th sentence of a target row is the translation of the n-th sentence of the source row.
+    """
 
     source: np.ndarray
     target: np.ndarray
 
+    @property
+    def shape(self) -> Shape:
+        """Rows, and positions of both sides."""
+        rows, source = self.source.shape
+        return Shape(rows, source, self.target.shape[1])
+
     def digest(self) -> str:
         """Eight hex digits that identify the batch in logs."""
         return f"{zlib.crc32(self.target.tobytes(), zlib.crc32(self.source.tobytes())):08x}"
-
-
-class Shape(NamedTuple):
-    """A static batch shape: `rows` sentences of at most `length` tokens on either side."""
-
-    rows: int
-    length: int
 
 
 class Sentences(Protocol):
@@ -41,49 +43,8 @@ class Sentences(Protocol):
     def lengths(self) -> np.ndarray:
         """int [n, 2]: tokens of source and target, EOS included."""
 
-    def gather(self, side: str, ids: np.ndarray, length: int) -> np.ndarray:
-        """int32 [len(ids), length]: the sentences, padded."""
-
-
-def choose_shapes(lengths: np.ndarray, batch_tokens: int, count: int, row_multiple: int) -> list[Shape]:
-    """At most `count` shapes that waste the fewest positions on sentences of these lengths.
-
-    A sentence goes to the shortest shape that holds it; the boundaries minimise the total padded length exactly, by
-    dynamic programming over the distinct lengths.
-
-    Args:
-      lengths: the longer side of each sentence pair, int [n].
-      batch_tokens: rows x length is at most this.
-      count: number of shapes.
-      row_multiple: rows are a multiple of this.
-
-    Raises:
-      UserError: if the longest sentence does not fit.
-    """
-    values, frequency = np.unique(lengths, return_counts=True)
-    longest = int(values[-1])
-    if longest * row_multiple > batch_tokens:
-        raise UserError(
-            f"config: train.batch_tokens={batch_tokens} cannot hold data.row_multiple={row_multiple} sentences of "
-            f"{longest} tokens; raise it to {longest * row_multiple} or lower data.max_length"
-        )
-    below = np.concatenate([[0], np.cumsum(frequency)])
-    widths = np.concatenate([[0], values])
-    # best[j]: least padded length of the sentences of the j shortest distinct lengths, with the shapes allowed so far.
-    best = np.where(widths == 0, 0, np.inf)
-    steps = []
-    for _ in range(min(count, len(values))):
-        cost = best[:, None] + (below[None, :] - below[:, None]) * widths[None, :]
-        cost[np.tril_indices(len(cost), -1)] = np.inf
-        steps.append(cost.argmin(0))
-        best = cost.min(0)
-    boundaries = []
-    end = len(values)
-    for previous in reversed(steps):
-        if previous[end] != end:
-            boundaries.append(int(widths[end]))
-            end = previous[end]
-    return [Shape(batch_tokens // b // row_multiple * row_multiple, b) for b in sorted(boundaries)]
+    def gather(self, side: str, ids: np.ndarray) -> np.ndarray:
+        """int32 [sum of lengths]: the tokens of these sentences, end to end."""
 
 
 def shuffled(ids: np.ndarray, *seeds: int) -> np.ndarray:
@@ -106,80 +67,106 @@ class BatchPlan:
     """Which sentences are in the batch of which step.
 
     Every sentence is in exactly one batch of each epoch. Batches differ from epoch to epoch, their number does not, so
-    the batch of any step is found without reading those before.
+    the batch of any step is found without reading those before: the rows are packed once, and each epoch deals the
+    pairs of equal lengths out anew and puts the rows into another order.
     """
 
     sentences: Sentences
+    packing: Packing
     shapes: Sequence[Shape]
     seed: int
 
     @functools.cached_property
-    def _members(self) -> list[np.ndarray]:
-        """Sentence ids by shape."""
-        longer = self.sentences.lengths.max(1)
-        which = np.searchsorted([shape.length for shape in self.shapes], longer)
-        return [np.flatnonzero(which == index) for index in range(len(self.shapes))]
-
-    @property
-    def used(self) -> list[bool]:
-        """Of each shape, whether any sentence needs it."""
-        return [len(ids) > 0 for ids in self._members]
+    def rows(self) -> list[int]:
+        """Rows of each shape that hold sentences, over one epoch."""
+        return rows_of(self.packing, self.shapes)
 
     @functools.cached_property
     def batches_per_epoch(self) -> int:
         """Updates of one epoch."""
-        return sum(-(-len(ids) // shape.rows) for ids, shape in zip(self._members, self.shapes, strict=True))
+        return sum(-(-rows // shape.rows) for rows, shape in zip(self.rows, self.shapes, strict=True))
 
     @functools.cached_property
     def fill(self) -> float:
         """Real tokens over computed positions, both sides, over one epoch."""
         positions = sum(
-            -(-len(ids) // shape.rows) * shape.rows * shape.length * 2
-            for ids, shape in zip(self._members, self.shapes, strict=True)
+            -(-rows // shape.rows) * shape.rows * (shape.source + shape.target)
+            for rows, shape in zip(self.rows, self.shapes, strict=True)
         )
         return float(self.sentences.lengths.sum() / positions)
 
     @functools.lru_cache(maxsize=2)  # noqa: B019 - a plan lives as long as the run
-    def _epoch(self, epoch: int) -> list[tuple[int, np.ndarray]]:
+    def _epoch(self, epoch: int) -> tuple[np.ndarray, list[np.ndarray]]:
+        """The pair in each place of the packing, and the rows of each batch."""
+        packing = self.packing
+        # Both orders go from kind to kind: the places as they are, the pairs anew.
+        places = np.argsort(packing.kinds, kind="stable")
+        shuffled_ids = shuffled(np.arange(len(places)), self.seed, epoch)
+        kind_of = np.empty(len(places), packing.kinds.dtype)
+        kind_of[packing.order] = packing.kinds[places]
+        pairs = np.empty(len(places), np.int64)
+        pairs[places] = shuffled_ids[np.argsort(kind_of[shuffled_ids], kind="stable")]
         batches = []
-        for index, (ids, shape) in enumerate(zip(self._members, self.shapes, strict=True)):
-            ids = shuffled(ids, self.seed, epoch)
-            batches += [(index, ids[start : start + shape.rows]) for start in range(0, len(ids), shape.rows)]
-        order = shuffled(np.arange(len(batches)), self.seed, epoch, 1)
-        return [batches[index] for index in order]
+        for index, shape in enumerate(self.shapes):
+            rows = shuffled(np.flatnonzero(packing.shape == index), self.seed, epoch, 1)
+            batches += [rows[start : start + shape.rows] for start in range(0, len(rows), shape.rows)]
+        order = shuffled(np.arange(len(batches)), self.seed, epoch, 2)
+        return pairs, [batches[index] for index in order]
 
-    def ids_at(self, step: int) -> tuple[Shape, np.ndarray]:
-        """The shape of the batch of update `step` (the first is 0) and the ids of its sentences."""
+    def ids_at(self, step: int) -> tuple[Shape, list[np.ndarray]]:
+        """The shape of the batch of update `step` (the first is 0), and the ids of the sentences of each row."""
         epoch, index = divmod(step, self.batches_per_epoch)
-        shape, ids = self._epoch(epoch)[index]
-        return self.shapes[shape], ids
+        pairs, batches = self._epoch(epoch)
+        rows, packing = batches[index], self.packing
+        return self.shapes[packing.shape[rows[0]]], [pairs[packing.starts[r] : packing.starts[r + 1]] for r in rows]
 
     def batch_at(self, step: int) -> TextBatch:
         """The batch of update `step`; rows that the last batch of a shape leaves over are padding."""
-        shape, ids = self.ids_at(step)
-        return self._fill(shape, ids)
+        shape, rows = self.ids_at(step)
+        return fill_rows(self.sentences, rows, shape)
 
     def in_order(self) -> Iterator[TextBatch]:
-        """Each sentence once, shape by shape: for validation."""
-        for ids, shape in zip(self._members, self.shapes, strict=True):
-            for start in range(0, len(ids), shape.rows):
-                yield self._fill(shape, ids[start : start + shape.rows])
+        """Each sentence once: for validation."""
+        return (self.batch_at(step) for step in range(self.batches_per_epoch))
 
-    def _fill(self, shape: Shape, ids: np.ndarray) -> TextBatch:
-        sides = (np.zeros(shape, np.int32), np.zeros(shape, np.int32))
-        for side, out in zip(("source", "target"), sides, strict=True):
-            out[: len(ids)] = self.sentences.gather(side, ids, shape.length)
-        return TextBatch(*sides)
+    def single(self, count: int) -> TextBatch:
+        """The first `count` sentences of the corpus, one a row."""
+        rows = [np.array([index]) for index in range(min(count, len(self.sentences.lengths)))]
+        return fill_rows(self.sentences, rows, Shape(len(rows), *self.sentences.lengths[: len(rows)].max(0).tolist()))
+
+
+def fill_rows(sentences: Sentences, rows: Sequence[np.ndarray], shape: Shape) -> TextBatch:
+    """A batch of `shape` whose first rows hold the sentences of these ids."""
+    ids = np.concatenate(rows)
+    row_of = np.repeat(np.arange(len(rows)), [len(row) for row in rows])
+    filled = np.zeros((shape.rows, 2), np.int64)
+    np.add.at(filled, row_of, sentences.lengths[ids])
+    sides = []
+    for column, side in enumerate(TextBatch._fields):
+        out = np.full((shape.rows, shape[1 + column]), PAD, np.int32)
+        out[np.arange(out.shape[1]) < filled[:, column, None]] = sentences.gather(side, ids)
+        sides.append(out)
+    return TextBatch(*sides)
 
 
 def make_plans(
     data: DataConfig, train: Sentences, valid: Sentences, batch_tokens: int, seed: int
 ) -> tuple[BatchPlan, BatchPlan]:
     """The plans of training and validation, in the same shapes, so that validation compiles no shape of its own."""
-    longer = train.lengths.max(1)
-    longest = max(int(longer.max()), int(valid.lengths.max()))
-    shapes = choose_shapes(np.append(longer, longest), batch_tokens, data.batch_shapes, data.row_multiple)
-    return BatchPlan(train, shapes, seed), BatchPlan(valid, shapes, seed)
+    longest = np.maximum(train.lengths.max(0), valid.lengths.max(0))
+    shapes = choose_shapes(train.lengths, longest, batch_tokens, data.batch_shapes, data.row_multiple)
+    packing = pack(train.lengths, shapes)
+    # A corpus of a few batches would leave much of the last one empty: all of them a little smaller waste less.
+    rows = rows_of(packing, shapes)[0]
+    if rows:
+        even = -(-rows // -(-rows // shapes[0].rows))
+        shapes = [shapes[0]._replace(rows=-(-even // data.row_multiple) * data.row_multiple), *shapes[1:]]
+    return BatchPlan(train, packing, shapes, seed), BatchPlan(valid, pack(valid.lengths, shapes), shapes, seed)
+
+
+def rows_of(packing: Packing, shapes: Sequence[Shape]) -> list[int]:
+    """Rows of each shape in a packing."""
+    return np.bincount(packing.shape, minlength=len(shapes)).tolist()
 
 
 def prefetch(function: Callable[[int], T], start: int, stop: int, depth: int) -> Generator[T, None, None]:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from branchnorm_jax.data.corpus import Pair, corpus_key, read_pairs
-from branchnorm_jax.data.tokenizer import PAD, Tokenizer, atomic_directory
+from branchnorm_jax.data.tokenizer import Tokenizer, atomic_directory
 from branchnorm_jax.errors import UserError
 from branchnorm_jax.options import DataConfig
 
@@ -66,16 +66,15 @@ class TokenStore:
         """Tokens of source and target, EOS included, int32 [n, 2]."""
         return np.stack([np.diff(self.source_offsets), np.diff(self.target_offsets)], axis=1).astype(np.int32)
 
-    def gather(self, side: str, ids: np.ndarray, length: int) -> np.ndarray:
-        """Sentences as rows, padded with PAD.
+    def gather(self, side: str, ids: np.ndarray) -> np.ndarray:
+        """The tokens of these sentences end to end, EOS included.
 
         Args:
           side: "source" or "target".
-          ids: which sentences, int [rows].
-          length: columns; no sentence may be longer.
+          ids: which sentences, int [n].
 
         Returns:
-          int32 [rows, length].
+          int32 [sum of their lengths].
         """
         tokens, offsets = {
             "source": (self.source_tokens, self.source_offsets),
@@ -83,13 +82,9 @@ class TokenStore:
         }[side]
         starts = offsets[ids]
         lengths = offsets[ids + 1] - starts
-        if lengths.max(initial=0) > length:
-            raise ValueError(f"a {side} sentence has {lengths.max()} tokens, more than {length}")
-        columns = np.arange(length)
-        real = columns < lengths[:, None]
-        rows = np.full((len(ids), length), PAD, np.int32)
-        rows[real] = tokens[(starts[:, None] + columns)[real]]
-        return rows
+        # Of sentence i, whose tokens follow those before it: where they are in the store.
+        shift = np.repeat(starts - np.cumsum(lengths) + lengths, lengths)
+        return tokens[shift + np.arange(len(shift))].astype(np.int32)
 
 
 def build_store(

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from branchnorm_jax.model.parameters import Params
-from branchnorm_jax.model.transformer import Transformer, causal_mask, decoder_inputs, source_mask
+from branchnorm_jax.model.transformer import Places, Transformer, decoder_inputs, source_places, target_places
 
 
 def profile(model: Transformer, params: Params, source_BS: jax.Array, target_BT: jax.Array, key: jax.Array) -> Params:
@@ -28,13 +28,13 @@ def profile(model: Transformer, params: Params, source_BS: jax.Array, target_BT:
       target_BT: int [B, T].
       key: of the dropout masks.
     """
-    mask_B1S, inputs_BT = source_mask(source_BS), decoder_inputs(target_BT)
+    source, inputs_BT = source_places(source_BS), decoder_inputs(target_BT)
 
-    def spreads(stack: str, tokens: jax.Array, *arguments: jax.Array) -> tuple[jax.Array, Any]:
-        return model.run_tokens(params, stack, tokens, arguments, jnp.ones(()), key, sown="profile")
+    def spreads(stack: str, tokens: jax.Array, places: Places, memory: Any = None) -> tuple[jax.Array, Any]:
+        return model.run_tokens(params, stack, tokens, places, memory, jnp.ones(()), key, sown="profile")
 
-    memory_BSD, encoder = spreads("encoder", source_BS, mask_B1S)
-    _, decoder = spreads("decoder", inputs_BT, memory_BSD, causal_mask(inputs_BT.shape[1]), mask_B1S)
+    memory_BSD, encoder = spreads("encoder", source_BS, source)
+    _, decoder = spreads("decoder", inputs_BT, target_places(inputs_BT), (memory_BSD, source))
 
     def fill(weights: Params, found: dict[str, tuple[jax.Array, ...]]) -> Params:
         return weights | {

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -32,6 +32,17 @@ from branchnorm_jax.options import EOS, PAD, ModelConfig
 
 BranchScale = jax.Array | Mapping[str, jax.Array]
 """alpha_t, float32: a traced scalar, or one value per layer, [L]; of each stack, where they differ."""
+
+
+class Places(NamedTuple):
+    """Where tokens stand: [B, T] each. Padding belongs to the sentence before it."""
+
+    sentence: jax.Array
+    """Which sentence of its row a token belongs to, int32, counted from 1."""
+    position: jax.Array
+    """How many tokens of that sentence come before it, int32."""
+    real: jax.Array
+    """Whether it is a token, not padding."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,29 +102,33 @@ class Transformer:
           key: switches dropout on.
           probes: [N, B, S, D], added to the layers' inputs: with zeros, the gradient by them is that of the stream.
         """
-        arguments = (source_mask(source_BS),)
-        return self.run_tokens(params, "encoder", source_BS, arguments, branch_scale, key, probes)[0]
+        return self.run_tokens(params, "encoder", source_BS, source_places(source_BS), None, branch_scale, key, probes)[
+            0
+        ]
 
     def decode(
         self,
         params: Params,
         memory_BSD: jax.Array,
-        mask_B1S: jax.Array,
+        source_BS: jax.Array,
         inputs_BT: jax.Array,
         branch_scale: BranchScale,
         key: jax.Array | None = None,
         probes: jax.Array | None = None,
     ) -> jax.Array:
         """Decoder output [B, T, D] for given decoder inputs (EOS, then the target without its last token)."""
-        arguments = (memory_BSD, causal_mask(inputs_BT.shape[1]), mask_B1S)
-        return self.run_tokens(params, "decoder", inputs_BT, arguments, branch_scale, key, probes)[0]
+        memory = memory_BSD, source_places(source_BS)
+        return self.run_tokens(
+            params, "decoder", inputs_BT, target_places(inputs_BT), memory, branch_scale, key, probes
+        )[0]
 
     def run_tokens(
         self,
         params: Params,
         stack: str,
         tokens_BT: jax.Array,
-        arguments: tuple[Any, ...],
+        places: Places,
+        memory: tuple[jax.Array, Places] | None,
         branch_scale: BranchScale,
         key: jax.Array | None = None,
         probes: jax.Array | None = None,
@@ -122,13 +137,17 @@ class Transformer:
     ) -> tuple[jax.Array, Any]:
         """Token ids through a whole stack: its output [B, T, D], and what its blocks return, stacked over layers.
 
-        `arguments` is what every block takes beside stream and `LayerInput`. `sown` asks the blocks to return what they
-        measure instead: "profile", the spread before each of their sub-layers (see `admin.py`), or "watch" (see
-        `blocks.watched`). `update`: see `stack.run_and_update`.
+        Tokens see those of their own sentence, in the decoder none that come later. `memory` is the encoder's output
+        and its places, for the decoder. `sown` asks the blocks to return what they measure instead: "profile", the
+        spread before each of their sub-layers (see `admin.py`), or "watch" (see `blocks.watched`). `update`: see
+        `stack.run_and_update`.
         """
         key = _fold(key, STACKS.index(stack))
-        positions_BTD = self._positions(tokens_BT.shape[1])[count_before(tokens_BT)]
-        x_BTD = self._embed(params, stack, tokens_BT, positions_BTD, key)
+        mask_BTT = same_sentence(places, places)
+        arguments: tuple[Any, ...] = (mask_BTT,)
+        if memory is not None:
+            arguments = memory[0], mask_BTT & causal_mask(tokens_BT.shape[1]), same_sentence(places, memory[1])
+        x_BTD = self._embed(params, stack, tokens_BT, self._positions(tokens_BT.shape[1])[places.position], key)
         inputs = self._layer_inputs(stack, branch_scale, key, probes)
         return self._run_layers(params, stack, x_BTD, inputs, lambda _: arguments, sown=sown, update=update)
 
@@ -157,14 +176,14 @@ class Transformer:
 
         `probes` by stack, as in `encode`; `sown` and `updates`, by stack, as in `run_tokens`.
         """
-        mask_B1S = source_mask(source_BS)
 
-        def run(stack: str, tokens: jax.Array, arguments: tuple[Any, ...]) -> tuple[jax.Array, Any]:
+        def run(stack: str, tokens: jax.Array, places: Places, memory: Any = None) -> tuple[jax.Array, Any]:
             probe, update = (probes or {}).get(stack), (updates or {}).get(stack)
-            return self.run_tokens(params, stack, tokens, arguments, branch_scale, key, probe, sown, update)
+            return self.run_tokens(params, stack, tokens, places, memory, branch_scale, key, probe, sown, update)
 
-        memory_BSD, encoder = run("encoder", source_BS, (mask_B1S,))
-        x_BTD, decoder = run("decoder", inputs_BT, (memory_BSD, causal_mask(inputs_BT.shape[1]), mask_B1S))
+        places = source_places(source_BS)
+        memory_BSD, encoder = run("encoder", source_BS, places)
+        x_BTD, decoder = run("decoder", inputs_BT, target_places(inputs_BT), (memory_BSD, places))
         return x_BTD.astype(self.config.dtype), {"encoder": encoder, "decoder": decoder} if sown else {}
 
     def __call__(
@@ -338,14 +357,34 @@ class Transformer:
 
 
 def decoder_inputs(target_BT: jax.Array) -> jax.Array:
-    """What the decoder reads under teacher forcing: EOS, then the target without its last token."""
+    """What the decoder reads under teacher forcing: of each sentence EOS, then the target without its last token.
+
+    Where a row holds several sentences, the EOS that one ends with is what the next begins with.
+    """
     return jnp.pad(target_BT[:, :-1], ((0, 0), (1, 0)), constant_values=EOS)
 
 
-def count_before(tokens_BT: jax.Array) -> jax.Array:
-    """Position of each real token, [B, T]: how many real ones stand before it. Sources may be padded on either side."""
-    real = tokens_BT != PAD
-    return jnp.cumsum(real, axis=1) - real
+def source_places(source_BS: jax.Array) -> Places:
+    """Of sentences that each end in EOS; padding may stand on either side of them."""
+    return _places(source_BS, jnp.pad(source_BS[:, :-1], ((0, 0), (1, 0))) == EOS)
+
+
+def target_places(inputs_BT: jax.Array) -> Places:
+    """Of decoder inputs: sentences that each begin with EOS."""
+    return _places(inputs_BT, inputs_BT == EOS)
+
+
+def _places(tokens_BT: jax.Array, begins_BT: jax.Array) -> Places:
+    real_BT = tokens_BT != PAD
+    before_BT = jnp.cumsum(real_BT, axis=1) - real_BT
+    starts_BT = real_BT & (begins_BT | (before_BT == 0))
+    start_BT = jax.lax.cummax(jnp.where(starts_BT, before_BT, 0), axis=1)
+    return Places(jnp.cumsum(starts_BT, axis=1), before_BT - start_BT, real_BT)
+
+
+def same_sentence(queries: Places, keys: Places) -> jax.Array:
+    """[B, T, S], True where a query may look: at the tokens of its own sentence."""
+    return (queries.sentence[:, :, None] == keys.sentence[:, None, :]) & keys.real[:, None, :]
 
 
 def causal_mask(length: int) -> jax.Array:

@@ -12,8 +12,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from branchnorm_jax.data.batches import Shape, TextBatch, make_plans, prefetch
+from branchnorm_jax.data.batches import TextBatch, make_plans, prefetch
 from branchnorm_jax.data.corpus import read_pairs
+from branchnorm_jax.data.packing import Shape
 from branchnorm_jax.data.prepare import Corpus, prepare
 from branchnorm_jax.decoding.translate import Translator, make_model
 from branchnorm_jax.errors import BranchNormError, DivergedError, Preempted, StorageError, UserError
@@ -94,7 +95,7 @@ class Run:
         self.abstract = abstract_state(self.model, self.optimizer, self.mesh)
         self.translator = Translator(self.model, corpus.tokenizer, config.decode)
         self.eval_step = jax.jit(make_eval_step(self.model, config))
-        self.compiled: dict[tuple[int, int], Any] = {}
+        self.compiled: dict[Shape, Any] = {}
         state_bytes = size_of(self.abstract)
         self.checkpoints = Checkpoints(workdir / "checkpoints", train, logs.say)
         if not self.checkpoints.steps():
@@ -222,7 +223,7 @@ class Run:
                     self.state = self._leave_out(self.state)
                     self.recorder.left_out()
                 else:
-                    update = self.compiled[batch.source.shape]
+                    update = self.compiled[batch.shape]
                     self.state, metrics = update(self.state, Batch(*to_devices(self.mesh, batch)))
                     read()
                     pending = (self.step, metrics, batch)
@@ -266,8 +267,9 @@ class Run:
         update = jax.jit(train_step, donate_argnums=0, out_shardings=(state_shardings, sharding(self.mesh)))
         split = sharding(self.mesh, "batch")
         for shape in self._shapes():
-            tokens: Any = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=split)
-            self.compiled[shape] = update.lower(self.abstract, Batch(tokens, tokens)).compile()
+            source, target = ((shape.rows, length) for length in (shape.source, shape.target))
+            tokens: Any = [jax.ShapeDtypeStruct(side, jnp.int32, sharding=split) for side in (source, target)]
+            self.compiled[shape] = update.lower(self.abstract, Batch(*tokens)).compile()
         self.memory.compile_seconds, self.memory.compiled_shapes = time.perf_counter() - begin, len(self.compiled)
         logs.say(f"compiled {len(self.compiled)} batch shapes in {self.memory.compile_seconds:.1f} s")
 
@@ -279,7 +281,7 @@ class Run:
 
     def _shapes(self) -> Iterator[Shape]:
         """The shapes that some training sentence needs."""
-        return (shape for shape, used in zip(self.plan.shapes, self.plan.used, strict=True) if used)
+        return (shape for shape, rows in zip(self.plan.shapes, self.plan.rows, strict=True) if rows)
 
     def _validate(self) -> str:
         """Validates the current state and remembers the result; returns why to stop, or ""."""
@@ -332,7 +334,7 @@ class Run:
         )
         logs.say(
             f"{len(self.corpus.train):,} sentence pairs, {self.plan.batches_per_epoch} updates per epoch, batches of "
-            f"{', '.join(f'{rows}x{length}' for rows, length in self._shapes())} "
+            f"{', '.join(f'{rows}x{source}+{target}' for rows, source, target in self._shapes())} positions "
             f"({100 * self.plan.fill:.1f} % real tokens)"
         )
         logs.say(f"from step {self.step} to {self.total}")

@@ -22,7 +22,7 @@ INIT_STREAM, DROPOUT_STREAM, PROFILE_STREAM = range(3)
 
 
 class Batch(NamedTuple):
-    """Token ids int32 [rows, length]; every sentence ends in EOS, the rest is padding."""
+    """Token ids int32 [rows, length] each, as in `data.batches.TextBatch`."""
 
     source: jax.Array
     target: jax.Array

@@ -14,7 +14,7 @@ from branchnorm_jax.model.losses import smoothed_cross_entropy
 from branchnorm_jax.model.methods import METHODS
 from branchnorm_jax.model.norms import apply_norm, init_norm
 from branchnorm_jax.model.recipe import NOWHERE, ONE, Recipe, Weight
-from branchnorm_jax.model.transformer import Transformer, count_before, decoder_inputs, source_mask
+from branchnorm_jax.model.transformer import Transformer, decoder_inputs, source_places, target_places
 from branchnorm_jax.options import ModelConfig
 from tests.reference import transformer as reference
 
@@ -42,13 +42,14 @@ def drawn(model: Transformer) -> Any:
 def both(model: Transformer, params: Any) -> tuple[np.ndarray, np.ndarray]:
     """Encoder output at real tokens, and decoder output."""
     memory = model.encode(params, SOURCE, ALPHA)
-    out = model.decode(params, memory, source_mask(SOURCE), TARGET, ALPHA)
+    out = model.decode(params, memory, SOURCE, TARGET, ALPHA)
     return np.asarray(memory)[np.asarray(SOURCE != 0)], np.asarray(out)
 
 
 def embedded(model: Transformer, params: Any, stack: str, tokens: jax.Array) -> jax.Array:
     """What a stack begins with, [B, T, D]."""
-    return model._embed(params, stack, tokens, model._positions(tokens.shape[1])[count_before(tokens)], None)
+    places = source_places(tokens) if stack == "encoder" else target_places(tokens)
+    return model._embed(params, stack, tokens, model._positions(tokens.shape[1])[places.position], None)
 
 
 def register(monkeypatch: pytest.MonkeyPatch, recipe: Recipe) -> str:
@@ -171,7 +172,8 @@ def test_admin_profiling_equals_its_definition() -> None:
     """Sub-layer by sub-layer in NumPy: w_k = r, then r = sqrt(Var(w_k x) + Var(F)) over all elements."""
     model = small("admin")
     params = model.init(KEY)
-    found = admin.profile(model, params, SOURCE, TARGET, KEY)
+    target = jnp.array([[4, 5, 6, 8, 1], [7, 8, 9, 3, 1]])
+    found = admin.profile(model, params, SOURCE, target, KEY)
     exact = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), params)
     see_source = np.asarray(SOURCE != 0)[:, None]
     causal = np.tri(5, dtype=bool)[None]
@@ -199,7 +201,7 @@ def test_admin_profiling_equals_its_definition() -> None:
     )
     stack(
         "decoder",
-        np.asarray(embedded(model, params, "decoder", decoder_inputs(TARGET)), np.float64),
+        np.asarray(embedded(model, params, "decoder", decoder_inputs(target)), np.float64),
         lambda p: {
             "self": lambda z: reference.attention(z, z, p["self"], causal, 2, None, False),
             "cross": lambda z: reference.attention(z, memory, p["cross"], see_source, 2, None, False),

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from branchnorm_jax.model.methods import METHODS
-from branchnorm_jax.model.transformer import Transformer, source_mask
+from branchnorm_jax.model.transformer import Transformer
 from branchnorm_jax.options import ModelConfig
 from tests.reference import transformer as reference
 from tests.reference.algebra import every_method
@@ -36,8 +36,7 @@ def away_from_start(model: Transformer, dtype: str) -> Any:
 def outputs(model: Transformer, params: Any) -> tuple[jax.Array, jax.Array]:
     """Encoder and decoder output."""
     memory = model.encode(params, jnp.asarray(SOURCE), jnp.asarray(ALPHA))
-    mask = source_mask(jnp.asarray(SOURCE))
-    return memory, model.decode(params, memory, mask, jnp.asarray(TARGET), jnp.asarray(ALPHA))
+    return memory, model.decode(params, memory, jnp.asarray(SOURCE), jnp.asarray(TARGET), jnp.asarray(ALPHA))
 
 
 def expected(method: str, params: Any, kind: str = "layer_norm") -> tuple[np.ndarray, np.ndarray]:

@@ -13,7 +13,7 @@ import optax
 import pytest
 
 from branchnorm_jax.analysis.report import draw_layers
-from branchnorm_jax.model.transformer import Transformer, count_before
+from branchnorm_jax.model.transformer import Transformer, source_places
 from branchnorm_jax.options import Config, ModelConfig, ParallelConfig, TrainConfig
 from branchnorm_jax.parallel.mesh import make_mesh
 from branchnorm_jax.training.optimizer import make_optimizer
@@ -68,7 +68,7 @@ def test_branch_cosine_and_sparsity_of_the_encoder() -> None:
     before, _, metrics, model = one_update(CONFIG)
     exact = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), before.params)
     mask = np.asarray(BATCH.source != 0)[:, None]
-    positions = model._positions(6)[count_before(BATCH.source)]
+    positions = model._positions(6)[source_places(BATCH.source).position]
     x = np.asarray(model._embed(before.params, "encoder", BATCH.source, positions, None), np.float64)
     for index in range(3):
         p = jax.tree.map(lambda leaf, index=index: leaf[index], exact["encoder"])

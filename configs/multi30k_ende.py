@@ -3,7 +3,7 @@
     python main.py --config=configs/multi30k_ende.py --workdir=runs/multi30k --config.data.path=<folder>
 
 The folder holds {train,valid,test}.{en,de}, plain or compressed; without the option it is $BRANCHNORM_DATA/multi30k, or
-../shared/data/multi30k.
+data/multi30k.
 
 Measured on 2 cores of an AMD EPYC with jax 0.10.2: 8000 updates (25 epochs) and their validations in 62 minutes while
 the machine also did other work (an update takes 0.33 s alone, 44 minutes in all), evaluation 3 minutes. Test
@@ -29,7 +29,7 @@ def get_config(depth: str = "") -> ml_collections.ConfigDict:
     config.model.dropout = 0.3
     config.model.alpha_steps = 2000
     config.data.source = "text"
-    config.data.path = os.path.join(os.environ.get("BRANCHNORM_DATA", "../shared/data"), "multi30k")
+    config.data.path = os.path.join(os.environ.get("BRANCHNORM_DATA", "data"), "multi30k")
     config.data.source_lang = "en"
     config.data.target_lang = "de"
     config.data.vocab_size = 6000

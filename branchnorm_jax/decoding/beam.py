@@ -1,9 +1,13 @@
-"""Beam search as a pure function of shapes known in advance.
+"""Beam search as pure functions of shapes known in advance.
 
 The rules are fairseq's: of the 2K best continuations of a sentence's K hypotheses, those that end (EOS) among the best
 K are finished, the best K others live on; a sentence is done when K hypotheses have finished, or at its length limit,
 where only EOS is allowed. Finished hypotheses are ranked by log-probability over a length penalty. K = 1 is greedy
-search.
+search. A sentence is also done once none of its live hypotheses can come to be among the best that are asked for.
+
+Nothing but small tables of integers moves when hypotheses branch: keys and values stay in the slot that they were
+written to, and the ancestors of a hypothesis say in which slots its own are. Slots are a ring that all rows write at
+the same place, so a row can begin with a new sentence at any time: what it does not know it does not look at.
 """
 
 from collections.abc import Callable
@@ -12,41 +16,68 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 import jax.numpy as jnp
 
-from branchnorm_jax.options import EOS, PAD
+from branchnorm_jax.options import EOS, PAD, DecodeConfig
 
 C = TypeVar("C")
 """The model's cache: any tree of arrays."""
 
-Step = Callable[[C, jax.Array, jax.Array], tuple[jax.Array, C]]
-"""(cache, tokens [B*K], position []) -> (logits [B*K, V], cache)."""
+Step = Callable[[C, jax.Array, jax.Array, jax.Array, jax.Array], tuple[jax.Array, jax.Array, C]]
+"""(cache, tokens [B, K], positions [B], seen [B, K, slots], slot []) -> (scores [B, K, V], log_z [B, K], cache).
 
-Reorder = Callable[[C, jax.Array], C]
-"""(cache, rows [B*K]) -> the cache whose row i is the old row rows[i]."""
+A word's log-probability is its score less log_z. `seen` says at which slots a hypothesis looks; the current tokens are
+written to the K slots from `slot` on.
+"""
+
+_GROUP = 64
+"""Words of which `top` first takes the best."""
 
 
 class Hypotheses(NamedTuple):
     """Finished hypotheses, best first.
 
     tokens: int32 [B, K, T], ending in EOS, then padding. scores: float32 [B, K], log-probability over length penalty.
-    log_probs: float32 [B, K], natural logarithm, EOS included.
+    log_probs: float32 [B, K], natural logarithm, EOS included. token_log_probs: float32 [B, K, T], of each token.
     """
 
     tokens: jax.Array
     scores: jax.Array
     log_probs: jax.Array
+    token_log_probs: jax.Array
 
 
-class _Search(NamedTuple):
-    """What the loop carries: K live hypotheses and up to K finished ones per sentence."""
+class Live(NamedTuple):
+    """K hypotheses per sentence that have not ended."""
 
-    position: jax.Array
-    live: jax.Array  # [B, K, T]
-    live_log_probs: jax.Array  # [B, K]
-    finished: jax.Array  # [B, K, T]
-    finished_log_probs: jax.Array  # [B, K]
-    finished_scores: jax.Array  # [B, K]
-    finished_count: jax.Array  # [B]
+    tokens: jax.Array
+    """int32 [B, K, T]: so far, then anything."""
+    token_log_probs: jax.Array
+    """float32 [B, K, T]."""
+    log_probs: jax.Array
+    """Their sums, float32 [B, K]; -inf where there is none."""
+    ancestors: jax.Array
+    """int32 [B, K, N]: which hypothesis wrote its keys and values at each time of the ring."""
+
+
+class Search(NamedTuple):
+    """Beam searches of B sentences, each at its own position."""
+
+    clock: jax.Array
+    """Steps made, int32 []: those of the sentence of a row count from `start`."""
+    start: jax.Array
+    """int32 [B]."""
+    limit: jax.Array
+    """Tokens of the longest hypothesis without EOS, int32 [B]; -1: nothing is asked for."""
+    live: Live
+    finished: Hypotheses
+    """In order of their end; scores of -inf where there is none yet."""
+    ended: jax.Array
+    """Of those, how many there are, int32 [B]."""
     cache: Any
+
+    @property
+    def position(self) -> jax.Array:
+        """Tokens of the live hypotheses, int32 [B]."""
+        return self.clock - self.start
 
 
 def length_penalty(length: jax.Array, strength: float, kind: str) -> jax.Array:
@@ -59,92 +90,162 @@ def length_penalty(length: jax.Array, strength: float, kind: str) -> jax.Array:
     return length**strength if kind == "fairseq" else ((5 + length) / 6) ** strength
 
 
-def beam_search(
-    step: Step[C],
-    reorder: Reorder[C],
-    cache: C,
-    max_lengths_B: jax.Array,
-    *,
-    beam_size: int,
-    capacity: int,
-    min_length: int = 1,
-    penalty: float = 1.0,
-    penalty_kind: str = "fairseq",
-) -> Hypotheses:
-    """Searches the best continuations of EOS.
+def nothing(cache: Any, rows: int, beam_size: int, longest: int, ring: int) -> Search:
+    """A search that nothing is asked of yet.
 
     Args:
-      step: the model, one token at a time.
-      reorder: how to pick rows of its cache.
-      cache: the model's state before the first token, of B * K rows.
-      max_lengths_B: int32 [B], tokens of the longest hypothesis without EOS; 0 for rows that are only padding.
+      cache: the model's, with ring x beam_size slots a row.
+      rows: B.
       beam_size: K.
-      capacity: T, more than the largest of `max_lengths_B`.
-      min_length: fewest tokens without EOS; before, EOS is impossible and the other probabilities are not rescaled.
-      penalty: strength of the length penalty.
-      penalty_kind: see `length_penalty`.
+      longest: T, tokens of the longest hypothesis, EOS included.
+      ring: N, times that the cache has slots for.
     """
-    batch, k = max_lengths_B.shape[0], beam_size
-    sentence = jnp.arange(batch)[:, None]
-    nothing = jnp.full((batch, k), -jnp.inf)
-    empty = jnp.full((batch, k, capacity), PAD, jnp.int32)
+    k = beam_size
+    tokens, log_probs = jnp.full((rows, k, longest), PAD, jnp.int32), jnp.full((rows, k), -jnp.inf)
+    each, count = jnp.zeros((rows, k, longest)), jnp.zeros(rows, jnp.int32)
+    live = Live(tokens, each, log_probs, jnp.zeros((rows, k, ring), jnp.int32))
+    return Search(jnp.int32(0), count, count - 1, live, Hypotheses(tokens, log_probs, log_probs, each), count, cache)
 
-    def advance(s: _Search) -> _Search:
-        last = jnp.where(s.position == 0, EOS, s.live[:, :, jnp.maximum(s.position - 1, 0)])
-        logits_NV, cache = step(s.cache, last.reshape(-1), s.position)
-        log_probs = jax.nn.log_softmax(logits_NV).reshape(batch, k, -1)
-        vocabulary = log_probs.shape[-1]
-        word = jnp.arange(vocabulary)
-        at_limit = (s.position >= max_lengths_B)[:, None, None]
-        banned = (word == PAD) | ((word == EOS) & (s.position < min_length) & ~at_limit) | ((word != EOS) & at_limit)
-        log_probs = jnp.where(banned, -jnp.inf, log_probs)
 
-        # Of the K hypotheses' continuations at most K end, so K of the best 2K live on.
-        totals = (s.live_log_probs[:, :, None] + log_probs).reshape(batch, k * vocabulary)
-        candidates, index = jax.lax.top_k(totals, 2 * k)
-        parent, token = index // vocabulary, (index % vocabulary).astype(jnp.int32)
-        tokens = s.live[sentence, parent].at[:, :, s.position].set(token)
-        ends = token == EOS
+def begin(search: Search, rows: jax.Array, limits: jax.Array) -> Search:
+    """Sentences of these limits begin in these rows, int32 each; a row number of B or more is none."""
 
-        # Those that end take the free places of the finished list, in order of rank.
-        place = s.finished_count[:, None] + jnp.cumsum(ends[:, :k], axis=1) - 1
-        place = jnp.where(ends[:, :k] & (candidates[:, :k] > -jnp.inf), place, k)
-        scores = candidates / length_penalty(s.position + 1, penalty, penalty_kind)
-        finished = s.finished.at[sentence, place].set(tokens[:, :k], mode="drop")
-        finished_log_probs = s.finished_log_probs.at[sentence, place].set(candidates[:, :k], mode="drop")
-        finished_scores = s.finished_scores.at[sentence, place].set(scores[:, :k], mode="drop")
-        finished_count = jnp.minimum(k, s.finished_count + (place < k).sum(1))
+    def put(leaf: jax.Array, value: Any) -> jax.Array:
+        return leaf.at[rows].set(value, mode="drop")
 
-        # A stable sort keeps rank order among those that do not end.
-        survivors = jnp.argsort(ends, axis=1, stable=True)[:, :k]
-        rows = (sentence * k + parent[sentence, survivors]).reshape(-1)
-        return _Search(
-            position=s.position + 1,
-            live=tokens[sentence, survivors],
-            live_log_probs=jnp.where(ends[sentence, survivors], -jnp.inf, candidates[sentence, survivors]),
-            finished=finished,
-            finished_log_probs=finished_log_probs,
-            finished_scores=finished_scores,
-            finished_count=finished_count,
-            cache=reorder(cache, rows),
-        )
+    # All hypotheses are the same at first: let only one of them speak.
+    first = jnp.where(jnp.arange(search.live.log_probs.shape[1]) == 0, 0.0, -jnp.inf)
+    finished = search.finished
+    return search._replace(
+        start=put(search.start, search.clock),
+        limit=put(search.limit, limits),
+        live=search.live._replace(log_probs=put(search.live.log_probs, first)),
+        finished=finished._replace(
+            tokens=put(finished.tokens, PAD),
+            scores=put(finished.scores, -jnp.inf),
+            log_probs=put(finished.log_probs, -jnp.inf),
+            token_log_probs=put(finished.token_log_probs, 0.0),
+        ),
+        ended=put(search.ended, 0),
+    )
 
-    def unfinished(s: _Search) -> jax.Array:
-        return jnp.any((s.finished_count < k) & (s.position <= max_lengths_B))
 
-    start = _Search(
-        position=jnp.int32(0),
-        live=empty,
-        # All hypotheses are the same at first: let only one of them speak.
-        live_log_probs=nothing.at[:, 0].set(0.0),
-        finished=empty,
-        finished_log_probs=nothing,
-        finished_scores=nothing,
-        finished_count=jnp.zeros(batch, jnp.int32),
+def resized(search: Search, ring: int, take_slots: Callable[[Any, jax.Array], Any]) -> Search:
+    """The same searches with another number of times, no fewer than any unfinished one needs.
+
+    `take_slots` makes a cache whose slot i is the old slot slots[i], given slots [ring x K].
+    """
+    old, k = search.live.ancestors.shape[2], search.live.ancestors.shape[1]
+    age = (search.clock - 1 - jnp.arange(ring)) % ring
+    times = (search.clock - 1 - jnp.minimum(age, old - 1)) % old
+    slots = times[:, None] * k + jnp.arange(k)
+    live = search.live._replace(ancestors=search.live.ancestors[:, :, times])
+    return search._replace(live=live, cache=take_slots(search.cache, slots.reshape(-1)))
+
+
+def done(search: Search, config: DecodeConfig) -> jax.Array:
+    """bool [B]: the best `nbest` hypotheses are known."""
+    full = (search.ended >= config.beam_size) | (search.position > search.limit)
+    # What a live hypothesis can come to at best, if all its further words were certain: at the shortest or the longest.
+    best = search.live.log_probs.max(1)
+    ends = (search.position + 1, search.limit + 1)
+    reach = [best / length_penalty(end, config.length_penalty, config.length_penalty_kind) for end in ends]
+    worst_asked_for = jax.lax.top_k(search.finished.scores, config.nbest)[0][:, -1]
+    return full | ((worst_asked_for > -jnp.inf) & (worst_asked_for >= jnp.maximum(*reach)))
+
+
+def run(step: Step[Any], search: Search, config: DecodeConfig, until: jax.Array) -> Search:
+    """Goes on until `until` of the rows are done, or one needs more times than the ring has."""
+    ring = search.live.ancestors.shape[2]
+
+    def go_on(search: Search) -> jax.Array:
+        ended = done(search, config)
+        return (ended.sum() < until) & jnp.all(ended | (search.position < ring))
+
+    return jax.lax.while_loop(go_on, lambda search: advance(step, search, config), search)
+
+
+def advance(step: Step[Any], search: Search, config: DecodeConfig) -> Search:
+    """One token more of every live hypothesis."""
+    live, position = search.live, search.position
+    batch, k, ring = live.ancestors.shape
+    sentence, time = jnp.arange(batch)[:, None], search.clock % ring
+
+    def at(table: jax.Array, position: jax.Array) -> jax.Array:
+        return jnp.take_along_axis(table, position[:, None, None], axis=2)[:, :, 0]
+
+    last = jnp.where(position[:, None] == 0, EOS, at(live.tokens, jnp.maximum(position - 1, 0)))
+    known = (time - 1 - jnp.arange(ring)) % ring < position[:, None]
+    seen = known[:, None, :, None] & (live.ancestors[..., None] == jnp.arange(k))
+    scores, log_z, cache = step(search.cache, last, position, seen.reshape(batch, k, ring * k), time * k)
+
+    at_limit = (position >= search.limit)[:, None, None]
+    too_short = (position < config.min_length)[:, None, None] & ~at_limit
+    word = jnp.arange(scores.shape[-1])
+    banned = (word == PAD) | ((word == EOS) & too_short) | ((word != EOS) & at_limit)
+    # Of the K hypotheses' continuations at most K end, so K of the best 2K live on.
+    best, words = top(_longer(jnp.where(banned, -jnp.inf, scores), 2 * k), 2 * k)
+    log_probs = best - log_z[:, :, None]
+    totals, index = jax.lax.top_k((live.log_probs[:, :, None] + log_probs).reshape(batch, -1), 2 * k)
+    parent, token = index // (2 * k), jnp.take_along_axis(words.reshape(batch, -1), index, axis=1)
+    added = jnp.take_along_axis(log_probs.reshape(batch, -1), index, axis=1)
+    here = jnp.arange(live.tokens.shape[2]) == position[:, None, None]
+    tokens = jnp.where(here, token[:, :, None], live.tokens[sentence, parent])
+    token_log_probs = jnp.where(here, added[:, :, None], live.token_log_probs[sentence, parent])
+    ends = token == EOS
+
+    # Those that end take the free places of the finished list, in order of rank.
+    place = search.ended[:, None] + jnp.cumsum(ends[:, :k], axis=1) - 1
+    place = jnp.where(ends[:, :k] & (totals[:, :k] > -jnp.inf), place, k)
+    penalty = length_penalty(position + 1, config.length_penalty, config.length_penalty_kind)
+    after = here | (jnp.arange(live.tokens.shape[2]) < position[:, None, None])
+    new = Hypotheses(
+        jnp.where(after, tokens, PAD), totals / penalty[:, None], totals, jnp.where(after, token_log_probs, 0.0)
+    )
+    finished = jax.tree.map(lambda old, new: old.at[sentence, place].set(new[:, :k], mode="drop"), search.finished, new)
+
+    # A stable sort keeps rank order among those that do not end.
+    survivors = jnp.argsort(ends, axis=1, stable=True)[:, :k]
+    parents = parent[sentence, survivors]
+    return search._replace(
+        clock=search.clock + 1,
+        live=Live(
+            tokens[sentence, survivors],
+            token_log_probs[sentence, survivors],
+            jnp.where(ends[sentence, survivors], -jnp.inf, totals[sentence, survivors]),
+            # A hypothesis wrote at this time what its descendants see.
+            jnp.where(jnp.arange(ring) == time, parents[:, :, None], live.ancestors[sentence, parents]),
+        ),
+        finished=finished,
+        ended=jnp.minimum(k, search.ended + (place < k).sum(1)),
         cache=cache,
     )
-    end = jax.lax.while_loop(unfinished, advance, start)
-    order = jnp.argsort(-end.finished_scores, axis=1, stable=True)
-    return Hypotheses(
-        end.finished[sentence, order], end.finished_scores[sentence, order], end.finished_log_probs[sentence, order]
-    )
+
+
+def ranked(search: Search) -> Hypotheses:
+    """The finished hypotheses of each row, best first."""
+    order = jnp.argsort(-search.finished.scores, axis=1, stable=True)
+    return jax.tree.map(lambda leaf: leaf[jnp.arange(len(order))[:, None], order], search.finished)
+
+
+def top(scores: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
+    """The `count` largest of the last axis and their indices, as `jax.lax.top_k`, faster where there are many.
+
+    They are in the `count` groups of `_GROUP` whose own largest are largest.
+    """
+    *lead, size = scores.shape
+    groups = -(-size // _GROUP)
+    if groups <= count:
+        return jax.lax.top_k(scores, count)
+    grouped = _longer(scores, groups * _GROUP).reshape(*lead, groups, _GROUP)
+    chosen = jnp.sort(jax.lax.top_k(grouped.max(-1), count)[1], axis=-1)  # so that of equals the first comes first
+    inside = jnp.take_along_axis(grouped, chosen[..., None], axis=-2)
+    values, index = jax.lax.top_k(inside.reshape(*lead, count * _GROUP), count)
+    group = jnp.take_along_axis(chosen, index // _GROUP, axis=-1)
+    return values, (group * _GROUP + index % _GROUP).astype(jnp.int32)
+
+
+def _longer(scores: jax.Array, size: int) -> jax.Array:
+    """With a last axis of at least `size`, filled up with -inf."""
+    more = max(0, size - scores.shape[-1])
+    return jnp.pad(scores, [(0, 0)] * (scores.ndim - 1) + [(0, more)], constant_values=-jnp.inf)

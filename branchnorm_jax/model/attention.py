@@ -1,5 +1,7 @@
 """Multi-head attention (Vaswani et al., 2017), for whole sequences and for one decoding step."""
 
+from typing import NamedTuple
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -40,6 +42,41 @@ def attend(
     return jnp.einsum("bhts,bshk->bthk", probabilities_BHTS, v_BSHK)
 
 
+class Kept(NamedTuple):
+    """Keys and values as decoding keeps them: so that both matrix products of a step read them row by row."""
+
+    k_BHKS: jax.Array
+    v_BHSK: jax.Array
+
+
+def attend_kept(
+    q_BQHK: jax.Array, kept: Kept, mask_BQS: jax.Array, own: tuple[jax.Array, jax.Array] | None = None
+) -> jax.Array:
+    """`attend` of the Q hypotheses of a sentence to keys and values that they share.
+
+    Args:
+      q_BQHK: queries.
+      kept: keys and values.
+      mask_BQS: True where a hypothesis may look; axes of size 1 broadcast.
+      own: a key and a value of each hypothesis that it alone sees, [B, Q, H, K] each.
+
+    Returns:
+      [B, Q, H, K] in the values' dtype.
+    """
+    q_BQHK = q_BQHK * q_BQHK.shape[-1] ** -0.5
+    exact = jnp.promote_types(q_BQHK.dtype, jnp.float32)
+    scores_BHQS = jnp.einsum("bqhk,bhks->bhqs", q_BQHK, kept.k_BHKS, preferred_element_type=exact)
+    scores_BHQS = jnp.where(mask_BQS[:, None], scores_BHQS, MASKED)
+    if own is not None:
+        own_BHQ1 = jnp.einsum("bqhk,bqhk->bhq", q_BQHK, own[0], preferred_element_type=exact)[..., None]
+        scores_BHQS = jnp.concatenate([scores_BHQS, own_BHQ1], axis=-1)
+    probabilities_BHQS = jax.nn.softmax(scores_BHQS).astype(kept.v_BHSK.dtype)
+    out_BQHK = jnp.einsum("bhqs,bhsk->bqhk", probabilities_BHQS[..., : mask_BQS.shape[-1]], kept.v_BHSK)
+    if own is not None:
+        out_BQHK += probabilities_BHQS[..., -1].swapaxes(1, 2)[..., None] * own[1]
+    return out_BQHK
+
+
 class Attention(nn.Module):
     """Projections q, k, v, o [D, D] around `attend`.
 
@@ -73,7 +110,7 @@ class Attention(nn.Module):
         return x.reshape(*x.shape[:-1], self.heads, self.width // self.heads)
 
     def keys_values(self, memory_BSD: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Keys and values of a memory, [B, S, H, K] each: computed once per sentence when decoding."""
+        """Keys and values of a memory, [B, S, H, K] each."""
         k, v = (checkpoint_name(linear(memory_BSD), "projection") for linear in (self.k, self.v))
         return self._heads(k), self._heads(v)
 
@@ -86,10 +123,24 @@ class Attention(nn.Module):
     ) -> jax.Array:
         """Attends from x to given keys and values: [B, T, D] -> [B, T, D]."""
         q_BTHK = self._heads(checkpoint_name(self.q(x_BTD), "projection"))
-        out_BTHK = checkpoint_name(attend(q_BTHK, *keys_values, mask_BTS, self.dropout, key), "context")
+        return self._out(attend(q_BTHK, *keys_values, mask_BTS, self.dropout, key))
+
+    def decode(
+        self,
+        x_BQD: jax.Array,
+        kept: Kept,
+        mask_BQS: jax.Array,
+        own: tuple[jax.Array, jax.Array] | None = None,
+    ) -> jax.Array:
+        """One step of Q hypotheses, as `attend_kept`: [B, Q, D] -> [B, Q, D]."""
+        return self._out(attend_kept(self._heads(self.q(x_BQD)), kept, mask_BQS, own))
+
+    def _out(self, out_BTHK: jax.Array) -> jax.Array:
+        """What follows the heads: [B, T, H, K] -> [B, T, D]."""
+        out_BTHK = checkpoint_name(out_BTHK, "context")
         if self.head_scale == "before":
             out_BTHK = out_BTHK * self.heads_H[:, None].astype(out_BTHK.dtype)
-        out_BTD = out_BTHK.reshape(*x_BTD.shape)
+        out_BTD = out_BTHK.reshape(*out_BTHK.shape[:-2], self.width)
         out_BTD = self.o(self.norm(out_BTD) if self.inner_norm else out_BTD)
         if self.head_scale == "after":
             out_BTD = (self._heads(out_BTD) * self.heads_H[:, None].astype(out_BTD.dtype)).reshape(out_BTD.shape)

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from branchnorm_jax.model.attention import Attention
+from branchnorm_jax.model.attention import Attention, Kept
 from branchnorm_jax.model.dropout import Site, dropout, site_key
 from branchnorm_jax.model.feedforward import FeedForward
 from branchnorm_jax.model.norms import Norm
@@ -175,10 +175,10 @@ class EncoderBlock(Block):
 class Cache(NamedTuple):
     """Keys and values of one decoder layer, read while decoding (in the stack with a leading axis L)."""
 
-    self: KeysValues
-    """Of the tokens so far, [B, T, H, K] each: T is the capacity, rows from the current position on are ignored."""
-    cross: KeysValues
-    """Of the source, [B', S, H, K] each, computed once per sentence: B is a multiple of B'."""
+    self: Kept
+    """Of the tokens so far, in as many slots as there is room for; masks say which of them are seen."""
+    cross: Kept
+    """Of the source, computed once per sentence."""
 
 
 class DecoderBlock(Block):
@@ -193,18 +193,16 @@ class DecoderBlock(Block):
         self_mask: jax.Array,
         cross_mask: jax.Array,
         cache: Cache | None = None,
-        position: jax.Array | None = None,
     ) -> tuple[Stream, KeysValues]:
-        """Whole targets (cache None) or one step.
+        """Whole targets (cache None), or one step of several hypotheses per sentence.
 
         Args:
-          stream: its x is of the targets so far, or [B, 1, D] of the current position.
+          stream: its x is of the targets so far, or [B, Q, D] of the current tokens of Q hypotheses.
           layer: this layer's coefficients and dropout key.
           memory_BSD: the encoder's output; None with a cache.
-          self_mask: [B or 1, T or 1, T], True where a query may look.
-          cross_mask: [B, 1, S], True at real source tokens.
-          cache: this layer's `Cache`.
-          position: index [] of the current token, with a cache.
+          self_mask: True where a query may look: [B or 1, T, T], or at slots of the cache, [B, Q, N].
+          cross_mask: the same for source tokens, [B, T, S] or [B, 1, S].
+          cache: this layer's `Cache`, without the current tokens.
 
         Returns:
           The layer's output, and the self-attention's keys and values of x for the caller's cache.
@@ -219,20 +217,15 @@ class DecoderBlock(Block):
             keys_values = self_attention.keys_values(z)
             new.append(keys_values)
             if cache is not None:
-                assert position is not None
-                keys_values = write_cache(cache.self, keys_values, position)
+                return self_attention.decode(z, cache.self, self_mask, keys_values)
             return self_attention(z, keys_values, self_mask, site_key(layer.key, Site.SELF_PROBABILITIES))
 
         def attend_cross(z: jax.Array) -> jax.Array:
             if cache is not None:
-                keys_values = cache.cross
-            else:
-                assert memory_BSD is not None
-                keys_values = cross_attention.keys_values(memory_BSD)
-            # Hypotheses of one sentence share its keys: to cross-attention they are queries of one row.
-            queries = z.reshape(keys_values[0].shape[0], -1, z.shape[-1])
+                return cross_attention.decode(z, cache.cross, cross_mask)
+            assert memory_BSD is not None
             key = site_key(layer.key, Site.CROSS_PROBABILITIES)
-            return cross_attention(queries, keys_values, cross_mask, key).reshape(z.shape)
+            return cross_attention(z, cross_attention.keys_values(memory_BSD), cross_mask, key)
 
         stream = self._residual("self", stream, attend_self, layer, Site.SELF_BRANCH)
         stream = self._residual("cross", stream, attend_cross, layer, Site.CROSS_BRANCH)
@@ -274,10 +267,15 @@ def watched(before: jax.Array, after: jax.Array, sown: Mapping[str, Any]) -> dic
     }
 
 
-def write_cache(cached: KeysValues, new: KeysValues, position: jax.Array) -> KeysValues:
-    """Writes the keys and values of one position, [..., 1, H, K], into caches [..., T, H, K]."""
+def write_kept(kept: Kept, new: KeysValues, slot: jax.Array) -> Kept:
+    """Writes keys and values of Q tokens, [..., Q, H, K] each, into Q slots from `slot` on, in the stack or a layer."""
+    k, v = (jnp.moveaxis(entry, -3, -2).astype(kept.v_BHSK.dtype) for entry in new)
+    return Kept(
+        jax.lax.dynamic_update_slice_in_dim(kept.k_BHKS, k.swapaxes(-1, -2), slot, axis=kept.k_BHKS.ndim - 1),
+        jax.lax.dynamic_update_slice_in_dim(kept.v_BHSK, v, slot, axis=kept.v_BHSK.ndim - 2),
+    )
 
-    def write(cache: jax.Array, entry: jax.Array) -> jax.Array:
-        return jax.lax.dynamic_update_slice_in_dim(cache, entry.astype(cache.dtype), position, axis=cache.ndim - 3)
 
-    return write(cached[0], new[0]), write(cached[1], new[1])
+def take_slots(kept: Kept, slots: jax.Array) -> Kept:
+    """Keys and values whose slot i is the old slot slots[i], in the stack or a layer."""
+    return Kept(jnp.take(kept.k_BHKS, slots, axis=-1), jnp.take(kept.v_BHSK, slots, axis=-2))

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from branchnorm_jax.model.attention import Kept
 from branchnorm_jax.model.blocks import (
     Block,
     Cache,
@@ -17,7 +18,7 @@ from branchnorm_jax.model.blocks import (
     make_attention,
     make_block,
     watched,
-    write_cache,
+    write_kept,
 )
 from branchnorm_jax.model.combination import combined
 from branchnorm_jax.model.dropout import dropout
@@ -147,7 +148,7 @@ class Transformer:
         arguments: tuple[Any, ...] = (mask_BTT,)
         if memory is not None:
             arguments = memory[0], mask_BTT & causal_mask(tokens_BT.shape[1]), same_sentence(places, memory[1])
-        x_BTD = self._embed(params, stack, tokens_BT, self._positions(tokens_BT.shape[1])[places.position], key)
+        x_BTD = self._embed(params, stack, tokens_BT, self.positions(tokens_BT.shape[1])[places.position], key)
         inputs = self._layer_inputs(stack, branch_scale, key, probes)
         return self._run_layers(params, stack, x_BTD, inputs, lambda _: arguments, sown=sown, update=update)
 
@@ -199,39 +200,57 @@ class Transformer:
 
     # Decoding, one token at a time
 
-    def start_cache(self, params: Params, memory_BSD: jax.Array, rows: int, capacity: int) -> Cache:
-        """Empty self-attention caches [L, rows, capacity, H, K] and the source's keys and values [L, B, S, H, K]."""
+    def start_cache(self, params: Params, memory_BSD: jax.Array, slots: int) -> Cache:
+        """Empty room for `slots` tokens of each sentence, and the source's keys and values; axis L leads."""
         c = self.config
         attention = make_attention(c, self.recipe, "cross")
 
-        def keys_values(cross_params: Params) -> Any:
-            return attention.apply({"params": cross_params}, memory_BSD, method="keys_values")
+        def keys_values(cross_params: Params) -> Kept:
+            k_BSHK, v_BSHK = attention.apply({"params": cross_params}, memory_BSD, method="keys_values")
+            return Kept(jnp.einsum("bshk->bhks", k_BSHK), jnp.einsum("bshk->bhsk", v_BSHK))
 
-        cross = jax.vmap(keys_values)(params["decoder"]["cross"])
-        empty = jnp.zeros((c.decoder_layers, rows, capacity, c.heads, c.width // c.heads), c.dtype)
-        return Cache(self=(empty, empty), cross=cross)
+        shape, size = (c.decoder_layers, len(memory_BSD), c.heads), c.width // c.heads
+        empty = Kept(jnp.zeros((*shape, size, slots), c.dtype), jnp.zeros((*shape, slots, size), c.dtype))
+        return Cache(self=empty, cross=jax.vmap(keys_values)(params["decoder"]["cross"]))
 
     def step(
         self,
         params: Params,
         cache: Cache,
-        mask_B1S: jax.Array,
-        tokens_N: jax.Array,
-        position: jax.Array,
+        source_mask_B1S: jax.Array,
+        tokens_BQ: jax.Array,
+        positions_B1D: jax.Array,
+        seen_BQN: jax.Array,
+        slot: jax.Array,
         branch_scale: BranchScale,
     ) -> tuple[jax.Array, Cache]:
-        """Logits [N, V] of the tokens at `position` + 1, given those at `position`; N is a multiple of B."""
-        capacity = cache.self[0].shape[2]
-        positions_1D = jax.lax.dynamic_slice_in_dim(self._positions(capacity), position, 1)
-        x_N1D = self._embed(params, "decoder", tokens_N[:, None], positions_1D, None)
-        seen_11T = (jnp.arange(capacity) <= position)[None, None]
+        """Logits [B, Q, V] of what follows the current tokens of the Q hypotheses of each sentence.
+
+        Hypotheses share a sentence's slots, so that nothing moves when one of them branches: `seen_BQN` says which
+        slots hold the tokens before its current one.
+
+        Args:
+          params: the parameters.
+          cache: what `start_cache` made.
+          source_mask_B1S: True at real source tokens.
+          tokens_BQ: the current tokens.
+          positions_B1D: their rows of `positions`.
+          seen_BQN: True where a hypothesis looks.
+          slot: the current tokens are written to so many slots from here on.
+          branch_scale: alpha_t.
+        """
+        x_BQD = self._embed(params, "decoder", tokens_BQ, positions_B1D, None)
 
         def arguments(layer_cache: Cache) -> tuple[Any, ...]:
-            return None, seen_11T, mask_B1S, layer_cache, position
+            return None, seen_BQN, source_mask_B1S, layer_cache
 
         inputs = self._layer_inputs("decoder", branch_scale, None)
-        x_N1D, new = self._run_layers(params, "decoder", x_N1D, inputs, arguments, cache)
-        return self.logits(params, x_N1D[:, 0]), cache._replace(self=write_cache(cache.self, new, position))
+        x_BQD, new = self._run_layers(params, "decoder", x_BQD, inputs, arguments, cache)
+        return self.logits(params, x_BQD), cache._replace(self=write_kept(cache.self, new, slot))
+
+    def positions(self, length: int) -> jax.Array:
+        """Position embeddings, float32 [length, D]."""
+        return jnp.asarray(sinusoids(length, self.config.width, self.config.positions))
 
     # Parts
 
@@ -340,9 +359,6 @@ class Transformer:
         tables = params["embedding"]
         table = tables.get("shared", tables.get(side, tables.get("target")))
         return fix_norm(table) if self.config.embedding == "fixnorm" else table
-
-    def _positions(self, length: int) -> jax.Array:
-        return jnp.asarray(sinusoids(length, self.config.width, self.config.positions))
 
     def _embed(
         self, params: Params, stack: str, tokens_BT: jax.Array, positions: jax.Array, key: jax.Array | None

@@ -1,5 +1,6 @@
 """Beam search against a plain-Python reference with explicit lists, and against exhaustive search."""
 
+import functools
 import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -11,16 +12,23 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from branchnorm_jax.decoding.beam import beam_search, length_penalty
-from branchnorm_jax.options import EOS, PAD
+from branchnorm_jax.decoding import beam
+from branchnorm_jax.decoding.beam import length_penalty, top
+from branchnorm_jax.options import EOS, PAD, DecodeConfig
 
 VOCABULARY = 6
 
 
 class Toy(NamedTuple):
-    """A language model whose next-token logits depend on a hash of the whole prefix, kept in the cache."""
+    """A language model whose next-token logits depend on a hash of the sentence's number and the whole prefix.
 
-    state: jax.Array
+    It keeps the tokens themselves in its slots, so that a hypothesis that looks at wrong slots hashes a wrong prefix.
+    """
+
+    sentence: jax.Array
+    """[B]."""
+    tokens: jax.Array
+    """[B, slots]."""
 
 
 def table(seed: int) -> np.ndarray:
@@ -31,26 +39,51 @@ def next_state(state: Any, token: Any) -> Any:
     return (state * 31 + token + 7) % 97
 
 
-def search(seed: int, limits: list[int], beam: int, **options: Any) -> Any:
-    logits = jnp.asarray(table(seed))
+def toy_step(logits: jax.Array) -> Any:
+    def step(
+        cache: Toy, tokens: jax.Array, position: jax.Array, seen: jax.Array, slot: jax.Array
+    ) -> tuple[jax.Array, jax.Array, Toy]:
+        batch, k = tokens.shape
+        ring = seen.shape[2] // k
+        seen, kept = seen.reshape(batch, k, ring, k), cache.tokens.reshape(batch, 1, ring, k)
+        state = jnp.broadcast_to(cache.sentence[:, None], (batch, k))
+        for age in range(ring, 0, -1):
+            time = (slot // k - age) % ring
+            looked = seen[:, :, time].sum(-1)
+            word = jnp.where(looked == 1, (seen[:, :, time] * kept[:, :, time]).sum(-1), 50)
+            state = jnp.where((age <= position[:, None]) | (looked > 0), next_state(state, word), state)
+        state = next_state(state, tokens)
+        scores = logits[state]
+        kept = jax.lax.dynamic_update_slice_in_dim(cache.tokens, tokens, slot, axis=1)
+        return scores, jax.nn.logsumexp(scores, axis=-1), cache._replace(tokens=kept)
 
-    def step(cache: Toy, tokens: jax.Array, position: jax.Array) -> tuple[jax.Array, Toy]:
-        state = next_state(cache.state, tokens)
-        return logits[state], Toy(state)
+    return step
 
-    start = Toy(jnp.repeat(jnp.arange(len(limits)), beam))
-    capacity = max(limits) + 1
+
+def decode_config(beam_size: int, **options: Any) -> DecodeConfig:
+    return DecodeConfig(**({"beam_size": beam_size, "nbest": beam_size, "length_penalty": 1.0} | options))
+
+
+def search(seed: int, limits: list[int], beam_size: int, **options: Any) -> Any:
     return jax.device_get(
-        beam_search(
-            step,
-            lambda cache, rows: Toy(cache.state[rows]),
-            start,
-            jnp.array(limits, jnp.int32),
-            beam_size=beam,
-            capacity=capacity,
-            **options,
+        searcher(decode_config(beam_size, **options), len(limits), max(limits) + 1)(
+            table(seed), np.array(limits, np.int32)
         )
     )
+
+
+@functools.cache
+def searcher(config: DecodeConfig, rows: int, longest: int) -> Any:
+    """Compiled once for all tables and limits."""
+    k = config.beam_size
+
+    @jax.jit
+    def found(logits: jax.Array, limits: jax.Array) -> Any:
+        cache = Toy(jnp.arange(rows), jnp.zeros((rows, longest * k), jnp.int32))
+        started = beam.begin(beam.nothing(cache, rows, k, longest, longest), jnp.arange(rows), limits)
+        return beam.ranked(beam.run(toy_step(logits), started, config, jnp.int32(rows)))
+
+    return found
 
 
 def log_softmax(x: np.ndarray) -> np.ndarray:
@@ -93,9 +126,10 @@ def reference_beam(
     st.sampled_from([0, 1, 3]),
     st.sampled_from([(0.0, "fairseq"), (0.6, "fairseq"), (1.0, "fairseq"), (0.6, "gnmt")]),
 )
-def test_equals_the_reference(seed: int, beam: int, min_length: int, penalty: tuple[float, str]) -> None:
+def test_equals_the_reference(seed: int, beam_size: int, min_length: int, penalty: tuple[float, str]) -> None:
     limits = [5, 8, 2]
-    found = search(seed, limits, beam, min_length=min_length, penalty=penalty[0], penalty_kind=penalty[1])
+    options: dict[str, Any] = dict(length_penalty=penalty[0], length_penalty_kind=penalty[1])
+    found = search(seed, limits, beam_size, min_length=min_length, **options)
     for sentence, limit in enumerate(limits):
 
         def log_probs(prefix: list[int], sentence: int = sentence) -> np.ndarray:
@@ -104,12 +138,83 @@ def test_equals_the_reference(seed: int, beam: int, min_length: int, penalty: tu
                 state = next_state(state, token)
             return log_softmax(table(seed)[state])
 
-        expected = reference_beam(log_probs, limit, beam, min_length, *penalty)
+        expected = reference_beam(log_probs, limit, beam_size, min_length, *penalty)
         for rank, (tokens, score) in enumerate(expected):
             row = found.tokens[sentence, rank]
             assert row[: len(tokens)].tolist() == tokens
             assert not row[len(tokens) :].any()
             np.testing.assert_allclose(found.scores[sentence, rank], score, atol=1e-4)
+            each = found.token_log_probs[sentence, rank]
+            forced = [log_probs(tokens[:place])[token] for place, token in enumerate(tokens)]
+            np.testing.assert_allclose(each[: len(tokens)], forced, atol=1e-4)
+            assert not each[len(tokens) :].any()
+            np.testing.assert_allclose(found.log_probs[sentence, rank], sum(forced), atol=1e-4)
+
+
+@pytest.mark.parametrize("penalty", [(-0.5, "fairseq"), (0.0, "fairseq"), (0.6, "fairseq"), (0.6, "gnmt")], ids=str)
+def test_stopping_early_loses_none_of_the_best(penalty: tuple[float, str]) -> None:
+    """And happens, somewhere: those that were not asked for are missing."""
+    options: dict[str, Any] = dict(length_penalty=penalty[0], length_penalty_kind=penalty[1])
+    fewer = 0
+    for seed in range(20):
+        every, best = search(seed, [12] * 6, 4, **options), search(seed, [12] * 6, 4, nbest=2, **options)
+        np.testing.assert_array_equal(best.tokens[:, :2], every.tokens[:, :2])
+        np.testing.assert_array_equal(best.scores[:, :2], every.scores[:, :2])
+        fewer += int((best.scores == -np.inf).sum())
+    assert fewer > 0
+
+
+@settings(max_examples=10, deadline=None)
+@given(st.integers(0, 1000), st.lists(st.integers(0, 9), min_size=3, max_size=6), st.sampled_from([1, 3]))
+def test_rows_that_take_the_next_sentence_at_any_time(seed: int, limits: list[int], beam_size: int) -> None:
+    """Two rows for all sentences, in a ring that is made larger and smaller on the way, against each sentence alone."""
+    config, longest = decode_config(beam_size), 10
+    run = runner(config)
+    cache = Toy(jnp.zeros(2, jnp.int32), jnp.zeros((2, 2 * beam_size), jnp.int32))
+    state, waiting = beam.nothing(cache, 2, beam_size, longest, 2), list(range(len(limits)))
+    inside: dict[int, int] = {}
+    while waiting or inside:
+        for row in {0, 1} - set(inside):
+            if waiting:
+                inside[row] = waiting.pop()
+                named = state.cache._replace(sentence=state.cache.sentence.at[row].set(inside[row]))
+                state = beam.begin(state._replace(cache=named), jnp.array([row]), jnp.array([limits[inside[row]]]))
+        state = run(table(seed), state, 1 + 2 - len(inside))
+        done, found = np.asarray(beam.done(state, config)), jax.device_get(beam.ranked(state))
+        for row in [row for row in inside if done[row]]:
+            index = inside.pop(row)
+            alone = search_one(seed, index, limits[index], beam_size)
+            np.testing.assert_array_equal(found.tokens[row], alone.tokens[0])
+            np.testing.assert_allclose(found.scores[row], alone.scores[0], rtol=1e-6)
+        needed = max((int(state.position[row]) for row in inside), default=0)
+        state = beam.resized(
+            state,
+            needed + 1 + seed % 3,
+            lambda cache, slots: cache._replace(tokens=cache.tokens[:, slots]),
+        )
+
+
+@functools.cache
+def runner(config: DecodeConfig) -> Any:
+    return jax.jit(lambda logits, state, until: beam.run(toy_step(logits), state, config, until))
+
+
+def search_one(seed: int, sentence: int, limit: int, beam_size: int) -> Any:
+    """The search of sentence `sentence` by itself."""
+    found = searcher(decode_config(beam_size), 6, 10)(table(seed), np.array([limit] * 6, np.int32))
+    return jax.tree.map(lambda leaf: leaf[sentence : sentence + 1], jax.device_get(found))
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(0, 1000), st.sampled_from([5, 63, 64, 65, 1000]), st.sampled_from([1, 4, 8]))
+def test_top_is_top_k(seed: int, size: int, count: int) -> None:
+    """Of few distinct values, so that there are many ties."""
+    scores = np.random.default_rng(seed).integers(0, 40, (2, 3, size)).astype(np.float32)
+    scores[0, 0, size // 2 :] = -np.inf
+    values, index = top(jnp.asarray(scores), min(count, size))
+    expected, where = jax.lax.top_k(jnp.asarray(scores), min(count, size))
+    np.testing.assert_array_equal(values, expected)
+    np.testing.assert_array_equal(index[expected > -np.inf], where[expected > -np.inf])
 
 
 def test_a_beam_as_wide_as_the_space_finds_the_best_of_all() -> None:
@@ -126,7 +231,7 @@ def test_a_beam_as_wide_as_the_space_finds_the_best_of_all() -> None:
                 everything.append((total, [*tokens, EOS]))
         everything.sort(reverse=True)
         # 21 hypotheses exist; with a penalty of 0 the score is the log-probability.
-        found = search(seed, [limit], 21, min_length=0, penalty=0.0)
+        found = search(seed, [limit], 21, min_length=0, length_penalty=0.0)
         np.testing.assert_allclose(found.scores[0], [total for total, _ in everything], atol=1e-4)
         assert found.tokens[0, 0][: len(everything[0][1])].tolist() == everything[0][1]
 

@@ -49,7 +49,7 @@ def both(model: Transformer, params: Any) -> tuple[np.ndarray, np.ndarray]:
 def embedded(model: Transformer, params: Any, stack: str, tokens: jax.Array) -> jax.Array:
     """What a stack begins with, [B, T, D]."""
     places = source_places(tokens) if stack == "encoder" else target_places(tokens)
-    return model._embed(params, stack, tokens, model._positions(tokens.shape[1])[places.position], None)
+    return model._embed(params, stack, tokens, model.positions(tokens.shape[1])[places.position], None)
 
 
 def register(monkeypatch: pytest.MonkeyPatch, recipe: Recipe) -> str:

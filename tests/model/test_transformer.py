@@ -13,8 +13,9 @@ from branchnorm_jax.model.embedding import sinusoids
 from branchnorm_jax.model.losses import smoothed_cross_entropy
 from branchnorm_jax.model.methods import METHODS
 from branchnorm_jax.model.norms import layer_norm
-from branchnorm_jax.model.transformer import Transformer, source_mask
+from branchnorm_jax.model.transformer import Transformer
 from branchnorm_jax.options import ModelConfig
+from tests.decoding.cached import cached_logits
 
 SMALL = ModelConfig(encoder_layers=3, decoder_layers=2, width=32, ffn_width=48, heads=4, dropout=0.0)
 SOURCE = jnp.array([[5, 6, 7, 1, 0, 0], [9, 8, 7, 6, 5, 1]])
@@ -26,8 +27,6 @@ init = jax.jit(Transformer.init, static_argnums=0)
 forward = jax.jit(Transformer.__call__, static_argnums=0)
 encode = jax.jit(Transformer.encode, static_argnums=0)
 decode = jax.jit(Transformer.decode, static_argnums=0)
-start_cache = jax.jit(Transformer.start_cache, static_argnums=(0, 3, 4))
-step = jax.jit(Transformer.step, static_argnums=0)
 KEY = jax.random.key(0)
 
 
@@ -233,16 +232,10 @@ def test_decoding_with_a_cache_equals_teacher_forcing(method: str, scan: bool) -
     model = small(method=method, scan=scan)
     params, alpha = randomised(init(model, KEY), 0.1), jnp.float32(0.6)
     forced = forward(model, params, SOURCE, TARGET, alpha)
-    memory = encode(model, params, SOURCE, alpha)
-    # Two hypotheses per sentence share the source's keys and values.
-    cache = start_cache(model, params, memory, 4, 9)
-    for position in range(TARGET.shape[1]):
-        tokens = jnp.repeat(TARGET[:, position], 2)
-        logits, cache = step(model, params, cache, source_mask(SOURCE), tokens, jnp.int32(position), alpha)
-        real = TARGET[:, position] != 0
-        for hypothesis in (0, 1):
-            found = logits.reshape(2, 2, -1)[:, hypothesis]
-            np.testing.assert_allclose(found[real], forced[real, position], atol=2e-5)
+    # Two hypotheses per sentence share its slots.
+    found, real = cached_logits(model, params, SOURCE, TARGET, alpha, 2), np.asarray(TARGET != 0)
+    for hypothesis in (0, 1):
+        np.testing.assert_allclose(found[:, hypothesis][real], forced[real], atol=2e-5)
 
 
 @pytest.mark.parametrize(("left", "right"), [(0, 5), (5, 0), (2, 3)])
@@ -321,13 +314,11 @@ def test_branches_whose_alpha_is_0_are_left_out_and_nothing_changes(method: str)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6 * scale), by_skipped, by_computed)
     assert float(jnp.abs(by_skipped["encoder"]["ffn"]["fc1"]["kernel"][1]).max()) == 0
 
-    memory, mask = encode(skipped, params, SOURCE, alpha), source_mask(SOURCE)
-    cache = skipped.start_cache(params, memory, len(TARGET), TARGET.shape[1])
+    memory = encode(skipped, params, SOURCE, alpha)
     whole = skipped.logits(params, decode(skipped, params, memory, SOURCE, TARGET, alpha))
-    for position in range(TARGET.shape[1]):
-        logits, cache = skipped.step(params, cache, mask, TARGET[:, position], jnp.int32(position), alpha)
-        real = TARGET[:, position] != 0
-        np.testing.assert_allclose(logits[real], whole[real, position], atol=2e-5)
+    real = np.asarray(TARGET != 0)
+    found = cached_logits(skipped, params, SOURCE, TARGET, alpha)[:, 0]
+    np.testing.assert_allclose(found[real], whole[real], atol=2e-5)
 
 
 def test_closed_branches_are_not_computed() -> None:

@@ -68,7 +68,7 @@ def test_branch_cosine_and_sparsity_of_the_encoder() -> None:
     before, _, metrics, model = one_update(CONFIG)
     exact = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), before.params)
     mask = np.asarray(BATCH.source != 0)[:, None]
-    positions = model._positions(6)[source_places(BATCH.source).position]
+    positions = model.positions(6)[source_places(BATCH.source).position]
     x = np.asarray(model._embed(before.params, "encoder", BATCH.source, positions, None), np.float64)
     for index in range(3):
         p = jax.tree.map(lambda leaf, index=index: leaf[index], exact["encoder"])

@@ -1,0 +1,186 @@
+"""Continuous decoding: rows whose sentence is done take the next one, so that a batch stays full to the end."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from branchnorm_jax.decoding import beam
+from branchnorm_jax.decoding.beam import Hypotheses, Search
+from branchnorm_jax.model.blocks import Cache, take_slots
+from branchnorm_jax.model.parameters import Params
+from branchnorm_jax.model.transformer import BranchScale, Transformer, source_mask
+from branchnorm_jax.options import PAD, DecodeConfig
+
+SHORTEST = 16
+"""Sources are padded to this length or twice, four times ... as much, so that few shapes are compiled."""
+
+REFILL = 4
+"""New sentences come in when a part of the rows as large as one over this is free."""
+
+
+class Text(NamedTuple):
+    """What decoding keeps of each row: the model's cache, and which source positions hold a token, bool [B, 1, S]."""
+
+    cache: Cache
+    mask_B1S: jax.Array
+
+
+def padded_length(length: int) -> int:
+    """The smallest of 16, 32, 64 ... that holds `length` tokens."""
+    return max(SHORTEST, 1 << (length - 1).bit_length())
+
+
+def rounded(count: int) -> int:
+    """The smallest of 1, 2, 3, 4, 6, 8, 12, 16 ... that is no less than `count`: again, to compile few shapes."""
+    power = 1 << (count - 1).bit_length()
+    return power * 3 // 4 if count <= power * 3 // 4 else power
+
+
+def pad(sentences: Sequence[Sequence[int]], rows: int, length: int) -> np.ndarray:
+    """int32 [rows, length] of token ids, filled up with padding."""
+    out = np.full((rows, length), PAD, np.int32)
+    for row, ids in enumerate(sentences):
+        out[row, : len(ids)] = ids
+    return out
+
+
+@dataclasses.dataclass(frozen=True)
+class Engine:
+    """Beam search with a model whose parameters are given at each call, so that nothing compiles twice."""
+
+    model: Transformer
+    config: DecodeConfig
+
+    def search(
+        self, params: Params, branch_scale: BranchScale, sources: Sequence[Sequence[int]]
+    ) -> Iterator[tuple[int, Hypotheses]]:
+        """(index, hypotheses without axis B) of each source, as they are done: long ones first.
+
+        A hypothesis does not depend on what else is decoded: its limit comes from its own source's length, and rows
+        know nothing of each other.
+        """
+        order = sorted(range(len(sources)), key=lambda index: len(sources[index]))
+        while order:
+            length = padded_length(len(sources[order[-1]]))
+            group = [index for index in order if padded_length(len(sources[index])) == length]
+            del order[-len(group) :]
+            yield from self._group(params, branch_scale, sources, group, length)
+
+    def _group(
+        self,
+        params: Params,
+        branch_scale: BranchScale,
+        sources: Sequence[Sequence[int]],
+        waiting: list[int],
+        length: int,
+    ) -> Iterator[tuple[int, Hypotheses]]:
+        """Sources of one padded length, `waiting` in the order from the last to the first."""
+        c = self.config
+        rows = min(max(1, c.batch_tokens // (length * c.beam_size)), rounded(len(waiting)))
+        chunk = max(1, rows // REFILL)
+        longest = self.limit(length) + 1
+        ring = small = min(max(32, length), longest)
+        search = self._start(params, rows, length, ring)
+        inside: dict[int, int] = {}
+        while waiting or inside:
+            free = [row for row in range(rows) if row not in inside]
+            while waiting and free:
+                count = min(chunk, len(free), len(waiting))
+                taken = {free.pop(): waiting.pop() for _ in range(count)}
+                inside |= taken
+                given = [sources[index] for index in taken.values()]
+                where = np.array([*taken, *[rows] * (chunk - count)], np.int32)
+                limits = np.array([self.limit(len(source)) for source in given] + [-1] * (chunk - count), np.int32)
+                search = self._begin(params, branch_scale, search, pad(given, chunk, length), where, limits)
+            idle = rows - len(inside)
+            search = self._run(
+                params, branch_scale, search, np.int32(idle + min(chunk, len(inside)) if waiting else rows)
+            )
+            done, positions, found = jax.device_get(self._look(search))
+            for row in [row for row in inside if done[row]]:
+                yield inside.pop(row), jax.tree.map(lambda leaf, row=row: leaf[row], found)
+            needed = max((int(positions[row]) for row in inside), default=0)
+            wanted = next(size for size in self._rings(small, longest) if size > needed)
+            if wanted > ring or wanted * 2 < ring:
+                ring = wanted
+                search = self._resized(search, ring)
+
+    def limit(self, length: int) -> int:
+        """Tokens of the longest translation of a source of `length` tokens, EOS not counted."""
+        return int(self.config.max_length_a * length + self.config.max_length_b)
+
+    def _rings(self, small: int, longest: int) -> Iterator[int]:
+        while small < longest:
+            yield small
+            small *= 2
+        yield longest
+
+    @functools.cached_property
+    def _start(self) -> Callable[[Params, int, int, int], Search]:
+        @functools.partial(jax.jit, static_argnums=(1, 2, 3))
+        def start(params: Params, rows: int, length: int, ring: int) -> Search:
+            m, k = self.model.config, self.config.beam_size
+            cache = self.model.start_cache(params, jnp.zeros((rows, length, m.width), m.carry_dtype), ring * k)
+            text = Text(cache, jnp.zeros((rows, 1, length), bool))
+            return beam.nothing(text, rows, k, self.limit(length) + 1, ring)
+
+        return start
+
+    @functools.cached_property
+    def _begin(self) -> Callable[..., Search]:
+        @functools.partial(jax.jit, donate_argnums=2)
+        def begin(
+            params: Params,
+            branch_scale: BranchScale,
+            search: Search,
+            source_FS: jax.Array,
+            rows: jax.Array,
+            limits: jax.Array,
+        ) -> Search:
+            memory = self.model.encode(params, source_FS, branch_scale)
+            new, (cache, mask) = self.model.start_cache(params, memory, 0), search.cache
+            cross = jax.tree.map(lambda old, leaf: old.at[:, rows].set(leaf, mode="drop"), cache.cross, new.cross)
+            text = Text(cache._replace(cross=cross), mask.at[rows].set(source_mask(source_FS), mode="drop"))
+            return beam.begin(search._replace(cache=text), rows, limits)
+
+        return begin
+
+    @functools.cached_property
+    def _run(self) -> Callable[..., Search]:
+        @functools.partial(jax.jit, donate_argnums=2)
+        def run(params: Params, branch_scale: BranchScale, search: Search, until: jax.Array) -> Search:
+            longest = search.live.tokens.shape[2]
+            table = self.model.positions(longest)
+
+            def step(
+                text: Text, tokens: jax.Array, position: jax.Array, seen: jax.Array, slot: jax.Array
+            ) -> tuple[jax.Array, jax.Array, Text]:
+                places = table[jnp.minimum(position, longest - 1)][:, None]
+                logits, cache = self.model.step(
+                    params, text.cache, text.mask_B1S, tokens, places, seen, slot, branch_scale
+                )
+                return logits, jax.nn.logsumexp(logits, axis=-1), text._replace(cache=cache)
+
+            return beam.run(step, search, self.config, until)
+
+        return run
+
+    @functools.cached_property
+    def _resized(self) -> Callable[[Search, int], Search]:
+        def taken(text: Text, slots: jax.Array) -> Text:
+            return text._replace(cache=text.cache._replace(self=take_slots(text.cache.self, slots)))
+
+        @functools.partial(jax.jit, static_argnums=1)
+        def resized(search: Search, ring: int) -> Search:
+            return beam.resized(search, ring, taken)
+
+        return resized
+
+    @functools.cached_property
+    def _look(self) -> Callable[[Search], tuple[jax.Array, jax.Array, Hypotheses]]:
+        return jax.jit(lambda search: (beam.done(search, self.config), search.position, beam.ranked(search)))

@@ -1,0 +1,37 @@
+"""Token by token with a cache: what must give the logits of teacher forcing."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from branchnorm_jax.model.transformer import Transformer, source_mask
+
+
+@functools.partial(jax.jit, static_argnums=(0, 5))
+def cached_logits(
+    model: Transformer, params: Any, source_BS: jax.Array, inputs_BT: jax.Array, alpha: Any, hypotheses: int = 1
+) -> jax.Array:
+    """[B, Q, T, V]: of Q equal hypotheses, each of which looks at slots that it wrote itself."""
+    batch, length = inputs_BT.shape
+    memory, table = model.encode(params, source_BS, alpha), model.positions(length)
+    slot, own = jnp.arange(length * hypotheses), jnp.arange(hypotheses)[:, None]
+
+    def one(cache: Any, position: jax.Array) -> tuple[Any, jax.Array]:
+        tokens = jnp.repeat(inputs_BT[:, position, None], hypotheses, axis=1)
+        seen = (slot // hypotheses < position) & (slot % hypotheses == own)
+        logits, cache = model.step(
+            params,
+            cache,
+            source_mask(source_BS),
+            tokens,
+            jnp.broadcast_to(table[position], (batch, 1, table.shape[1])),
+            jnp.broadcast_to(seen, (batch, *seen.shape)),
+            position * hypotheses,
+            alpha,
+        )
+        return cache, logits
+
+    start = model.start_cache(params, memory, length * hypotheses)
+    return jnp.moveaxis(jax.lax.scan(one, start, jnp.arange(length))[1], 0, 2)

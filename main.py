@@ -23,6 +23,7 @@ MODES = {
     "train": "train, or resume what the workdir holds",
     "evaluate": "translate the test split and score it: <workdir>/results.json",
     "translate": "translate stdin to stdout, line by line",
+    "export": "the model in the format of CTranslate2 or Hugging Face, compared with ours: <workdir>/export/",
     "score": "log-probabilities of `source<TAB>target` lines from stdin",
     "analyze": "draw a run's curves, and how signals pass an untrained or trained model: <workdir>/*.png, signal.csv",
     "methods": "every method: equation, parameters, what depends on depth, recommended options, citation",

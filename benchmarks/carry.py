@@ -27,8 +27,9 @@ from branchnorm_jax import config as configs
 from branchnorm_jax.data.corpus import read_pairs
 from branchnorm_jax.decoding.translate import pad
 from branchnorm_jax.model.parameters import STACKS, Params
-from branchnorm_jax.model.transformer import Transformer, decoder_inputs
-from branchnorm_jax.modes import load
+from branchnorm_jax.model.places import decoder_inputs
+from branchnorm_jax.model.transformer import Transformer
+from branchnorm_jax.modes.common import load
 from branchnorm_jax.options import PAD, ModelConfig
 from branchnorm_jax.training.state import Batch
 from branchnorm_jax.training.step import loss_sums

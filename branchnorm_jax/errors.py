@@ -7,6 +7,7 @@
 | 3         | the run diverged                          | `DivergedError`      |
 | 4         | a host was lost or did not answer in time | `HostError`          |
 | 5         | storage failed                            | `StorageError`       |
+| 6         | an exported model computes something else | `MismatchError`      |
 | 128 + n   | preempted by signal n, after saving       | `Preempted`          |
 """
 
@@ -45,6 +46,12 @@ class StorageError(BranchNormError):
     """The disk is full, read-only or failing while the run writes its results."""
 
     exit_code = 5
+
+
+class MismatchError(BranchNormError):
+    """A model written for another engine gives other numbers there."""
+
+    exit_code = 6
 
 
 class Preempted(BranchNormError):

@@ -307,6 +307,27 @@ class EvaluateConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class ExportConfig:
+    """The model for other engines."""
+
+    format: str = option("ctranslate2", "whose format to write", choices=("ctranslate2", "huggingface"), free=True)
+    quantization: str = option(
+        "",
+        "ctranslate2: data type of the stored matrices; empty: float32",
+        choices=("", "int8", "int8_float16", "int16", "float16", "bfloat16"),
+        free=True,
+    )
+    path: str = option("", "folder to write; empty: <workdir>/export/<format>", free=True)
+    check_lines: int = option(
+        100,
+        "validation pairs whose log-probabilities both sides compute; 0: no check",
+        unit="pairs",
+        minimum=0,
+        free=True,
+    )
+
+
+@dataclasses.dataclass(frozen=True)
 class AnalyzeConfig:
     """Looking inside."""
 
@@ -364,6 +385,7 @@ class Config:
     parallel: ParallelConfig = dataclasses.field(default_factory=ParallelConfig)
     decode: DecodeConfig = dataclasses.field(default_factory=DecodeConfig)
     evaluate: EvaluateConfig = dataclasses.field(default_factory=EvaluateConfig)
+    export: ExportConfig = dataclasses.field(default_factory=ExportConfig)
     analyze: AnalyzeConfig = dataclasses.field(default_factory=AnalyzeConfig)
     plan: PlanConfig = dataclasses.field(default_factory=PlanConfig)
     sweep: SweepConfig = dataclasses.field(default_factory=SweepConfig)

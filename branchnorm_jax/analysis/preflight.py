@@ -22,7 +22,8 @@ from branchnorm_jax.data.packing import Shape
 from branchnorm_jax.data.prepare import Corpus
 from branchnorm_jax.decoding.translate import make_model
 from branchnorm_jax.model.parameters import STACKS, Params, norm_by_layer
-from branchnorm_jax.model.transformer import BranchScale, Transformer, decoder_inputs
+from branchnorm_jax.model.places import decoder_inputs
+from branchnorm_jax.model.transformer import BranchScale, Transformer
 from branchnorm_jax.options import Config
 from branchnorm_jax.training import schedules
 from branchnorm_jax.training.optimizer import make_optimizer

@@ -64,6 +64,22 @@ class Tokenizer:
         """Pieces of the target vocabulary, PAD, EOS and UNK included."""
         return self.target_processor.get_piece_size()
 
+    @property
+    def source_pieces(self) -> list[str]:
+        """The pieces of the source vocabulary, by id."""
+        return _pieces(self.source_processor)
+
+    @property
+    def target_pieces(self) -> list[str]:
+        """The pieces of the target vocabulary, by id."""
+        return _pieces(self.target_processor)
+
+    @property
+    def models(self) -> tuple[bytes, bytes]:
+        """The SentencePiece models of source and target, as in their files."""
+        source, target = self.source_processor.serialized_model_proto(), self.target_processor.serialized_model_proto()
+        return source, target
+
     def encode_source(self, lines: list[str]) -> list[list[int]]:
         """Token ids of each line, EOS appended; an empty line is [EOS]."""
         return _encode(self.source_processor, lines)
@@ -79,6 +95,10 @@ class Tokenizer:
     def decode_target(self, ids: Iterable[int]) -> str:
         """The text of token ids up to the first EOS; PAD is left out."""
         return _decode(self.target_processor, ids)
+
+
+def _pieces(processor: sentencepiece.SentencePieceProcessor) -> list[str]:
+    return [processor.id_to_piece(index) for index in range(processor.get_piece_size())]
 
 
 def _encode(processor: sentencepiece.SentencePieceProcessor, lines: list[str]) -> list[list[int]]:

@@ -13,7 +13,8 @@ from branchnorm_jax.decoding import beam
 from branchnorm_jax.decoding.beam import Hypotheses, Search
 from branchnorm_jax.model.blocks import Cache, take_slots
 from branchnorm_jax.model.parameters import Params
-from branchnorm_jax.model.transformer import BranchScale, Transformer, source_mask
+from branchnorm_jax.model.places import source_mask
+from branchnorm_jax.model.transformer import BranchScale, Transformer
 from branchnorm_jax.options import PAD, DecodeConfig
 
 SHORTEST = 16

@@ -6,14 +6,14 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from branchnorm_jax.data.tokenizer import Tokenizer
 from branchnorm_jax.decoding.engine import Engine, pad, padded_length
 from branchnorm_jax.model.parameters import Params
-from branchnorm_jax.model.transformer import BranchScale, Transformer, decoder_inputs
-from branchnorm_jax.options import EOS, PAD, DecodeConfig, ModelConfig
+from branchnorm_jax.model.places import decoder_inputs
+from branchnorm_jax.model.transformer import BranchScale, Transformer
+from branchnorm_jax.options import EOS, DecodeConfig, ModelConfig
 
 
 def make_model(config: ModelConfig, tokenizer: Tokenizer) -> Transformer:
@@ -94,13 +94,24 @@ class Translator:
         """(natural log-probability of the target given the source, target tokens) of each pair, both with EOS."""
         sources = self.tokenizer.encode_source([source for source, _ in pairs])
         targets = self.tokenizer.encode_target([target for _, target in pairs])
-        results = [(0.0, 0)] * len(pairs)
+        found = self.token_log_probs(params, branch_scale, sources, targets)
+        return [(float(each.sum(dtype=np.float64)), len(each)) for each in found]
+
+    def token_log_probs(
+        self,
+        params: Params,
+        branch_scale: BranchScale,
+        sources: Sequence[Sequence[int]],
+        targets: Sequence[Sequence[int]],
+    ) -> list[np.ndarray]:
+        """Natural log-probability of each token of each target given its source; token ids that end in EOS."""
+        results = [np.zeros(0)] * len(sources)
         longer = [max(len(s), len(t)) for s, t in zip(sources, targets, strict=True)]
         for indices, length, rows in self._batches(longer):
             batch = [pad([side[index] for index in indices], rows, length) for side in (sources, targets)]
             log_probs = jax.device_get(self._forced(params, branch_scale, *batch))
             for row, index in enumerate(indices):
-                results[index] = (float(log_probs[row]), len(targets[index]))
+                results[index] = log_probs[row, : len(targets[index])]
         return results
 
     def _batches(self, lengths: Sequence[int]) -> Iterator[tuple[list[int], int, int]]:
@@ -124,7 +135,6 @@ class Translator:
         @jax.jit
         def forced(params: Params, branch_scale: BranchScale, source: jax.Array, target: jax.Array) -> jax.Array:
             logits = self.model(params, source, decoder_inputs(target), branch_scale)
-            nll, _ = self.model.output(params).nll(logits, target)
-            return -jnp.where(target != PAD, nll, 0.0).sum(1)
+            return -self.model.output(params).nll(logits, target)[0]
 
         return forced

@@ -15,7 +15,8 @@ import jax
 import jax.numpy as jnp
 
 from branchnorm_jax.model.parameters import Params
-from branchnorm_jax.model.transformer import Places, Transformer, decoder_inputs, source_places, target_places
+from branchnorm_jax.model.places import Places, decoder_inputs, source_places, target_places
+from branchnorm_jax.model.transformer import Transformer
 
 
 def profile(model: Transformer, params: Params, source_BS: jax.Array, target_BT: jax.Array, key: jax.Array) -> Params:

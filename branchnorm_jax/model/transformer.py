@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -27,23 +27,13 @@ from branchnorm_jax.model.methods import get_recipe
 from branchnorm_jax.model.norms import apply_norm, final_kind
 from branchnorm_jax.model.output import Output
 from branchnorm_jax.model.parameters import STACKS, Params, by_layer, init_parameters
+from branchnorm_jax.model.places import Places, causal_mask, same_sentence, source_places, target_places
 from branchnorm_jax.model.recipe import ONE, Depth, Recipe, Rule, Weight
 from branchnorm_jax.model.stack import Layer, LayerUpdate, remembering, run_and_update, run_stack
-from branchnorm_jax.options import EOS, PAD, ModelConfig
+from branchnorm_jax.options import ModelConfig
 
 BranchScale = jax.Array | Mapping[str, jax.Array]
 """alpha_t, float32: a traced scalar, or one value per layer, [L]; of each stack, where they differ."""
-
-
-class Places(NamedTuple):
-    """Where tokens stand: [B, T] each. Padding belongs to the sentence before it."""
-
-    sentence: jax.Array
-    """Which sentence of its row a token belongs to, int32, counted from 1."""
-    position: jax.Array
-    """How many tokens of that sentence come before it, int32."""
-    real: jax.Array
-    """Whether it is a token, not padding."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -370,47 +360,6 @@ class Transformer:
         if self.recipe.embedding_norm:
             x_BTD = apply_norm(c.norm, params[f"{stack}_embedding_norm"], x_BTD)
         return dropout(x_BTD, c.dropout, key).astype(c.carry_dtype)
-
-
-def decoder_inputs(target_BT: jax.Array) -> jax.Array:
-    """What the decoder reads under teacher forcing: of each sentence EOS, then the target without its last token.
-
-    Where a row holds several sentences, the EOS that one ends with is what the next begins with.
-    """
-    return jnp.pad(target_BT[:, :-1], ((0, 0), (1, 0)), constant_values=EOS)
-
-
-def source_places(source_BS: jax.Array) -> Places:
-    """Of sentences that each end in EOS; padding may stand on either side of them."""
-    return _places(source_BS, jnp.pad(source_BS[:, :-1], ((0, 0), (1, 0))) == EOS)
-
-
-def target_places(inputs_BT: jax.Array) -> Places:
-    """Of decoder inputs: sentences that each begin with EOS."""
-    return _places(inputs_BT, inputs_BT == EOS)
-
-
-def _places(tokens_BT: jax.Array, begins_BT: jax.Array) -> Places:
-    real_BT = tokens_BT != PAD
-    before_BT = jnp.cumsum(real_BT, axis=1) - real_BT
-    starts_BT = real_BT & (begins_BT | (before_BT == 0))
-    start_BT = jax.lax.cummax(jnp.where(starts_BT, before_BT, 0), axis=1)
-    return Places(jnp.cumsum(starts_BT, axis=1), before_BT - start_BT, real_BT)
-
-
-def same_sentence(queries: Places, keys: Places) -> jax.Array:
-    """[B, T, S], True where a query may look: at the tokens of its own sentence."""
-    return (queries.sentence[:, :, None] == keys.sentence[:, None, :]) & keys.real[:, None, :]
-
-
-def causal_mask(length: int) -> jax.Array:
-    """[1, T, T], True where a position may look: at itself and before."""
-    return jnp.tri(length, dtype=bool)[None]
-
-
-def source_mask(source_BS: jax.Array) -> jax.Array:
-    """[B, 1, S], True at real tokens."""
-    return (source_BS != PAD)[:, None, :]
 
 
 def _fold(key: jax.Array | None, index: int) -> jax.Array | None:

@@ -10,8 +10,9 @@ import optax
 
 from branchnorm_jax.model.losses import Blocks, LossSums, smoothed_cross_entropy
 from branchnorm_jax.model.parameters import STACKS, Params, norm_by_layer
+from branchnorm_jax.model.places import decoder_inputs
 from branchnorm_jax.model.stack import LayerUpdate, depth_of
-from branchnorm_jax.model.transformer import BranchScale, Transformer, decoder_inputs
+from branchnorm_jax.model.transformer import BranchScale, Transformer
 from branchnorm_jax.options import PAD, Config
 from branchnorm_jax.parallel.mesh import data_size
 from branchnorm_jax.training import schedules

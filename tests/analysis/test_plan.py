@@ -101,18 +101,19 @@ def test_matrix_products_of_an_update_are_those_of_the_formula() -> None:
 
 @pytest.mark.parametrize(("remat", "accumulation"), [("full", 4), ("nested", 1)])
 def test_as_many_tokens_as_fit(remat: str, accumulation: int) -> None:
-    """One sentence more, or a few, does not fit; what is said to fit does. In little memory, and in much."""
+    """One row more, or a few, does not fit; what is said to fit does. In little memory, and in much."""
     run = config(
         "30L-30L", model__width=64, model__ffn_width=256, model__heads=2, data__vocab_size=400, model__remat=remat,
         train__accumulation=accumulation,
     )  # fmt: skip
 
     def peak(rows: float) -> float:
-        return update_costs(run, int(rows) * accumulation, 32).peak
+        return update_costs(run, int(rows) * accumulation, length).peak
 
+    length = plan.lengths(run)[0]
     assert fitting_tokens(run, 0.99 * peak(1)) == 0
     for enough in (1.3 * peak(1), 1e9):
-        rows = fitting_tokens(run, enough) // 32
+        rows = fitting_tokens(run, enough) // length
         assert peak(rows) <= enough < peak(1.1 * rows + 2)
 
 

@@ -6,7 +6,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from branchnorm_jax.model.transformer import Transformer, source_mask
+from branchnorm_jax.model.places import source_mask
+from branchnorm_jax.model.transformer import Transformer
 
 
 @functools.partial(jax.jit, static_argnums=(0, 5))

@@ -13,8 +13,9 @@ from branchnorm_jax.model import admin
 from branchnorm_jax.model.losses import smoothed_cross_entropy
 from branchnorm_jax.model.methods import METHODS
 from branchnorm_jax.model.norms import apply_norm, init_norm
+from branchnorm_jax.model.places import decoder_inputs, source_places, target_places
 from branchnorm_jax.model.recipe import NOWHERE, ONE, Recipe, Weight
-from branchnorm_jax.model.transformer import Transformer, decoder_inputs, source_places, target_places
+from branchnorm_jax.model.transformer import Transformer
 from branchnorm_jax.options import ModelConfig
 from tests.reference import transformer as reference
 

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from branchnorm_jax.data.batches import fill_rows
 from branchnorm_jax.data.packing import Shape
-from branchnorm_jax.model.transformer import Transformer, decoder_inputs, source_places, target_places
+from branchnorm_jax.model.places import decoder_inputs, source_places, target_places
+from branchnorm_jax.model.transformer import Transformer
 from branchnorm_jax.options import EOS, ModelConfig
 from branchnorm_jax.training.state import Batch
 from branchnorm_jax.training.step import loss_sums

@@ -13,8 +13,9 @@ import pytest
 
 from branchnorm_jax.model.depth_rules import layer_power
 from branchnorm_jax.model.methods import METHODS
+from branchnorm_jax.model.places import decoder_inputs
 from branchnorm_jax.model.recipe import ONE, ZERO, Recipe, Weight, always
-from branchnorm_jax.model.transformer import Transformer, decoder_inputs
+from branchnorm_jax.model.transformer import Transformer
 from branchnorm_jax.options import PAD, Config, ModelConfig, ParallelConfig, TrainConfig
 from branchnorm_jax.parallel.mesh import make_mesh
 from branchnorm_jax.training import schedules

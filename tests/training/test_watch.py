@@ -13,7 +13,8 @@ import optax
 import pytest
 
 from branchnorm_jax.analysis.report import draw_layers
-from branchnorm_jax.model.transformer import Transformer, source_places
+from branchnorm_jax.model.places import source_places
+from branchnorm_jax.model.transformer import Transformer
 from branchnorm_jax.options import Config, ModelConfig, ParallelConfig, TrainConfig
 from branchnorm_jax.parallel.mesh import make_mesh
 from branchnorm_jax.training.optimizer import make_optimizer

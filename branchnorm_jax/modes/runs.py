@@ -1,16 +1,9 @@
-"""What each `--mode` of main.py does: rooms put together, no mathematics. Only main.py imports this file."""
+"""Modes that train, or look before and after a training."""
 
 import dataclasses
 import itertools
-import os
-import stat
-import sys
-import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
-from queue import Empty, SimpleQueue
-from typing import BinaryIO, NamedTuple, TextIO
 
 import jax
 import jax.numpy as jnp
@@ -24,124 +17,26 @@ from branchnorm_jax.config import to_json
 from branchnorm_jax.data.batches import make_plans
 from branchnorm_jax.data.corpus import read_pairs
 from branchnorm_jax.data.prepare import prepare
-from branchnorm_jax.data.tokenizer import load_tokenizer
-from branchnorm_jax.decoding.translate import Translation, Translator, make_model
+from branchnorm_jax.decoding.translate import make_model
 from branchnorm_jax.errors import DivergedError, UserError
-from branchnorm_jax.evaluation.evaluate import evaluate_split, format_table, write_results
 from branchnorm_jax.model.methods import get_recipe
-from branchnorm_jax.model.parameters import Params
-from branchnorm_jax.model.transformer import BranchScale
+from branchnorm_jax.modes.common import load
+from branchnorm_jax.modes.use import evaluate
 from branchnorm_jax.options import Config
-from branchnorm_jax.parallel.mesh import make_mesh
 from branchnorm_jax.training import logs, loop
-from branchnorm_jax.training.checkpoint import Checkpoints
 from branchnorm_jax.training.loop import check_names
-from branchnorm_jax.training.state import Batch, abstract_params, init_params
+from branchnorm_jax.training.state import Batch, init_params
 from branchnorm_jax.workdir import Workdir, write_atomically
 
-DOCS = Path(__file__).parent.parent / "docs"
+DOCS = Path(__file__).parent.parent.parent / "docs"
 ANALYZED = 8
 """Sentences that signals are measured on."""
-
-CHUNK = 10_000
-"""Lines of a file that are sorted by length and translated together."""
-
-
-class Trained(NamedTuple):
-    """A checkpoint ready for use: parameters, their step and alpha_t, and a translator around them."""
-
-    translator: Translator
-    params: Params
-    branch_scale: BranchScale
-    step: int
-
-
-def load(config: Config, workdir: Workdir) -> Trained:
-    """The checkpoint that `decode.checkpoint` names. Raises `UserError` if the workdir holds none."""
-    if not (workdir / "config.json").exists():
-        raise UserError(f"{workdir.path}: no training run in this workdir; train first (--mode=train)")
-    tokenizer = load_tokenizer(workdir / "vocabulary")
-    model = make_model(config.model, tokenizer)
-    if tokenizer.sha256 != workdir.data_identity().get("vocabulary"):
-        raise UserError(f"{workdir / 'vocabulary'}: not the vocabulary that this run was trained with; restore it")
-    abstract = abstract_params(model, make_mesh(config.parallel, 0))
-    params, alpha, step = Checkpoints(workdir / "checkpoints", config.train, logs.say, read_only=True).restore_params(
-        config.decode.checkpoint, abstract
-    )
-    translator = Translator(model, tokenizer, config.decode, warn=logs.say)
-    return Trained(translator, params, alpha, step)
 
 
 def train(config: Config, workdir: Workdir) -> None:
     """Trains, if the run fits the devices at hand."""
     check_names(config)
     loop.train(planning.fitting(config, devices.memory()), workdir)
-
-
-def evaluate(config: Config, workdir: Workdir) -> None:
-    """Translates the splits of `evaluate.splits`, scores them, writes results.json and evaluation/."""
-    workdir.check_config(config)
-    workdir.create()
-    trained = load(config, workdir)
-    directory, results = workdir / "evaluation", {}
-    for split in config.evaluate.split_names:
-        pairs = list(read_pairs(config.data, split))
-        with logs.progress_bar(len(pairs), 0, "line", split) as bar:
-            results[split] = evaluate_split(
-                trained.translator,
-                trained.params,
-                trained.branch_scale,
-                split,
-                pairs,
-                directory,
-                config.data.target_lang,
-                bar.update,
-            )
-    write_results(workdir / "results.json", results, directory, {"step": trained.step, **vars(config.decode)})
-    print(format_table(results))
-
-
-def translate(config: Config, workdir: Workdir) -> None:
-    """Translates stdin to stdout in input order: line by line as they come, or a file in chunks sorted by length."""
-    workdir.check_config(config)
-    trained = load(config, workdir)
-    done = 0
-    for lines in read_chunks(sys.stdin):
-        with logs.progress_bar(len(lines), 0, "line", "translate") as bar:
-            found = trained.translator.translate(
-                trained.params, trained.branch_scale, lines, first_line=done + 1, progress=bar.update
-            )
-        for index, hypotheses in enumerate(found):
-            print(*format_hypotheses(done + index, hypotheses, config.decode.nbest), sep="\n")
-        sys.stdout.flush()
-        done += len(lines)
-
-
-def format_hypotheses(index: int, hypotheses: list[Translation], nbest: int) -> list[str]:
-    """The best translation, or with n-best "line ||| text ||| score" for each, lines counted from 0 as Moses does."""
-    if nbest == 1:
-        return [hypotheses[0].text]
-    return [f"{index} ||| {found.text} ||| {found.score:.4f}" for found in hypotheses]
-
-
-def score(config: Config, workdir: Workdir) -> None:
-    """Prints "log-probability<TAB>tokens" for each "source<TAB>target" line of stdin: natural logarithm, with EOS."""
-    workdir.check_config(config)
-    trained = load(config, workdir)
-    done = 0
-    for lines in read_chunks(sys.stdin):
-        pairs = []
-        for index, line in enumerate(lines):
-            sides = line.split("\t")
-            if len(sides) != 2:
-                raise UserError(
-                    f"stdin, line {done + index + 1}: expected source<TAB>target, found {len(sides)} fields"
-                )
-            pairs.append((sides[0], sides[1]))
-        for log_prob, tokens in trained.translator.score(trained.params, trained.branch_scale, pairs):
-            print(f"{log_prob:.6f}\t{tokens}")
-        sys.stdout.flush()
-        done += len(lines)
 
 
 def methods(config: Config, workdir: Workdir) -> None:
@@ -275,55 +170,3 @@ def sweep(config: Config, workdir: Workdir) -> None:
         write_atomically(workdir / "sweep.md", table)
         sweeping.draw(rows, config.sweep.column_names, workdir / "sweep.png")
     print(table, end="")
-
-
-def read_chunks(text: TextIO | None) -> Iterator[list[str]]:
-    """Lines of a stream in lists: a file's in chunks of `CHUNK`; a pipe's or terminal's as soon as they are there.
-
-    Raises:
-      UserError: for invalid UTF-8, naming the line.
-    """
-    if text is None:
-        raise UserError("stdin is closed; give the text with < file or through a pipe")
-    stream = text.buffer
-    patient = stat.S_ISREG(_mode(stream))
-    queue: SimpleQueue[bytes | OSError | None] = SimpleQueue()
-
-    def read() -> None:
-        try:
-            for line in stream:
-                queue.put(line)
-        except OSError as error:
-            queue.put(error)
-        queue.put(None)
-
-    threading.Thread(target=read, daemon=True, name="stdin").start()
-    number, ended = 0, False
-    while not ended:
-        lines: list[str] = []
-        while len(lines) < CHUNK:
-            try:
-                raw = queue.get(block=patient or not lines)
-            except Empty:
-                break
-            if raw is None:
-                ended = True
-                break
-            if isinstance(raw, OSError):
-                raise UserError(f"stdin, after line {number}: {raw.strerror or raw}")
-            number += 1
-            try:
-                lines.append(raw.decode("utf-8").rstrip("\r\n"))
-            except UnicodeDecodeError as error:
-                raise UserError(
-                    f"stdin, line {number}: invalid UTF-8 ({error.reason} at byte {error.start})"
-                ) from error
-        if lines:
-            yield lines
-
-
-def _mode(stream: BinaryIO) -> int:
-    try:
-        return os.fstat(stream.fileno()).st_mode
-    except OSError:
-        return 0

@@ -1,0 +1,1 @@
+"""Trained models for other engines: folded into a plain Transformer, written in their formats, and compared."""

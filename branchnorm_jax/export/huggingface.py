@@ -1,0 +1,154 @@
+"""Hugging Face: a folder that `MarianMTModel` and `MarianTokenizer` load."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from branchnorm_jax.errors import UserError
+from branchnorm_jax.export.fold import SUBLAYERS, Plain, without_embedding_scale
+from branchnorm_jax.options import EOS, PAD, UNK, DecodeConfig, ModelConfig
+
+NORMS = {"self": "self_attn_layer_norm", "cross": "encoder_attn_layer_norm", "ffn": "final_layer_norm"}
+ATTENTION = {"self": "self_attn", "cross": "encoder_attn"}
+OUT = {"q": "q_proj", "k": "k_proj", "v": "v_proj", "o": "out_proj"}
+
+
+def obstacle(plain: Plain, config: ModelConfig) -> str:
+    """Why a plain Transformer is none that Hugging Face's Marian can be, or ""."""
+    first = plain.embedding_scale.values()
+    obstacles = {
+        "Marian is Post-LN only": plain.pre_norm,
+        "Marian has its own position table (model.positions=marian)": config.positions != "marian",
+        "its first skip connection has a factor per feature": any((scale != scale[0]).any() for scale in first),
+    }
+    return next((reason for reason, holds in obstacles.items() if holds), "")
+
+
+def write(
+    plain: Plain,
+    config: ModelConfig,
+    decode: DecodeConfig,
+    vocabularies: Sequence[list[str]],
+    languages: tuple[str, str],
+    folder: Path,
+    longest: int,
+) -> None:
+    """Writes model.safetensors, config.json, generation_config.json and the tokenizer's JSON files.
+
+    Args:
+      plain: the folded model.
+      config: its options.
+      decode: how it is searched.
+      vocabularies: pieces of source and target.
+      languages: source and target.
+      folder: must exist, with source.spm and target.spm.
+      longest: positions that the model has room for.
+    """
+    try:
+        from safetensors.numpy import save_file
+    except ImportError as error:
+        raise UserError(f"export: {error}; run `pip install safetensors`") from error
+    plain = without_embedding_scale(plain)
+    source, target, output = (plain.tables[name] for name in ("source", "target", "output"))
+    weights = {"final_logits_bias": plain.bias[None]}
+    if source is target:
+        weights["model.shared.weight"] = target
+    else:
+        weights |= {"model.encoder.embed_tokens.weight": source, "model.decoder.embed_tokens.weight": target}
+    if output is not target:
+        weights["lm_head.weight"] = output
+    for stack, sublayers in SUBLAYERS.items():
+        tree = plain.layers[stack]
+        for name in sublayers:
+            matrices = {matrix: f"{ATTENTION[name]}.{OUT[matrix]}" for matrix in OUT} if name in ATTENTION else {}
+            for matrix, theirs in (matrices or {"fc1": "fc1", "fc2": "fc2"}).items():
+                for layer, kernel in enumerate(tree[name][matrix]["kernel"]):
+                    prefix = f"model.{stack}.layers.{layer}.{theirs}"
+                    weights[f"{prefix}.weight"] = np.ascontiguousarray(kernel.T)
+                    weights[f"{prefix}.bias"] = tree[name][matrix]["bias"][layer]
+            for layer, scale in enumerate(tree[f"{name}_norm"]["scale"]):
+                prefix = f"model.{stack}.layers.{layer}.{NORMS[name]}"
+                weights |= {f"{prefix}.weight": scale, f"{prefix}.bias": tree[f"{name}_norm"]["bias"][layer]}
+    save_file({name: np.ascontiguousarray(array) for name, array in weights.items()}, folder / "model.safetensors")
+    tokens: dict[str, Any] = {
+        "pad_token_id": PAD,
+        "eos_token_id": EOS,
+        "bos_token_id": EOS,
+        "decoder_start_token_id": EOS,
+        "forced_eos_token_id": EOS,
+    }
+    shared = source is target
+    _json(
+        folder / "config.json",
+        {
+            "model_type": "marian",
+            "architectures": ["MarianMTModel"],
+            "vocab_size": len(source),
+            "decoder_vocab_size": len(target),
+            "share_encoder_decoder_embeddings": shared,
+            "tie_word_embeddings": output is target,
+            "d_model": config.width,
+            "encoder_layers": config.encoder_layers,
+            "decoder_layers": config.decoder_layers,
+            "encoder_attention_heads": config.heads,
+            "decoder_attention_heads": config.heads,
+            "encoder_ffn_dim": config.ffn_width,
+            "decoder_ffn_dim": config.ffn_width,
+            "activation_function": config.activation,
+            "scale_embedding": True,
+            "max_position_embeddings": longest,
+            "dtype": "float32",
+            **tokens,
+        },
+    )
+    _json(
+        folder / "generation_config.json",
+        {
+            "num_beams": decode.beam_size,
+            "length_penalty": decode.length_penalty,
+            "early_stopping": True,
+            "max_length": min(512, longest),
+            "bad_words_ids": [[PAD]],
+            **tokens,
+        },
+    )
+    for name, pieces in zip(("vocab.json", "target_vocab.json"), vocabularies[: 1 if shared else 2], strict=False):
+        _json(folder / name, {piece: index for index, piece in enumerate(pieces)})
+    _json(
+        folder / "tokenizer_config.json",
+        {
+            "tokenizer_class": "MarianTokenizer",
+            "source_lang": languages[0],
+            "target_lang": languages[1],
+            "separate_vocabs": not shared,
+            "model_max_length": longest,
+            "unk_token": vocabularies[0][UNK],
+            "eos_token": vocabularies[0][EOS],
+            "pad_token": vocabularies[0][PAD],
+        },
+    )
+
+
+def _json(path: Path, content: dict[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def log_probs(folder: Path, sources: Sequence[list[int]], targets: Sequence[list[int]]) -> list[np.ndarray]:
+    """Natural log-probability of each target token; token ids, EOS at the end of both sides."""
+    try:
+        import torch
+        from transformers import MarianMTModel
+    except ImportError as error:
+        raise UserError(f"export: {error}; run `pip install torch transformers`") from error
+    model = MarianMTModel.from_pretrained(folder, dtype=torch.float32).eval()
+    found = []
+    with torch.no_grad():
+        for source, target in zip(sources, targets, strict=True):
+            inputs = torch.tensor([[EOS, *target[:-1]]])
+            logits = model(input_ids=torch.tensor([source]), decoder_input_ids=inputs).logits
+            picked = logits.log_softmax(-1)[0].gather(1, torch.tensor(target)[:, None])
+            found.append(picked[:, 0].numpy())
+    return found

@@ -1,0 +1,149 @@
+"""Modes that use a trained model."""
+
+import itertools
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+
+from branchnorm_jax.data.corpus import read_pairs
+from branchnorm_jax.data.tokenizer import atomic_directory
+from branchnorm_jax.decoding.translate import Translation
+from branchnorm_jax.errors import MismatchError, UserError
+from branchnorm_jax.evaluation.evaluate import evaluate_split, format_table, write_results
+from branchnorm_jax.export import ctranslate2, fold, huggingface
+from branchnorm_jax.modes.common import Trained, load, read_chunks
+from branchnorm_jax.options import Config
+from branchnorm_jax.training import logs
+from branchnorm_jax.workdir import Workdir
+
+TOLERANCE = 1e-3
+"""Of an exported model: how much a token's log-probability may differ from ours."""
+
+
+def evaluate(config: Config, workdir: Workdir) -> None:
+    """Translates the splits of `evaluate.splits`, scores them, writes results.json and evaluation/."""
+    workdir.check_config(config)
+    workdir.create()
+    trained = load(config, workdir)
+    directory, results = workdir / "evaluation", {}
+    for split in config.evaluate.split_names:
+        pairs = list(read_pairs(config.data, split))
+        with logs.progress_bar(len(pairs), 0, "line", split) as bar:
+            results[split] = evaluate_split(
+                trained.translator,
+                trained.params,
+                trained.branch_scale,
+                split,
+                pairs,
+                directory,
+                config.data.target_lang,
+                bar.update,
+            )
+    write_results(workdir / "results.json", results, directory, {"step": trained.step, **vars(config.decode)})
+    print(format_table(results))
+
+
+def translate(config: Config, workdir: Workdir) -> None:
+    """Translates stdin to stdout in input order: line by line as they come, or a file in chunks sorted by length."""
+    workdir.check_config(config)
+    trained = load(config, workdir)
+    done = 0
+    for lines in read_chunks(sys.stdin):
+        with logs.progress_bar(len(lines), 0, "line", "translate") as bar:
+            found = trained.translator.translate(
+                trained.params, trained.branch_scale, lines, first_line=done + 1, progress=bar.update
+            )
+        for index, hypotheses in enumerate(found):
+            print(*format_hypotheses(done + index, hypotheses, config.decode.nbest), sep="\n")
+        sys.stdout.flush()
+        done += len(lines)
+
+
+def format_hypotheses(index: int, hypotheses: list[Translation], nbest: int) -> list[str]:
+    """The best translation, or with n-best "line ||| text ||| score" for each, lines counted from 0 as Moses does."""
+    if nbest == 1:
+        return [hypotheses[0].text]
+    return [f"{index} ||| {found.text} ||| {found.score:.4f}" for found in hypotheses]
+
+
+def score(config: Config, workdir: Workdir) -> None:
+    """Prints "log-probability<TAB>tokens" for each "source<TAB>target" line of stdin: natural logarithm, with EOS."""
+    workdir.check_config(config)
+    trained = load(config, workdir)
+    done = 0
+    for lines in read_chunks(sys.stdin):
+        pairs = []
+        for index, line in enumerate(lines):
+            sides = line.split("\t")
+            if len(sides) != 2:
+                raise UserError(
+                    f"stdin, line {done + index + 1}: expected source<TAB>target, found {len(sides)} fields"
+                )
+            pairs.append((sides[0], sides[1]))
+        for log_prob, tokens in trained.translator.score(trained.params, trained.branch_scale, pairs):
+            print(f"{log_prob:.6f}\t{tokens}")
+        sys.stdout.flush()
+        done += len(lines)
+
+
+def export(config: Config, workdir: Workdir) -> None:
+    """Writes the model in the format of another engine, and compares log-probabilities where that is installed.
+
+    Raises:
+      UserError: if the method is not to be had there.
+      MismatchError: if a token's log-probability differs by more than `TOLERANCE`, unless the weights were quantised.
+    """
+    workdir.check_config(config)
+    trained = load(config, workdir)
+    e, model, tokenizer = config.export, trained.translator.model, trained.translator.tokenizer
+    if reason := fold.obstacle(model):
+        raise UserError(f"export: {config.model.method} is no plain Transformer: {reason}")
+    plain = fold.fold(model, trained.params, trained.branch_scale)
+    if e.format == "huggingface":
+        if e.quantization:
+            raise UserError("config: export.quantization is for export.format=ctranslate2")
+        if reason := huggingface.obstacle(plain, config.model):
+            raise UserError(f"export: not for Hugging Face: {reason}; take export.format=ctranslate2")
+    most = config.decode.max_input_length
+    longest = max(most, trained.translator.engine.limit(most) + 1)
+    vocabularies = tokenizer.source_pieces, tokenizer.target_pieces
+    folder = Path(e.path) if e.path else workdir / "export" / "-".join(filter(None, (e.format, e.quantization)))
+    with atomic_directory(folder) as temporary:
+        for side, model_proto in zip(("source", "target"), tokenizer.models, strict=True):
+            (temporary / f"{side}.spm").write_bytes(model_proto)
+        if e.format == "ctranslate2":
+            ctranslate2.write(plain, config.model, vocabularies, temporary, longest, e.quantization)
+            settings = ctranslate2.search_settings(config.decode)
+            (temporary / "translate.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+        else:
+            languages = config.data.source_lang, config.data.target_lang
+            huggingface.write(plain, config.model, config.decode, vocabularies, languages, temporary, longest)
+    logs.say(f"wrote {folder}, step {trained.step}")
+    if e.check_lines:
+        check_export(config, trained, folder)
+    print(folder)
+
+
+def check_export(config: Config, trained: Trained, folder: Path) -> None:
+    """Force-decodes the first validation pairs here and there."""
+    e, (translator, tokenizer) = config.export, (trained.translator, trained.translator.tokenizer)
+    pairs = list(itertools.islice(read_pairs(config.data, "valid"), e.check_lines))
+    sources = tokenizer.encode_source([source for source, _ in pairs])
+    targets = tokenizer.encode_target([target for _, target in pairs])
+    ours = translator.token_log_probs(trained.params, trained.branch_scale, sources, targets)
+    try:
+        if e.format == "ctranslate2":
+            sides = (sources, tokenizer.source_pieces), (targets, tokenizer.target_pieces)
+            given, asked = ([[pieces[token] for token in ids[:-1]] for ids in side] for side, pieces in sides)
+            theirs = ctranslate2.log_probs(folder, given, asked, e.quantization)
+        else:
+            theirs = huggingface.log_probs(folder, sources, targets)
+    except UserError as error:
+        logs.say(f"not compared: {error}")
+        return
+    apart = max(float(np.abs(a - b).max()) for a, b in zip(ours, theirs, strict=True))
+    logs.say(f"largest difference of a token's log-probability over {len(pairs)} validation pairs: {apart:.2e}")
+    if apart > TOLERANCE and not e.quantization:
+        raise MismatchError(f"{folder}: log-probabilities differ by {apart:.2e}, more than {TOLERANCE}; do not use it")

@@ -1,0 +1,150 @@
+"""Exported models against the engines themselves: the same log-probability for every token."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from branchnorm_jax.decoding.translate import Translator
+from branchnorm_jax.export import ctranslate2, fold, huggingface
+from branchnorm_jax.model.methods import METHODS
+from branchnorm_jax.model.transformer import Transformer
+from branchnorm_jax.options import EOS, DecodeConfig, ModelConfig
+
+SMALL = ModelConfig(encoder_layers=3, decoder_layers=2, width=32, ffn_width=48, heads=4, dropout=0.0)
+WORDS = 40
+PIECES = ["<pad>", "</s>", "<unk>", *(f"w{index}" for index in range(3, WORDS))]
+RANDOM = np.random.default_rng(0)
+SOURCES = [[*RANDOM.integers(3, WORDS, length).tolist(), EOS] for length in (1, 4, 9, 14)]
+TARGETS = [[*RANDOM.integers(3, WORDS, length).tolist(), EOS] for length in (2, 3, 12, 7)]
+PLAIN = (
+    *("post_ln", "branchnorm", "deepnorm", "mixnorm", "mixnorm_anneal", "rezero_ln", "admin", "ds_init"),
+    *("pre_ln", "layerscale", "small_init"),
+)
+ALPHA = jnp.float32(0.25)
+
+
+def drawn(model: Transformer, alpha: Any = ALPHA) -> tuple[Any, list[np.ndarray]]:
+    """Parameters away from their special initial values, and our log-probabilities."""
+    leaves, tree = jax.tree.flatten(jax.jit(model.init)(jax.random.key(0)))
+    keys = jax.random.split(jax.random.key(7), len(leaves))
+    params = jax.tree.unflatten(
+        tree, [leaf + 0.2 * jax.random.normal(key, leaf.shape) for leaf, key in zip(leaves, keys, strict=True)]
+    )
+    translator = Translator(model, None, DecodeConfig())  # type: ignore[arg-type] # it only reads text
+    return params, translator.token_log_probs(params, alpha, SOURCES, TARGETS)
+
+
+def words(sentences: list[list[int]]) -> list[list[str]]:
+    return [[PIECES[token] for token in ids[:-1]] for ids in sentences]
+
+
+def difference(ours: list[np.ndarray], theirs: list[np.ndarray]) -> float:
+    return max(float(np.abs(a - b).max()) for a, b in zip(ours, theirs, strict=True))
+
+
+@pytest.mark.parametrize("method", PLAIN)
+def test_ctranslate2_gives_our_numbers(method: str, tmp_path: Path) -> None:
+    model = Transformer(dataclasses.replace(SMALL, method=method), WORDS, WORDS)
+    params, ours = drawn(model)
+    ctranslate2.write(fold.fold(model, params, ALPHA), model.config, (PIECES, PIECES), tmp_path, 64, "")
+    assert difference(ours, ctranslate2.log_probs(tmp_path, words(SOURCES), words(TARGETS), "")) < 2e-5
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "tables apart": dict(shared_embeddings="none"),
+    "gelu and a bias": dict(activation="gelu", output_bias=True),
+    "fairseq's positions": dict(positions="fairseq"),
+    "fixed norms of words": dict(embedding="fixnorm", shared_embeddings="decoder"),
+}
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=list(OPTIONS))
+def test_options_are_carried_over(options: dict[str, Any], tmp_path: Path) -> None:
+    model = Transformer(dataclasses.replace(SMALL, method="deepnorm", **options), WORDS, WORDS, (5, 17))
+    params, ours = drawn(model)
+    ctranslate2.write(fold.fold(model, params, ALPHA), model.config, (PIECES, PIECES), tmp_path, 64, "")
+    theirs = ctranslate2.log_probs(tmp_path, words(SOURCES), words(TARGETS), "")
+    for target, a, b in zip(TARGETS, ours, theirs, strict=True):
+        used = ~np.isin(target, (5, 17))  # of which our loss says a finite number
+        np.testing.assert_allclose(a[used], b[used], atol=2e-5)
+        assert (b[~used] < -1e6).all()
+
+
+@pytest.mark.parametrize("method", ["post_ln", "branchnorm", "deepnorm", "mixnorm", "rezero_ln"])
+@pytest.mark.parametrize("tables", ["all", "decoder", "none"])
+def test_hugging_face_gives_our_numbers(method: str, tables: str, tmp_path: Path) -> None:
+    if tables != "all" and method != "branchnorm":
+        pytest.skip("tables do not depend on the method")
+    model = Transformer(dataclasses.replace(SMALL, method=method, shared_embeddings=tables), WORDS, WORDS)
+    params, ours = drawn(model)
+    plain = fold.fold(model, params, ALPHA)
+    assert huggingface.obstacle(plain, model.config) == ""
+    huggingface.write(plain, model.config, DecodeConfig(), (PIECES, PIECES), ("en", "de"), tmp_path, 64)
+    # The first branch of each stack is divided instead of the stream multiplied: its epsilon is then another.
+    assert difference(ours, huggingface.log_probs(tmp_path, SOURCES, TARGETS)) < 5e-5
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config["decoder_start_token_id"] == EOS
+
+
+def test_alpha_of_each_layer(tmp_path: Path) -> None:
+    model = Transformer(dataclasses.replace(SMALL, method="branchnorm", alpha_order="bottom_up"), WORDS, WORDS)
+    alpha = {"encoder": jnp.array([0.9, 0.4, 0.1]), "decoder": jnp.array([0.7, 0.2])}
+    params, ours = drawn(model, alpha)
+    ctranslate2.write(fold.fold(model, params, alpha), model.config, (PIECES, PIECES), tmp_path, 64, "")
+    assert difference(ours, ctranslate2.log_probs(tmp_path, words(SOURCES), words(TARGETS), "")) < 2e-5
+
+
+def test_folding_leaves_epsilon_alone() -> None:
+    """Dividing the branch by a instead makes the error that epsilon / a^2 does; scaling the stream makes none."""
+    model = Transformer(dataclasses.replace(SMALL, method="deepnorm", encoder_layers=18), WORDS, WORDS)
+    params, _ = drawn(model)
+    plain = fold.fold(model, params, ALPHA)
+    before, after = params["encoder"], plain.layers["encoder"]
+    np.testing.assert_allclose(after["ffn"]["fc2"]["kernel"], before["ffn"]["fc2"]["kernel"], rtol=1e-6)
+    assert not np.allclose(after["ffn"]["fc1"]["kernel"], before["ffn"]["fc1"]["kernel"])
+
+
+@pytest.mark.parametrize("quantization", ["int8", "float16"])
+def test_quantised_weights_are_close(quantization: str, tmp_path: Path) -> None:
+    model = Transformer(dataclasses.replace(SMALL, width=64, ffn_width=128), WORDS, WORDS)
+    params, ours = drawn(model)
+    plain = fold.fold(model, params, ALPHA)
+    sizes = {}
+    for kind in ("", quantization):
+        folder = tmp_path / (kind or "float32")
+        folder.mkdir()
+        ctranslate2.write(plain, model.config, (PIECES, PIECES), folder, 64, kind)
+        sizes[kind] = (folder / "model.bin").stat().st_size
+    theirs = ctranslate2.log_probs(tmp_path / quantization, words(SOURCES), words(TARGETS), "float32")
+    assert 0 < difference(ours, theirs) < (0.5 if quantization == "int8" else 0.05)
+    assert sizes[quantization] < 0.6 * sizes[""]
+
+
+def test_every_other_method_says_why_not() -> None:
+    for method in METHODS:
+        obstacle = fold.obstacle(Transformer(dataclasses.replace(SMALL, method=method), WORDS, WORDS))
+        assert bool(obstacle) != (method in FOLDABLE), method
+    cases: list[tuple[dict[str, Any], str]] = [({"norm": "rms_norm"}, "rms_norm"), ({"activation": "swiglu"}, "swiglu")]
+    for changes, word in cases:
+        assert word in fold.obstacle(Transformer(dataclasses.replace(SMALL, **changes), WORDS, WORDS))
+
+
+FOLDABLE = {*PLAIN, "deepnorm_torchscale", "admin_log", "admin_constant", "admin_linear", "ds_init_code"}
+
+
+def test_hugging_face_refuses_what_marian_cannot_be() -> None:
+    cases: list[tuple[dict[str, Any], str]] = [
+        ({"method": "pre_ln"}, "Post-LN"),
+        ({"positions": "fairseq"}, "position"),
+    ]
+    for changes, word in cases:
+        model = Transformer(dataclasses.replace(SMALL, **changes), WORDS, WORDS)
+        assert word in huggingface.obstacle(fold.fold(model, drawn(model)[0], ALPHA), model.config)
+    admin = Transformer(dataclasses.replace(SMALL, method="admin"), WORDS, WORDS)
+    assert "per feature" in huggingface.obstacle(fold.fold(admin, drawn(admin)[0], ALPHA), admin.config)

@@ -288,8 +288,29 @@ class DecodeConfig:
     max_input_length: int = option(
         1024, "longer input lines are cut, with a warning", unit="tokens", minimum=4, maximum=100_000, free=True
     )
+    no_repeat_ngram: int = option(
+        0, "no sequence of so many tokens comes twice; 0: any may", unit="tokens", minimum=0, maximum=100, free=True
+    )
+    target_prefix: bool = option(False, "translate: lines are source<TAB>beginning of the translation", free=True)
+    temperature: float = option(
+        0.0,
+        "0: beam search; above: beam_size translations are drawn, with softmax(logits / temperature)",
+        minimum=0,
+        maximum=100,
+        free=True,
+    )
+    top_k: int = option(0, "draw from so many likeliest words; 0: from all", unit="words", minimum=0, free=True)
+    top_p: float = option(
+        1.0, "draw from the likeliest words that have this probability together", minimum=1e-6, maximum=1, free=True
+    )
+    seed: int = option(
+        0, "of what is drawn; a translation depends on it and on the line's number", minimum=0, free=True
+    )
     nbest: int = option(
         1, "hypotheses printed per line; more than 1 prints `line ||| text ||| score`", minimum=1, free=True
+    )
+    token_scores: bool = option(
+        False, "translate: print the pieces of each translation with their log-probabilities", free=True
     )
     batch_tokens: int = option(4096, "source positions x beam decoded at once", unit="tokens", minimum=1, free=True)
 

@@ -74,6 +74,10 @@ class Tokenizer:
         """The pieces of the target vocabulary, by id."""
         return _pieces(self.target_processor)
 
+    def target_pieces_of(self, ids: list[int]) -> list[str]:
+        """The pieces of token ids."""
+        return self.target_processor.id_to_piece(ids)
+
     @property
     def models(self) -> tuple[bytes, bytes]:
         """The SentencePiece models of source and target, as in their files."""

@@ -5,6 +5,8 @@ K are finished, the best K others live on; a sentence is done when K hypotheses 
 where only EOS is allowed. Finished hypotheses are ranked by log-probability over a length penalty. K = 1 is greedy
 search. A sentence is also done once none of its live hypotheses can come to be among the best that are asked for.
 
+With a temperature the K hypotheses are drawn instead, each for itself.
+
 Nothing but small tables of integers moves when hypotheses branch: keys and values stay in the slot that they were
 written to, and the ancestors of a hypothesis say in which slots its own are. Slots are a ring that all rows write at
 the same place, so a row can begin with a new sentence at any time: what it does not know it does not look at.
@@ -72,6 +74,10 @@ class Search(NamedTuple):
     """In order of their end; scores of -inf where there is none yet."""
     ended: jax.Array
     """Of those, how many there are, int32 [B]."""
+    number: jax.Array
+    """Which sentence a row has, int32 [B]: what is drawn depends on it."""
+    prefix: jax.Array
+    """Tokens that every hypothesis begins with, int32 [B, P], then -1."""
     cache: Any
 
     @property
@@ -90,7 +96,7 @@ def length_penalty(length: jax.Array, strength: float, kind: str) -> jax.Array:
     return length**strength if kind == "fairseq" else ((5 + length) / 6) ** strength
 
 
-def nothing(cache: Any, rows: int, beam_size: int, longest: int, ring: int) -> Search:
+def nothing(cache: Any, rows: int, beam_size: int, longest: int, ring: int, prefix: int = 0) -> Search:
     """A search that nothing is asked of yet.
 
     Args:
@@ -99,27 +105,45 @@ def nothing(cache: Any, rows: int, beam_size: int, longest: int, ring: int) -> S
       beam_size: K.
       longest: T, tokens of the longest hypothesis, EOS included.
       ring: N, times that the cache has slots for.
+      prefix: P, tokens of the longest prefix.
     """
     k = beam_size
     tokens, log_probs = jnp.full((rows, k, longest), PAD, jnp.int32), jnp.full((rows, k), -jnp.inf)
     each, count = jnp.zeros((rows, k, longest)), jnp.zeros(rows, jnp.int32)
     live = Live(tokens, each, log_probs, jnp.zeros((rows, k, ring), jnp.int32))
-    return Search(jnp.int32(0), count, count - 1, live, Hypotheses(tokens, log_probs, log_probs, each), count, cache)
+    return Search(
+        clock=jnp.int32(0),
+        start=count,
+        limit=count - 1,
+        live=live,
+        finished=Hypotheses(tokens, log_probs, log_probs, each),
+        ended=count,
+        number=count,
+        prefix=jnp.full((rows, prefix), -1, jnp.int32),
+        cache=cache,
+    )
 
 
-def begin(search: Search, rows: jax.Array, limits: jax.Array) -> Search:
-    """Sentences of these limits begin in these rows, int32 each; a row number of B or more is none."""
+def begin(
+    search: Search,
+    rows: jax.Array,
+    limits: jax.Array,
+    config: DecodeConfig,
+    numbers: jax.Array | None = None,
+    prefixes: jax.Array | None = None,
+) -> Search:
+    """Sentences begin in these rows, a row number of B or more is none; arguments as the fields of `Search`."""
 
     def put(leaf: jax.Array, value: Any) -> jax.Array:
         return leaf.at[rows].set(value, mode="drop")
 
-    # All hypotheses are the same at first: let only one of them speak.
-    first = jnp.where(jnp.arange(search.live.log_probs.shape[1]) == 0, 0.0, -jnp.inf)
+    # All hypotheses are the same at first: unless they are drawn, let only one of them speak.
+    speaks = (jnp.arange(config.beam_size) == 0) | (config.temperature > 0)
     finished = search.finished
     return search._replace(
         start=put(search.start, search.clock),
         limit=put(search.limit, limits),
-        live=search.live._replace(log_probs=put(search.live.log_probs, first)),
+        live=search.live._replace(log_probs=put(search.live.log_probs, jnp.where(speaks, 0.0, -jnp.inf))),
         finished=finished._replace(
             tokens=put(finished.tokens, PAD),
             scores=put(finished.scores, -jnp.inf),
@@ -127,6 +151,8 @@ def begin(search: Search, rows: jax.Array, limits: jax.Array) -> Search:
             token_log_probs=put(finished.token_log_probs, 0.0),
         ),
         ended=put(search.ended, 0),
+        number=search.number if numbers is None else put(search.number, numbers),
+        prefix=search.prefix if prefixes is None else put(search.prefix, prefixes),
     )
 
 
@@ -146,6 +172,8 @@ def resized(search: Search, ring: int, take_slots: Callable[[Any, jax.Array], An
 def done(search: Search, config: DecodeConfig) -> jax.Array:
     """bool [B]: the best `nbest` hypotheses are known."""
     full = (search.ended >= config.beam_size) | (search.position > search.limit)
+    if config.temperature:
+        return full
     # What a live hypothesis can come to at best, if all its further words were certain: at the shortest or the longest.
     best = search.live.log_probs.max(1)
     ends = (search.position + 1, search.limit + 1)
@@ -165,60 +193,143 @@ def run(step: Step[Any], search: Search, config: DecodeConfig, until: jax.Array)
     return jax.lax.while_loop(go_on, lambda search: advance(step, search, config), search)
 
 
+class Choice(NamedTuple):
+    """Continuations of a sentence's hypotheses: all [B, C]."""
+
+    parent: jax.Array
+    """Which hypothesis is continued, int32."""
+    token: jax.Array
+    """With which word, int32."""
+    log_prob: jax.Array
+    """Its log-probability, float32."""
+    place: jax.Array
+    """Where in the finished list it goes, int32; K if it does not end, or finds no place."""
+    survivors: jax.Array
+    """Which of the continuations live on, int32 [B, K]."""
+
+
 def advance(step: Step[Any], search: Search, config: DecodeConfig) -> Search:
     """One token more of every live hypothesis."""
     live, position = search.live, search.position
     batch, k, ring = live.ancestors.shape
     sentence, time = jnp.arange(batch)[:, None], search.clock % ring
+    places = jnp.arange(live.tokens.shape[2])
 
-    def at(table: jax.Array, position: jax.Array) -> jax.Array:
-        return jnp.take_along_axis(table, position[:, None, None], axis=2)[:, :, 0]
-
-    last = jnp.where(position[:, None] == 0, EOS, at(live.tokens, jnp.maximum(position - 1, 0)))
+    last = jnp.take_along_axis(live.tokens, jnp.maximum(position - 1, 0)[:, None, None], axis=2)[:, :, 0]
+    last = jnp.where(position[:, None] == 0, EOS, last)
     known = (time - 1 - jnp.arange(ring)) % ring < position[:, None]
     seen = known[:, None, :, None] & (live.ancestors[..., None] == jnp.arange(k))
     scores, log_z, cache = step(search.cache, last, position, seen.reshape(batch, k, ring * k), time * k)
 
-    at_limit = (position >= search.limit)[:, None, None]
-    too_short = (position < config.min_length)[:, None, None] & ~at_limit
-    word = jnp.arange(scores.shape[-1])
-    banned = (word == PAD) | ((word == EOS) & too_short) | ((word != EOS) & at_limit)
-    # Of the K hypotheses' continuations at most K end, so K of the best 2K live on.
-    best, words = top(_longer(jnp.where(banned, -jnp.inf, scores), 2 * k), 2 * k)
-    log_probs = best - log_z[:, :, None]
-    totals, index = jax.lax.top_k((live.log_probs[:, :, None] + log_probs).reshape(batch, -1), 2 * k)
-    parent, token = index // (2 * k), jnp.take_along_axis(words.reshape(batch, -1), index, axis=1)
-    added = jnp.take_along_axis(log_probs.reshape(batch, -1), index, axis=1)
-    here = jnp.arange(live.tokens.shape[2]) == position[:, None, None]
-    tokens = jnp.where(here, token[:, :, None], live.tokens[sentence, parent])
-    token_log_probs = jnp.where(here, added[:, :, None], live.token_log_probs[sentence, parent])
-    ends = token == EOS
+    scores = jnp.where(banned(search, config, scores.shape[-1]), -jnp.inf, scores)
+    choice = (sample if config.temperature else best)(search, scores, log_z, config)
+    here = places == position[:, None, None]
+    tokens = jnp.where(here, choice.token[:, :, None], live.tokens[sentence, choice.parent])
+    token_log_probs = jnp.where(here, choice.log_prob[:, :, None], live.token_log_probs[sentence, choice.parent])
+    totals = live.log_probs[sentence, choice.parent] + choice.log_prob
 
-    # Those that end take the free places of the finished list, in order of rank.
-    place = search.ended[:, None] + jnp.cumsum(ends[:, :k], axis=1) - 1
-    place = jnp.where(ends[:, :k] & (totals[:, :k] > -jnp.inf), place, k)
     penalty = length_penalty(position + 1, config.length_penalty, config.length_penalty_kind)
-    after = here | (jnp.arange(live.tokens.shape[2]) < position[:, None, None])
+    inside = places <= position[:, None, None]
     new = Hypotheses(
-        jnp.where(after, tokens, PAD), totals / penalty[:, None], totals, jnp.where(after, token_log_probs, 0.0)
+        jnp.where(inside, tokens, PAD), totals / penalty[:, None], totals, jnp.where(inside, token_log_probs, 0.0)
     )
-    finished = jax.tree.map(lambda old, new: old.at[sentence, place].set(new[:, :k], mode="drop"), search.finished, new)
-
-    # A stable sort keeps rank order among those that do not end.
-    survivors = jnp.argsort(ends, axis=1, stable=True)[:, :k]
-    parents = parent[sentence, survivors]
+    finished = jax.tree.map(lambda old, new: old.at[sentence, choice.place].set(new, mode="drop"), search.finished, new)
+    alive = choice.survivors
+    parents = choice.parent[sentence, alive]
     return search._replace(
         clock=search.clock + 1,
         live=Live(
-            tokens[sentence, survivors],
-            token_log_probs[sentence, survivors],
-            jnp.where(ends[sentence, survivors], -jnp.inf, totals[sentence, survivors]),
+            tokens[sentence, alive],
+            token_log_probs[sentence, alive],
+            jnp.where(choice.token == EOS, -jnp.inf, totals)[sentence, alive],
             # A hypothesis wrote at this time what its descendants see.
             jnp.where(jnp.arange(ring) == time, parents[:, :, None], live.ancestors[sentence, parents]),
         ),
         finished=finished,
-        ended=jnp.minimum(k, search.ended + (place < k).sum(1)),
+        ended=search.ended + (choice.place < k).sum(1),
         cache=cache,
+    )
+
+
+def banned(search: Search, config: DecodeConfig, vocabulary: int) -> jax.Array:
+    """bool [B, K, V] or less: what must not come next."""
+    live, position, word = search.live, search.position[:, None, None], jnp.arange(vocabulary)
+    at_limit = position >= search.limit[:, None, None]
+    ban = (word == EOS) & (position < config.min_length) & ~at_limit
+    if n := config.no_repeat_ngram:
+        # Where the last n - 1 tokens stood before, the word that followed them.
+        length = live.tokens.shape[2]
+        start = jnp.arange(length)
+        same = start + n - 1 < position
+        for j in range(n - 1):
+            late = jnp.take_along_axis(live.tokens, jnp.maximum(position - n + 1 + j, 0), axis=2)
+            same &= jnp.take(live.tokens, jnp.minimum(start + j, length - 1), axis=2) == late
+        follower = jnp.take(live.tokens, jnp.minimum(start + n - 1, length - 1), axis=2)
+        rows = (jnp.arange(len(live.tokens))[:, None, None], jnp.arange(live.tokens.shape[1])[:, None], follower)
+        ban |= jnp.zeros((*live.tokens.shape[:2], vocabulary), bool).at[rows].max(same) & ~at_limit
+    ban |= (word == PAD) | ((word != EOS) & at_limit)
+    if search.prefix.shape[1]:
+        place = jnp.minimum(position, search.prefix.shape[1] - 1)
+        forced = jnp.take_along_axis(search.prefix[:, None], place, axis=2)
+        forced = jnp.where(position < search.prefix.shape[1], forced, -1)
+        ban = jnp.where(forced >= 0, word != forced, ban)
+    return ban
+
+
+def best(search: Search, scores: jax.Array, log_z: jax.Array, config: DecodeConfig) -> Choice:
+    """The 2K best continuations: of K hypotheses at most K end, so K of them live on."""
+    batch, k, _ = scores.shape
+    values, words = top(_longer(scores, 2 * k), 2 * k)
+    log_probs = values - log_z[:, :, None]
+    totals, index = jax.lax.top_k((search.live.log_probs[:, :, None] + log_probs).reshape(batch, -1), 2 * k)
+    token = jnp.take_along_axis(words.reshape(batch, -1), index, axis=1)
+    ends = token == EOS
+    # Those that end take the free places of the finished list, in order of rank.
+    place = jnp.minimum(k, search.ended[:, None] + jnp.cumsum(ends, axis=1) - 1)
+    taken = ends & (totals > -jnp.inf) & (jnp.arange(2 * k) < k)
+    return Choice(
+        parent=index // (2 * k),
+        token=token,
+        log_prob=jnp.take_along_axis(log_probs.reshape(batch, -1), index, axis=1),
+        place=jnp.where(taken, place, k),
+        # A stable sort keeps rank order among those that do not end.
+        survivors=jnp.argsort(ends, axis=1, stable=True)[:, :k],
+    )
+
+
+def sample(search: Search, scores: jax.Array, log_z: jax.Array, config: DecodeConfig) -> Choice:
+    """A word for each hypothesis, drawn by softmax(scores / temperature) from the `top_k`, and the `top_p`, likeliest.
+
+    Draws depend on seed, sentence, hypothesis and position alone.
+    """
+    batch, k, vocabulary = scores.shape
+    tempered = scores / config.temperature
+    if config.top_k:
+        least = top(tempered, min(config.top_k, vocabulary))[0][..., -1:]
+        tempered = jnp.where(tempered < least, -jnp.inf, tempered)
+    if config.top_p < 1:
+        order = jnp.sort(tempered, axis=-1, descending=True)
+        share = jax.nn.softmax(order)
+        # Words until their sum reaches top_p: those before which it has not yet.
+        needed = jnp.cumsum(share, axis=-1) - share < config.top_p
+        least = jnp.min(jnp.where(needed, order, jnp.inf), axis=-1, keepdims=True)
+        tempered = jnp.where(tempered < least, -jnp.inf, tempered)
+
+    def draw(number: jax.Array, hypothesis: jax.Array, position: jax.Array, logits: jax.Array) -> jax.Array:
+        key = jax.random.key(config.seed)
+        for name in (number, hypothesis, position):
+            key = jax.random.fold_in(key, name)
+        return jax.random.categorical(key, logits)
+
+    each = jnp.broadcast_to(jnp.arange(k), (batch, k))
+    token = jax.vmap(jax.vmap(draw, (None, 0, None, 0)))(search.number, each, search.position, tempered)
+    alive = search.live.log_probs > -jnp.inf
+    return Choice(
+        parent=each,
+        token=token.astype(jnp.int32),
+        log_prob=jnp.take_along_axis(scores, token[:, :, None], axis=2)[:, :, 0] - log_z,
+        place=jnp.where((token == EOS) & alive, each, k),
+        survivors=each,
     )
 
 

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -31,6 +31,24 @@ class Text(NamedTuple):
     mask_B1S: jax.Array
 
 
+class Asked(NamedTuple):
+    """A sentence to translate."""
+
+    source: Sequence[int]
+    number: int
+    prefix: Sequence[int]
+
+
+class New(NamedTuple):
+    """Sentences that begin, int32 arrays with an axis of rows: see `beam.begin`."""
+
+    source: Any
+    row: Any
+    limit: Any
+    number: Any
+    prefix: Any
+
+
 def padded_length(length: int) -> int:
     """The smallest of 16, 32, 64 ... that holds `length` tokens."""
     return max(SHORTEST, 1 << (length - 1).bit_length())
@@ -42,9 +60,14 @@ def rounded(count: int) -> int:
     return power * 3 // 4 if count <= power * 3 // 4 else power
 
 
-def pad(sentences: Sequence[Sequence[int]], rows: int, length: int) -> np.ndarray:
+def column(values: Sequence[int], rows: int) -> np.ndarray:
+    """int32 [rows], filled up with -1."""
+    return np.array([*values, *[-1] * (rows - len(values))], np.int32)
+
+
+def pad(sentences: Sequence[Sequence[int]], rows: int, length: int, filling: int = PAD) -> np.ndarray:
     """int32 [rows, length] of token ids, filled up with padding."""
-    out = np.full((rows, length), PAD, np.int32)
+    out = np.full((rows, length), filling, np.int32)
     for row, ids in enumerate(sentences):
         out[row, : len(ids)] = ids
     return out
@@ -58,35 +81,52 @@ class Engine:
     config: DecodeConfig
 
     def search(
-        self, params: Params, branch_scale: BranchScale, sources: Sequence[Sequence[int]]
+        self,
+        params: Params,
+        branch_scale: BranchScale,
+        sources: Sequence[Sequence[int]],
+        numbers: Sequence[int] | None = None,
+        prefixes: Sequence[Sequence[int]] | None = None,
     ) -> Iterator[tuple[int, Hypotheses]]:
         """(index, hypotheses without axis B) of each source, as they are done: long ones first.
 
         A hypothesis does not depend on what else is decoded: its limit comes from its own source's length, and rows
         know nothing of each other.
+
+        Args:
+          params: the model's parameters.
+          branch_scale: alpha_t of the checkpoint.
+          sources: token ids that end in EOS.
+          numbers: of the sources, for what is drawn; their indices if not given.
+          prefixes: token ids that the translations begin with, without EOS.
         """
+        numbers = range(len(sources)) if numbers is None else numbers
+        prefixes = [()] * len(sources) if prefixes is None else prefixes
+        texts = [Asked(*each) for each in zip(sources, numbers, prefixes, strict=True)]
         order = sorted(range(len(sources)), key=lambda index: len(sources[index]))
         while order:
             length = padded_length(len(sources[order[-1]]))
             group = [index for index in order if padded_length(len(sources[index])) == length]
             del order[-len(group) :]
-            yield from self._group(params, branch_scale, sources, group, length)
+            yield from self._group(params, branch_scale, texts, group, length)
 
     def _group(
         self,
         params: Params,
         branch_scale: BranchScale,
-        sources: Sequence[Sequence[int]],
+        texts: Sequence[Asked],
         waiting: list[int],
         length: int,
     ) -> Iterator[tuple[int, Hypotheses]]:
-        """Sources of one padded length, `waiting` in the order from the last to the first."""
+        """Texts of one padded length, `waiting` in the order from the last to the first."""
         c = self.config
         rows = min(max(1, c.batch_tokens // (length * c.beam_size)), rounded(len(waiting)))
         chunk = max(1, rows // REFILL)
-        longest = self.limit(length) + 1
+        prefix = max(len(texts[index].prefix) for index in waiting)
+        prefix = padded_length(prefix) if prefix else 0
+        longest = self.limit(length) + 1 + prefix
         ring = small = min(max(32, length), longest)
-        search = self._start(params, rows, length, ring)
+        search = self._start(params, rows, length, ring, prefix)
         inside: dict[int, int] = {}
         while waiting or inside:
             free = [row for row in range(rows) if row not in inside]
@@ -94,10 +134,15 @@ class Engine:
                 count = min(chunk, len(free), len(waiting))
                 taken = {free.pop(): waiting.pop() for _ in range(count)}
                 inside |= taken
-                given = [sources[index] for index in taken.values()]
-                where = np.array([*taken, *[rows] * (chunk - count)], np.int32)
-                limits = np.array([self.limit(len(source)) for source in given] + [-1] * (chunk - count), np.int32)
-                search = self._begin(params, branch_scale, search, pad(given, chunk, length), where, limits)
+                given = [texts[index] for index in taken.values()]
+                new = New(
+                    pad([text.source for text in given], chunk, length),
+                    np.array([*taken, *[rows] * (chunk - count)], np.int32),
+                    column([self.limit(len(text.source)) + len(text.prefix) for text in given], chunk),
+                    column([text.number for text in given], chunk),
+                    pad([text.prefix for text in given], chunk, prefix, -1),
+                )
+                search = self._begin(params, branch_scale, search, new)
             idle = rows - len(inside)
             search = self._run(
                 params, branch_scale, search, np.int32(idle + min(chunk, len(inside)) if waiting else rows)
@@ -122,32 +167,25 @@ class Engine:
         yield longest
 
     @functools.cached_property
-    def _start(self) -> Callable[[Params, int, int, int], Search]:
-        @functools.partial(jax.jit, static_argnums=(1, 2, 3))
-        def start(params: Params, rows: int, length: int, ring: int) -> Search:
+    def _start(self) -> Callable[[Params, int, int, int, int], Search]:
+        @functools.partial(jax.jit, static_argnums=(1, 2, 3, 4))
+        def start(params: Params, rows: int, length: int, ring: int, prefix: int) -> Search:
             m, k = self.model.config, self.config.beam_size
             cache = self.model.start_cache(params, jnp.zeros((rows, length, m.width), m.carry_dtype), ring * k)
             text = Text(cache, jnp.zeros((rows, 1, length), bool))
-            return beam.nothing(text, rows, k, self.limit(length) + 1, ring)
+            return beam.nothing(text, rows, k, self.limit(length) + 1 + prefix, ring, prefix)
 
         return start
 
     @functools.cached_property
     def _begin(self) -> Callable[..., Search]:
         @functools.partial(jax.jit, donate_argnums=2)
-        def begin(
-            params: Params,
-            branch_scale: BranchScale,
-            search: Search,
-            source_FS: jax.Array,
-            rows: jax.Array,
-            limits: jax.Array,
-        ) -> Search:
-            memory = self.model.encode(params, source_FS, branch_scale)
-            new, (cache, mask) = self.model.start_cache(params, memory, 0), search.cache
-            cross = jax.tree.map(lambda old, leaf: old.at[:, rows].set(leaf, mode="drop"), cache.cross, new.cross)
-            text = Text(cache._replace(cross=cross), mask.at[rows].set(source_mask(source_FS), mode="drop"))
-            return beam.begin(search._replace(cache=text), rows, limits)
+        def begin(params: Params, branch_scale: BranchScale, search: Search, new: New) -> Search:
+            memory = self.model.encode(params, new.source, branch_scale)
+            made, (cache, mask) = self.model.start_cache(params, memory, 0), search.cache
+            cross = jax.tree.map(lambda old, leaf: old.at[:, new.row].set(leaf, mode="drop"), cache.cross, made.cross)
+            text = Text(cache._replace(cross=cross), mask.at[new.row].set(source_mask(new.source), mode="drop"))
+            return beam.begin(search._replace(cache=text), new.row, new.limit, self.config, new.number, new.prefix)
 
         return begin
 

@@ -9,6 +9,7 @@ import jax
 import numpy as np
 
 from branchnorm_jax.data.tokenizer import Tokenizer
+from branchnorm_jax.decoding.beam import Hypotheses
 from branchnorm_jax.decoding.engine import Engine, pad, padded_length
 from branchnorm_jax.model.parameters import Params
 from branchnorm_jax.model.places import decoder_inputs
@@ -28,6 +29,8 @@ class Translation(NamedTuple):
     text: str
     score: float
     log_prob: float
+    pieces: tuple[tuple[str, float], ...] = ()
+    """Its tokens and their log-probabilities, EOS last."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,6 +56,7 @@ class Translator:
         lines: Sequence[str],
         first_line: int = 1,
         progress: Callable[[int], Any] = lambda done: None,
+        prefixes: Sequence[str] | None = None,
     ) -> list[list[Translation]]:
         """The `nbest` translations of each line, in input order; of an empty line, empty ones.
 
@@ -63,8 +67,9 @@ class Translator:
           params: the model's parameters.
           branch_scale: alpha_t of the checkpoint.
           lines: source text.
-          first_line: number of the first line, for warnings.
-          progress: called with the number of lines that a batch finished.
+          first_line: number of the first line, for warnings and for what is drawn.
+          progress: called with the number of lines that were finished.
+          prefixes: what the translation of each line begins with.
         """
         limit = self.config.max_input_length
         sources = self.tokenizer.encode_source(list(lines))
@@ -76,17 +81,30 @@ class Translator:
         # Only EOS: nothing to translate.
         progress(sum(len(ids) <= 1 for ids in sources))
         asked = [index for index, ids in enumerate(sources) if len(ids) > 1]
-        for place, found in self.engine.search(params, branch_scale, [sources[index] for index in asked]):
-            results[asked[place]] = [
-                Translation(
-                    self.tokenizer.decode_target(found.tokens[rank].tolist()),
-                    float(found.scores[rank]),
-                    float(found.log_probs[rank]),
-                )
-                for rank in range(self.config.nbest)
-            ]
+        begins = [ids[:-1] for ids in self.tokenizer.encode_target(list(prefixes))] if prefixes else [[]] * len(lines)
+        for place, found in self.engine.search(
+            params,
+            branch_scale,
+            [sources[index] for index in asked],
+            [first_line + index for index in asked],
+            [begins[index] for index in asked],
+        ):
+            results[asked[place]] = [self._translation(found, rank) for rank in range(self.config.nbest)]
             progress(1)
         return results
+
+    def _translation(self, found: Hypotheses, rank: int) -> Translation:
+        """The hypothesis of this rank, of those of one sentence."""
+        tokens = found.tokens[rank].tolist()
+        length = tokens.index(EOS) + 1 if EOS in tokens else 0
+        pieces = self.tokenizer.target_pieces_of(tokens[:length])
+        each = found.token_log_probs[rank, :length].tolist()
+        return Translation(
+            self.tokenizer.decode_target(tokens),
+            float(found.scores[rank]),
+            float(found.log_probs[rank]),
+            tuple(zip(pieces, each, strict=True)),
+        )
 
     def score(
         self, params: Params, branch_scale: BranchScale, pairs: Sequence[tuple[str, str]]

@@ -14,7 +14,7 @@ from branchnorm_jax.errors import MismatchError, UserError
 from branchnorm_jax.evaluation.evaluate import evaluate_split, format_table, write_results
 from branchnorm_jax.export import ctranslate2, fold, huggingface
 from branchnorm_jax.modes.common import Trained, load, read_chunks
-from branchnorm_jax.options import Config
+from branchnorm_jax.options import Config, DecodeConfig
 from branchnorm_jax.training import logs
 from branchnorm_jax.workdir import Workdir
 
@@ -51,21 +51,43 @@ def translate(config: Config, workdir: Workdir) -> None:
     trained = load(config, workdir)
     done = 0
     for lines in read_chunks(sys.stdin):
+        sources, prefixes = lines, None
+        if config.decode.target_prefix:
+            sources, prefixes = map(list, zip(*pairs_of(lines, done, "prefix of the target"), strict=True))
         with logs.progress_bar(len(lines), 0, "line", "translate") as bar:
             found = trained.translator.translate(
-                trained.params, trained.branch_scale, lines, first_line=done + 1, progress=bar.update
+                trained.params, trained.branch_scale, sources, done + 1, bar.update, prefixes
             )
         for index, hypotheses in enumerate(found):
-            print(*format_hypotheses(done + index, hypotheses, config.decode.nbest), sep="\n")
+            print(*format_hypotheses(done + index, hypotheses, config.decode), sep="\n")
         sys.stdout.flush()
         done += len(lines)
 
 
-def format_hypotheses(index: int, hypotheses: list[Translation], nbest: int) -> list[str]:
-    """The best translation, or with n-best "line ||| text ||| score" for each, lines counted from 0 as Moses does."""
-    if nbest == 1:
-        return [hypotheses[0].text]
-    return [f"{index} ||| {found.text} ||| {found.score:.4f}" for found in hypotheses]
+def pairs_of(lines: list[str], done: int, second: str) -> list[tuple[str, str]]:
+    """The two fields of each line of stdin, before which `done` came. Raises `UserError` for any other number of them."""
+    pairs = []
+    for number, line in enumerate(lines, start=done + 1):
+        fields = line.split("\t")
+        if len(fields) != 2:
+            raise UserError(f"stdin, line {number}: expected source<TAB>{second}, found {len(fields)} fields")
+        pairs.append((fields[0], fields[1]))
+    return pairs
+
+
+def format_hypotheses(index: int, hypotheses: list[Translation], config: DecodeConfig) -> list[str]:
+    """What is printed for a line, of which `index` came before.
+
+    The best translation; with n-best "line ||| text ||| score" for each, lines counted from 0 as Moses does. With
+    `decode.token_scores` pieces and their log-probabilities follow: "text ||| piece:-0.12 ...".
+    """
+    printed = []
+    for found in hypotheses:
+        fields = [found.text] if config.nbest == 1 else [str(index), found.text, f"{found.score:.4f}"]
+        if config.token_scores:
+            fields.append(" ".join(f"{piece}:{log_prob:.4f}" for piece, log_prob in found.pieces))
+        printed.append(" ||| ".join(fields))
+    return printed
 
 
 def score(config: Config, workdir: Workdir) -> None:
@@ -74,14 +96,7 @@ def score(config: Config, workdir: Workdir) -> None:
     trained = load(config, workdir)
     done = 0
     for lines in read_chunks(sys.stdin):
-        pairs = []
-        for index, line in enumerate(lines):
-            sides = line.split("\t")
-            if len(sides) != 2:
-                raise UserError(
-                    f"stdin, line {done + index + 1}: expected source<TAB>target, found {len(sides)} fields"
-                )
-            pairs.append((sides[0], sides[1]))
+        pairs = pairs_of(lines, done, "target")
         for log_prob, tokens in trained.translator.score(trained.params, trained.branch_scale, pairs):
             print(f"{log_prob:.6f}\t{tokens}")
         sys.stdout.flush()

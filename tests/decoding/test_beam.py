@@ -80,7 +80,7 @@ def searcher(config: DecodeConfig, rows: int, longest: int) -> Any:
     @jax.jit
     def found(logits: jax.Array, limits: jax.Array) -> Any:
         cache = Toy(jnp.arange(rows), jnp.zeros((rows, longest * k), jnp.int32))
-        started = beam.begin(beam.nothing(cache, rows, k, longest, longest), jnp.arange(rows), limits)
+        started = beam.begin(beam.nothing(cache, rows, k, longest, longest), jnp.arange(rows), limits, config)
         return beam.ranked(beam.run(toy_step(logits), started, config, jnp.int32(rows)))
 
     return found
@@ -178,7 +178,9 @@ def test_rows_that_take_the_next_sentence_at_any_time(seed: int, limits: list[in
             if waiting:
                 inside[row] = waiting.pop()
                 named = state.cache._replace(sentence=state.cache.sentence.at[row].set(inside[row]))
-                state = beam.begin(state._replace(cache=named), jnp.array([row]), jnp.array([limits[inside[row]]]))
+                state = beam.begin(
+                    state._replace(cache=named), jnp.array([row]), jnp.array([limits[inside[row]]]), config
+                )
         state = run(table(seed), state, 1 + 2 - len(inside))
         done, found = np.asarray(beam.done(state, config)), jax.device_get(beam.ranked(state))
         for row in [row for row in inside if done[row]]:
@@ -263,3 +265,96 @@ def test_rows_of_padding_end_at_once() -> None:
 @pytest.mark.parametrize(("kind", "expected"), [("fairseq", 25**0.6), ("gnmt", (30 / 6) ** 0.6)])
 def test_length_penalties(kind: str, expected: float) -> None:
     np.testing.assert_allclose(float(length_penalty(jnp.int32(25), 0.6, kind)), expected, rtol=1e-6)
+
+
+def drawn(rows: int, beam_size: int, **options: Any) -> Any:
+    """Hypotheses of at most one word, all of one sentence, rows numbered."""
+    config = decode_config(beam_size, **({"temperature": 1.0, "min_length": 0} | options))
+
+    @jax.jit
+    def found() -> Any:
+        cache = Toy(jnp.zeros(rows, jnp.int32), jnp.zeros((rows, 2 * beam_size), jnp.int32))
+        numbers = jnp.arange(rows)
+        empty = beam.nothing(cache, rows, beam_size, 2, 2)
+        started = beam.begin(empty, numbers, jnp.ones(rows, jnp.int32), config, numbers)
+        return beam.run(toy_step(jnp.asarray(table(3))), started, config, jnp.int32(rows)).finished
+
+    return jax.device_get(found())
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({}, 6),
+        ({"temperature": 2.0}, 6),
+        ({"top_k": 2}, 2),
+        ({"top_p": 0.5}, 0),
+        ({"temperature": 0.5, "top_p": 0.9}, 0),
+    ],
+    ids=str,
+)
+def test_words_are_drawn_as_often_as_they_should(options: dict[str, Any], words: int) -> None:
+    """Against softmax(logits / temperature) over the words that remain, within 5 standard deviations."""
+    log_p = log_softmax(table(3)[next_state(0, EOS)])
+    scores = log_p / options.get("temperature", 1.0)
+    scores[PAD] = -np.inf
+    p = np.exp(log_softmax(scores))
+    order = np.argsort(-p)
+    kept = order[: words or np.searchsorted(np.cumsum(p[order]), options["top_p"]) + 1]
+    expected = np.where(np.isin(np.arange(VOCABULARY), kept), p, 0)
+    expected /= expected.sum()
+    found = drawn(1000, 4, **options)
+    first = found.tokens[:, :, 0]
+    share = np.bincount(first.ravel(), minlength=VOCABULARY) / first.size
+    assert (np.abs(share - expected) <= 5 * np.sqrt(expected * (1 - expected) / first.size)).all()
+    # Whatever they were drawn by, the model's own log-probabilities are reported.
+    np.testing.assert_allclose(found.token_log_probs[:, :, 0], log_p[first], atol=1e-4)
+
+
+def test_draws_depend_on_seed_and_number_alone() -> None:
+    many, few = drawn(50, 4), drawn(10, 4)
+    np.testing.assert_array_equal(many.tokens[:10], few.tokens)
+    assert (drawn(50, 4, seed=1).tokens != many.tokens).any()
+    assert len({row.tobytes() for row in many.tokens}) > 5
+
+
+def test_a_prefix_is_what_every_hypothesis_begins_with() -> None:
+    """And among those the best of all, where the beam is as wide as the space."""
+    limit, prefix = 3, [4, 2]
+    for seed in range(5):
+        config = decode_config(21, min_length=0, length_penalty=0.0)
+        cache = Toy(jnp.zeros(1, jnp.int32), jnp.zeros((1, 84), jnp.int32))
+        empty = beam.nothing(cache, 1, 21, 4, 4, prefix=4)
+        given = jnp.array([[*prefix, -1, -1]])
+        started = beam.begin(empty, jnp.array([0]), jnp.array([limit]), config, jnp.array([0]), given)
+        found = jax.device_get(beam.ranked(runner(config)(table(seed), started, 1)))
+        state, total = next_state(0, EOS), 0.0
+        for token in prefix:
+            total += log_softmax(table(seed)[state])[token]
+            state = next_state(state, token)
+        log_p = log_softmax(table(seed)[state])
+        words = [token for token in range(VOCABULARY) if token not in (PAD, EOS)]
+        after = {token: log_softmax(table(seed)[next_state(state, token)])[EOS] for token in words}
+        everything = [(total + log_p[EOS], [*prefix, EOS])]
+        everything += [(total + log_p[token] + after[token], [*prefix, token, EOS]) for token in words]
+        everything.sort(reverse=True)
+        for rank, (expected, tokens) in enumerate(everything):
+            assert found.tokens[0, rank, : len(tokens)].tolist() == tokens
+            np.testing.assert_allclose(found.scores[0, rank], expected, atol=1e-4)
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_no_sequence_comes_twice(n: int) -> None:
+    changed = 0
+    for seed in range(10):
+        free, ban = (
+            search(seed, [9] * 4, 3, length_penalty=2.0),
+            search(seed, [9] * 4, 3, length_penalty=2.0, no_repeat_ngram=n),
+        )
+        for sentence in range(4):
+            words = [token for token in ban.tokens[sentence, 0].tolist() if token != PAD]
+            grams = [tuple(words[i : i + n]) for i in range(len(words) - n + 1)]
+            assert len(set(grams)) == len(grams)
+            other = [token for token in free.tokens[sentence, 0].tolist() if token != PAD]
+            changed += other != words
+    assert changed

@@ -23,6 +23,7 @@ MODES = {
     "train": "train, or resume what the workdir holds",
     "evaluate": "translate the test split and score it: <workdir>/results.json",
     "translate": "translate stdin to stdout, line by line",
+    "compare": "two or more systems on one test set: <workdir>/compare.html, compare.json; needs no run of its own",
     "export": "the model in the format of CTranslate2 or Hugging Face, compared with ours: <workdir>/export/",
     "score": "log-probabilities of `source<TAB>target` lines from stdin",
     "analyze": "draw a run's curves, and how signals pass an untrained or trained model: <workdir>/*.png, signal.csv",
@@ -94,6 +95,8 @@ def parse(argv: list[str]) -> tuple[Config, Workdir]:
     saved = Path(workdir, "config.json") if workdir else None
     if file is None and saved and saved.exists():
         argv = [argv[0], f"--config={ROOT / 'configs' / 'saved.py'}:{saved}", *argv[1:]]
+    elif file is None and early.mode == "compare":
+        argv = [argv[0], f"--config={ROOT / 'configs' / 'default.py'}", *argv[1:]]
     elif file is None and early.mode not in ("help", "methods"):
         where = f"and no {saved} of an earlier run" if saved else "and no --workdir of an earlier run"
         raise UserError(f"no --config {where}; give --config=<file>; configs/ has {config_files()}")

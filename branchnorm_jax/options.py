@@ -328,6 +328,24 @@ class EvaluateConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class CompareConfig:
+    """Systems side by side."""
+
+    systems: str = option(
+        "",
+        "comma-separated workdirs or files of translations, each as path or name=path; the first is the baseline",
+        free=True,
+    )
+    reference: str = option("", "file of references; empty: what the first workdir was evaluated with", free=True)
+    split: str = option("test", "which split's translations to take from workdirs", free=True)
+
+    def named(self) -> list[tuple[str, str]]:
+        """`systems` as (name, path)."""
+        parts = (part.strip().rpartition("=") for part in self.systems.split(",") if part.strip())
+        return [(name or path, path) for name, _, path in parts]
+
+
+@dataclasses.dataclass(frozen=True)
 class ExportConfig:
     """The model for other engines."""
 
@@ -406,6 +424,7 @@ class Config:
     parallel: ParallelConfig = dataclasses.field(default_factory=ParallelConfig)
     decode: DecodeConfig = dataclasses.field(default_factory=DecodeConfig)
     evaluate: EvaluateConfig = dataclasses.field(default_factory=EvaluateConfig)
+    compare: CompareConfig = dataclasses.field(default_factory=CompareConfig)
     export: ExportConfig = dataclasses.field(default_factory=ExportConfig)
     analyze: AnalyzeConfig = dataclasses.field(default_factory=AnalyzeConfig)
     plan: PlanConfig = dataclasses.field(default_factory=PlanConfig)

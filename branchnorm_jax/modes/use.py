@@ -7,10 +7,12 @@ from pathlib import Path
 
 import numpy as np
 
+from branchnorm_jax.config import load as load_config
 from branchnorm_jax.data.corpus import read_pairs
 from branchnorm_jax.data.tokenizer import atomic_directory
 from branchnorm_jax.decoding.translate import Translation
 from branchnorm_jax.errors import MismatchError, UserError
+from branchnorm_jax.evaluation import compare as comparing
 from branchnorm_jax.evaluation.evaluate import evaluate_split, format_table, write_results
 from branchnorm_jax.export import ctranslate2, fold, huggingface
 from branchnorm_jax.modes.common import Trained, load, read_chunks
@@ -45,6 +47,47 @@ def evaluate(config: Config, workdir: Workdir) -> None:
     print(format_table(results))
 
 
+def compare(config: Config, workdir: Workdir) -> None:
+    """Compares the systems of `compare.systems`: a table, compare.json and compare.html in the workdir."""
+    split = config.compare.split
+    systems: dict[str, list[str]] = {}
+    reference, sources, language, frequencies = config.compare.reference, None, config.data.target_lang, None
+    for name, path in config.compare.named():
+        if name in systems:
+            raise UserError(f"compare: two systems are called {name!r}; write name=path")
+        folder = Path(path)
+        if not folder.is_dir():
+            systems[name] = lines_of(folder)
+            continue
+        systems[name] = lines_of(folder / "evaluation" / f"{split}.hypothesis")
+        if not reference:
+            reference = str(folder / "evaluation" / f"{split}.reference")
+            sources = lines_of(folder / "evaluation" / f"{split}.source")
+            data = load_config(folder / "config.json").data
+            language = data.target_lang
+            logs.say(f"counting the words of the training text of {path}")
+            text = (target for _, target in read_pairs(data, "train"))
+            frequencies = comparing.word_counts(text, language)
+        elif not config.compare.reference and lines_of(folder / "evaluation" / f"{split}.reference") != lines_of(
+            Path(reference)
+        ):
+            raise UserError(f"compare: {path} was evaluated with other references than {reference}")
+    if not reference:
+        raise UserError("compare: none of the systems is a workdir; give compare.reference, the file of references")
+    found = comparing.compare(systems, lines_of(Path(reference)), language, frequencies, sources)
+    print(comparing.format_table(found))
+    print(*comparing.write(found, workdir.path), sep="\n")
+
+
+def lines_of(path: Path) -> list[str]:
+    """Lines of a text file, split at line feeds alone. Raises `UserError` if it cannot be read."""
+    try:
+        return path.read_text(encoding="utf-8").removesuffix("\n").split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "it is not UTF-8"
+        raise UserError(f"{path}: cannot be read: {reason}") from error
+
+
 def translate(config: Config, workdir: Workdir) -> None:
     """Translates stdin to stdout in input order: line by line as they come, or a file in chunks sorted by length."""
     workdir.check_config(config)
@@ -65,7 +108,7 @@ def translate(config: Config, workdir: Workdir) -> None:
 
 
 def pairs_of(lines: list[str], done: int, second: str) -> list[tuple[str, str]]:
-    """The two fields of each line of stdin, before which `done` came. Raises `UserError` for any other number of them."""
+    """The two fields of each line of stdin, before which `done` came. Raises `UserError` if there are not two."""
     pairs = []
     for number, line in enumerate(lines, start=done + 1):
         fields = line.split("\t")

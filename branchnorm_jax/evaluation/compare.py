@@ -1,0 +1,300 @@
+"""Two or more systems on the same sentences: whether they differ, where, and by how much."""
+
+import itertools
+import json
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from sacrebleu.metrics import CHRF, TER
+from sacrebleu.significance import PairedTest, Result
+
+from branchnorm_jax.errors import UserError
+from branchnorm_jax.evaluation.bleu import sacrebleu_metric, tokenize
+
+TESTS = {"bs": ("p_bootstrap", 1000), "ar": ("p_randomisation", 10_000)}
+"""sacreBLEU's paired tests: the figure's name, and the number of samples that its command line takes."""
+
+SIGNIFICANT = 0.05
+
+LENGTHS = (10, 20, 30, 40)
+"""Words of a reference up to which a line of the table by length goes."""
+
+FREQUENCIES = (0, 1, 4, 9, 99, 999)
+"""The same for how often a word comes in the training text."""
+
+SHOWN = 10
+"""Sentences shown where a system is much better than the baseline, and as many where it is worse."""
+
+FLOOR = 1.0
+"""Points of sentence chrF below which a difference is not shown."""
+
+
+def metrics(target_lang: str) -> dict[str, Any]:
+    """What systems are compared by; TER is better where it is lower."""
+    return {"bleu": sacrebleu_metric(target_lang), "chrf": CHRF(), "ter": TER()}
+
+
+def compare(
+    systems: Mapping[str, Sequence[str]],
+    references: Sequence[str],
+    target_lang: str,
+    frequencies: Mapping[str, int] | None = None,
+    sources: Sequence[str] | None = None,
+) -> dict[str, Any]:
+    """Everything that the table and the page show, as in compare.json.
+
+    Args:
+      systems: name -> translations, one per line; the first is the baseline.
+      references: one per line.
+      target_lang: chooses the tokenisers.
+      frequencies: how often each token of the training text's target side comes; that of the references if not given.
+      sources: shown beside the sentences that differ most.
+
+    Raises:
+      UserError: fewer than two systems, or unequal numbers of lines.
+    """
+    if len(systems) < 2:
+        raise UserError("compare: two systems at least; see compare.systems")
+    for name, lines in systems.items():
+        if len(lines) != len(references):
+            raise UserError(f"compare: {name} has {len(lines):,} lines, the reference {len(references):,}")
+    if not references:
+        raise UserError("compare: the reference is empty")
+    tokens = {name: [line.split() for line in tokenize(lines, target_lang)] for name, lines in systems.items()}
+    reference_tokens = [line.split() for line in tokenize(references, target_lang)]
+    counts = frequencies if frequencies is not None else Counter(word for line in reference_tokens for word in line)
+    return {
+        "baseline": next(iter(systems)),
+        "lines": len(references),
+        "scores": scores(systems, references, target_lang),
+        "by_length": by_length(systems, references, reference_tokens, target_lang),
+        "by_frequency": by_frequency(tokens, reference_tokens, counts),
+        "frequencies_of": "references" if frequencies is None else "training text",
+        "sentences": sentences(systems, references, sources),
+    }
+
+
+def word_counts(text: Iterable[str], target_lang: str) -> Counter[str]:
+    """How often each token of a text comes."""
+    counts: Counter[str] = Counter()
+    text = iter(text)
+    while chunk := list(itertools.islice(text, 1000)):
+        counts.update(word for line in tokenize(chunk, target_lang) for word in line.split())
+    return counts
+
+
+def scores(systems: Mapping[str, Sequence[str]], references: Sequence[str], target_lang: str) -> dict[str, Any]:
+    """Metric -> signature, and for each system score, 95 % interval, p-values against the baseline and a verdict.
+
+    The p-values are those of the `sacrebleu` command, but for equal scores, which are never called different: better
+    or worse than the baseline where both are below 0.05, else a tie.
+    """
+    measured = metrics(target_lang)
+    found: dict[str, Any] = {name: {"signature": "", "systems": {}} for name in measured}
+    named: list[tuple[str, Sequence[str]]] = [(name, list(lines)) for name, lines in systems.items()]
+    for test, (label, samples) in TESTS.items():
+        # A metric is a fresh one each time: it remembers the references that it was prepared for.
+        signatures, results = PairedTest(named, metrics(target_lang), [list(references)], test, samples)()
+        for metric, key in zip(measured, (name for name in results if name != "System"), strict=True):
+            found[metric]["signature"] = found[metric]["signature"] or str(signatures[key])
+            baseline = results[key][0]
+            for (name, _), result in zip(named, results[key], strict=True):
+                assert isinstance(result, Result) and isinstance(baseline, Result)
+                line = found[metric]["systems"].setdefault(name, {"score": float(result.score)})
+                if result.ci is not None:
+                    line["mean"], line["interval"] = float(result.mean or 0.0), float(result.ci)
+                if result is not baseline:
+                    assert result.p_value is not None
+                    line[label] = 1.0 if result.score == baseline.score else float(result.p_value)
+    for metric, table in found.items():
+        first = next(iter(table["systems"].values()))["score"]
+        for line in list(table["systems"].values())[1:]:
+            different = all(line[label] < SIGNIFICANT for label, _ in TESTS.values())
+            more = (line["score"] > first) != (metric == "ter")
+            line["verdict"] = ("better" if more else "worse") if different else "tie"
+    return found
+
+
+def by_length(
+    systems: Mapping[str, Sequence[str]],
+    references: Sequence[str],
+    reference_tokens: Sequence[list[str]],
+    target_lang: str,
+) -> list[dict[str, Any]]:
+    """BLEU of the sentences whose references have so many tokens."""
+    metric = sacrebleu_metric(target_lang)
+    bucket = [sum(len(line) > most for most in LENGTHS) for line in reference_tokens]
+    table = []
+    for index, label in enumerate(ranges(LENGTHS)):
+        chosen = [line for line, found in enumerate(bucket) if found == index]
+        if chosen:
+            parts = {name: [lines[line] for line in chosen] for name, lines in systems.items()}
+            target = [[references[line] for line in chosen]]
+            bleu = {name: metric.corpus_score(lines, target).score for name, lines in parts.items()}
+            table.append({"tokens": label, "lines": len(chosen), "bleu": bleu})
+    return table
+
+
+def by_frequency(
+    tokens: Mapping[str, Sequence[list[str]]], reference_tokens: Sequence[list[str]], counts: Mapping[str, int]
+) -> list[dict[str, Any]]:
+    """F1 in percent of the tokens that come so often: those that hypothesis and reference of a sentence share."""
+
+    def bucket(word: str) -> int:
+        return sum(counts.get(word, 0) > most for most in FREQUENCIES)
+
+    wanted = Counter(bucket(word) for line in reference_tokens for word in line)
+    f1: dict[str, dict[int, float]] = {}
+    for name, lines in tokens.items():
+        said = Counter(bucket(word) for line in lines for word in line)
+        both: Counter[int] = Counter()
+        for line, reference in zip(lines, reference_tokens, strict=True):
+            for word, count in (Counter(line) & Counter(reference)).items():
+                both[bucket(word)] += count
+        f1[name] = {index: 200 * both[index] / (said[index] + wanted[index]) for index in wanted}
+    return [
+        {"times": label, "tokens": wanted[index], "f1": {name: found[index] for name, found in f1.items()}}
+        for index, label in enumerate(ranges(FREQUENCIES))
+        if wanted[index]
+    ]
+
+
+def ranges(bounds: Sequence[int]) -> list[str]:
+    """Labels of the ranges that end at these numbers, and of what lies beyond: "0", "1-10", "11-20", "21+"."""
+    lows = [0 if bounds[0] == 0 else 1, *(bound + 1 for bound in bounds)]
+    labels = [f"{low}" if low == high else f"{low}-{high}" for low, high in zip(lows, bounds, strict=False)]
+    return [*labels, f"{lows[-1]}+"]
+
+
+def sentences(
+    systems: Mapping[str, Sequence[str]], references: Sequence[str], sources: Sequence[str] | None
+) -> list[dict[str, Any]]:
+    """Where the systems differ most from the baseline, by sentence chrF: better first, then worse."""
+    metric = CHRF()
+    baseline, *others = systems
+    by_system = {
+        name: [metric.sentence_score(line, [ref]).score for line, ref in zip(lines, references, strict=True)]
+        for name, lines in systems.items()
+    }
+    shown = []
+    for name in others:
+        gains = [b - a for a, b in zip(by_system[baseline], by_system[name], strict=True)]
+        order = sorted(range(len(gains)), key=gains.__getitem__)
+        for chosen in (order[: -SHOWN - 1 : -1], order[:SHOWN]):
+            for line in chosen:
+                # A line is shown once, where its sign belongs.
+                if abs(gains[line]) >= FLOOR and (gains[line] > 0) == (chosen[0] == order[-1]):
+                    shown.append(
+                        {
+                            "line": line + 1,
+                            "system": name,
+                            "gain": gains[line],
+                            "source": sources[line] if sources else "",
+                            "reference": references[line],
+                            "baseline_text": systems[baseline][line],
+                            "system_text": systems[name][line],
+                        }
+                    )
+    return shown
+
+
+def format_table(found: Mapping[str, Any]) -> str:
+    """For people."""
+    names = list(next(iter(found["scores"].values()))["systems"])
+    width = max(map(len, names))
+    lines = [f"{found['lines']:,} lines, baseline {found['baseline']}"]
+    for metric, table in found["scores"].items():
+        lines += ["", f"{metric}  {table['signature']}"]
+        for name, row in table["systems"].items():
+            low, high = row["mean"] - row["interval"], row["mean"] + row["interval"]
+            text = f"  {name:<{width}}  {row['score']:6.2f}  [{low:.2f}, {high:.2f}]"
+            if "verdict" in row:
+                text += f"  bootstrap p = {row['p_bootstrap']:.4f}, randomisation p = {row['p_randomisation']:.4f}"
+                text += f"  {row['verdict']}"
+            lines.append(text)
+    tables = (
+        ("bleu by tokens of the reference", "by_length", "tokens", "lines", "bleu"),
+        (f"F1 of words by times in the {found['frequencies_of']}", "by_frequency", "times", "tokens", "f1"),
+    )  # fmt: skip
+    for title, key, label, count, value in tables:
+        lines += ["", title]
+        for row in found[key]:
+            cells = "  ".join(f"{name} {row[value][name]:6.2f}" for name in names)
+            lines.append(f"  {row[label]:>8}  {row[count]:>8,} {count:<6}  {cells}")
+    return "\n".join(lines)
+
+
+def write(found: Mapping[str, Any], folder: Path) -> tuple[Path, Path]:
+    """Writes compare.json and compare.html."""
+    import jinja2
+
+    folder.mkdir(parents=True, exist_ok=True)
+    page = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string(PAGE)
+    paths = folder / "compare.json", folder / "compare.html"
+    paths[0].write_text(json.dumps(found, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    paths[1].write_text(page.render(found), encoding="utf-8")
+    return paths
+
+
+PAGE = """<!doctype html>
+<html lang="en">
+<meta charset="utf-8">
+<title>Comparison with {{ baseline }}</title>
+<style>
+  body { font: 15px/1.5 system-ui, sans-serif; margin: 2em auto; max-width: 70em; padding: 0 1em; }
+  table { border-collapse: collapse; margin: 1em 0; }
+  th, td { border-bottom: 1px solid #ccc; padding: .3em .8em; text-align: left; vertical-align: top; }
+  td.n { text-align: right; font-variant-numeric: tabular-nums; }
+  .better { color: #06710b; } .worse { color: #a40000; } small { color: #666; }
+</style>
+<h1>Comparison with {{ baseline }}</h1>
+<p>{{ "{:,}".format(lines) }} lines. Intervals hold 95 % of 1,000 bootstrap samples; a system is called better or worse
+where bootstrap and approximate randomisation both say p &lt; 0.05.</p>
+{% for metric, table in scores.items() %}
+<h2>{{ metric }}</h2>
+<small>{{ table.signature }}</small>
+<table>
+<tr><th>system<th>score<th>interval<th>p, bootstrap<th>p, randomisation<th>
+{% for name, row in table.systems.items() %}
+<tr><td>{{ name }}<td class="n">{{ "%.2f" % row.score }}
+<td class="n">{{ "%.2f" % (row.mean - row.interval) }} to {{ "%.2f" % (row.mean + row.interval) }}
+{% if row.verdict %}
+<td class="n">{{ "%.4f" % row.p_bootstrap }}<td class="n">{{ "%.4f" % row.p_randomisation }}
+<td class="{{ row.verdict }}">{{ row.verdict }}
+{% else %}
+<td><td><td>baseline
+{% endif %}
+{% endfor %}
+</table>
+{% endfor %}
+<h2>BLEU by tokens of the reference</h2>
+<table>
+<tr><th>tokens<th>lines{% for name in scores.bleu.systems %}<th>{{ name }}{% endfor %}
+{% for row in by_length %}
+<tr><td>{{ row.tokens }}<td class="n">{{ row.lines }}
+{% for value in row.bleu.values() %}<td class="n">{{ "%.2f" % value }}{% endfor %}
+{% endfor %}
+</table>
+<h2>F1 of words by how often they come in the {{ frequencies_of }}</h2>
+<table>
+<tr><th>times<th>tokens{% for name in scores.bleu.systems %}<th>{{ name }}{% endfor %}
+{% for row in by_frequency %}
+<tr><td>{{ row.times }}<td class="n">{{ row.tokens }}
+{% for value in row.f1.values() %}<td class="n">{{ "%.2f" % value }}{% endfor %}
+{% endfor %}
+</table>
+<h2>Sentences that differ most</h2>
+<table>
+<tr><th>line<th>chrF<th>texts
+{% for s in sentences %}
+<tr><td class="n">{{ s.line }}<td class="n {{ "better" if s.gain > 0 else "worse" }}">{{ "%+.1f" % s.gain }}<td>
+{% if s.source %}<small>{{ s.source }}</small><br>{% endif %}
+<small>reference:</small> {{ s.reference }}<br>
+<small>{{ baseline }}:</small> {{ s.baseline_text }}<br>
+<small>{{ s.system }}:</small> {{ s.system_text }}
+{% endfor %}
+</table>
+</html>
+"""

@@ -23,6 +23,7 @@ MODES = {
     "train": "train, or resume what the workdir holds",
     "evaluate": "translate the test split and score it: <workdir>/results.json",
     "translate": "translate stdin to stdout, line by line",
+    "average": "the mean of several checkpoints of a run: <workdir>/average, see decode.checkpoint",
     "compare": "two or more systems on one test set: <workdir>/compare.html, compare.json; needs no run of its own",
     "export": "the model in the format of CTranslate2 or Hugging Face, compared with ours: <workdir>/export/",
     "score": "log-probabilities of `source<TAB>target` lines from stdin",

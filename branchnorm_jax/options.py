@@ -269,7 +269,9 @@ class ParallelConfig:
 class DecodeConfig:
     """Translation."""
 
-    checkpoint: str = option("best", "which checkpoint: best, last, or a step", free=True)
+    checkpoint: str = option("best", "which checkpoint: best, last, a step, or average (see --mode=average)", free=True)
+    input: str = option("", "translate, score: file to read; empty: stdin", free=True)
+    output: str = option("", "translate: file to write, restarted where it stopped; empty: stdout", free=True)
     beam_size: int = option(4, "hypotheses kept; 1: greedy", minimum=1, free=True)
     length_penalty: float = option(0.6, "strength of the length penalty", free=True)
     length_penalty_kind: str = option(
@@ -325,6 +327,13 @@ class EvaluateConfig:
     def split_names(self) -> list[str]:
         """`splits` as a list."""
         return [name.strip() for name in self.splits.split(",")]
+
+
+@dataclasses.dataclass(frozen=True)
+class AverageConfig:
+    """One model from several checkpoints."""
+
+    checkpoints: str = option("last:2", "which: last:n, best:n, or steps as 1000,2000,3000", free=True)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -424,6 +433,7 @@ class Config:
     parallel: ParallelConfig = dataclasses.field(default_factory=ParallelConfig)
     decode: DecodeConfig = dataclasses.field(default_factory=DecodeConfig)
     evaluate: EvaluateConfig = dataclasses.field(default_factory=EvaluateConfig)
+    average: AverageConfig = dataclasses.field(default_factory=AverageConfig)
     compare: CompareConfig = dataclasses.field(default_factory=CompareConfig)
     export: ExportConfig = dataclasses.field(default_factory=ExportConfig)
     analyze: AnalyzeConfig = dataclasses.field(default_factory=AnalyzeConfig)

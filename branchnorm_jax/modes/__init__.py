@@ -1,10 +1,12 @@
 """What each `--mode` of main.py does: rooms put together, no mathematics. Only main.py imports this folder."""
 
+from branchnorm_jax.modes.lines import score, translate
 from branchnorm_jax.modes.runs import analyze, methods, plan, preflight, sweep, train
-from branchnorm_jax.modes.use import compare, evaluate, export, score, translate
+from branchnorm_jax.modes.use import average, compare, evaluate, export
 
 __all__ = [
     "analyze",
+    "average",
     "compare",
     "evaluate",
     "export",

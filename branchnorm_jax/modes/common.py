@@ -5,22 +5,19 @@ import stat
 import threading
 from collections.abc import Iterator
 from queue import Empty, SimpleQueue
-from typing import BinaryIO, NamedTuple, TextIO
+from typing import BinaryIO, NamedTuple
 
-from branchnorm_jax.data.tokenizer import load_tokenizer
+from branchnorm_jax.data.tokenizer import Tokenizer, load_tokenizer
 from branchnorm_jax.decoding.translate import Translator, make_model
 from branchnorm_jax.errors import UserError
 from branchnorm_jax.model.parameters import Params
-from branchnorm_jax.model.transformer import BranchScale
+from branchnorm_jax.model.transformer import BranchScale, Transformer
 from branchnorm_jax.options import Config
 from branchnorm_jax.parallel.mesh import make_mesh
 from branchnorm_jax.training import logs
 from branchnorm_jax.training.checkpoint import Checkpoints
 from branchnorm_jax.training.state import abstract_params
 from branchnorm_jax.workdir import Workdir
-
-CHUNK = 10_000
-"""Lines of a file that are sorted by length and translated together."""
 
 
 class Trained(NamedTuple):
@@ -34,29 +31,40 @@ class Trained(NamedTuple):
 
 def load(config: Config, workdir: Workdir) -> Trained:
     """The checkpoint that `decode.checkpoint` names. Raises `UserError` if the workdir holds none."""
+    tokenizer, model = network(config, workdir)
+    params, alpha, step = restored(config, workdir, model, config.decode.checkpoint)
+    return Trained(Translator(model, tokenizer, config.decode, warn=logs.say), params, alpha, step)
+
+
+def network(config: Config, workdir: Workdir) -> tuple[Tokenizer, Transformer]:
+    """The run's vocabulary and network. Raises `UserError` if the workdir holds no run, or another vocabulary."""
     if not (workdir / "config.json").exists():
         raise UserError(f"{workdir.path}: no training run in this workdir; train first (--mode=train)")
     tokenizer = load_tokenizer(workdir / "vocabulary")
-    model = make_model(config.model, tokenizer)
     if tokenizer.sha256 != workdir.data_identity().get("vocabulary"):
         raise UserError(f"{workdir / 'vocabulary'}: not the vocabulary that this run was trained with; restore it")
+    return tokenizer, make_model(config.model, tokenizer)
+
+
+def restored(config: Config, workdir: Workdir, model: Transformer, which: str) -> tuple[Params, BranchScale, int]:
+    """Parameters, alpha and step of a checkpoint of the run, or of its "average". Raises `UserError` if it has none."""
+    averaged = which == "average"
+    folder = workdir / ("average" if averaged else "checkpoints")
+    if averaged and not folder.exists():
+        raise UserError(f"{workdir.path}: no average of checkpoints; make it with --mode=average")
     abstract = abstract_params(model, make_mesh(config.parallel, 0))
-    params, alpha, step = Checkpoints(workdir / "checkpoints", config.train, logs.say, read_only=True).restore_params(
-        config.decode.checkpoint, abstract
-    )
-    translator = Translator(model, tokenizer, config.decode, warn=logs.say)
-    return Trained(translator, params, alpha, step)
+    found = Checkpoints(folder, config.train, logs.say, read_only=True)
+    return found.restore_params("last" if averaged else which, abstract)
 
 
-def read_chunks(text: TextIO | None) -> Iterator[list[str]]:
-    """Lines of a stream in lists: a file's in chunks of `CHUNK`; a pipe's or terminal's as soon as they are there.
+def read_chunks(stream: BinaryIO | None, name: str, most: int) -> Iterator[list[str]]:
+    """Lines of a stream in lists: a file's `most` at a time; a pipe's or terminal's as soon as they are there.
 
     Raises:
-      UserError: for invalid UTF-8, naming the line.
+      UserError: for invalid UTF-8, naming the line, or a stream that cannot be read.
     """
-    if text is None:
-        raise UserError("stdin is closed; give the text with < file or through a pipe")
-    stream = text.buffer
+    if stream is None:
+        raise UserError(f"{name} is closed; give the text with < file or through a pipe")
     patient = stat.S_ISREG(_mode(stream))
     queue: SimpleQueue[bytes | OSError | None] = SimpleQueue()
 
@@ -72,7 +80,7 @@ def read_chunks(text: TextIO | None) -> Iterator[list[str]]:
     number, ended = 0, False
     while not ended:
         lines: list[str] = []
-        while len(lines) < CHUNK:
+        while len(lines) < most:
             try:
                 raw = queue.get(block=patient or not lines)
             except Empty:
@@ -81,13 +89,13 @@ def read_chunks(text: TextIO | None) -> Iterator[list[str]]:
                 ended = True
                 break
             if isinstance(raw, OSError):
-                raise UserError(f"stdin, after line {number}: {raw.strerror or raw}")
+                raise UserError(f"{name}, after line {number}: {raw.strerror or raw}")
             number += 1
             try:
                 lines.append(raw.decode("utf-8").rstrip("\r\n"))
             except UnicodeDecodeError as error:
                 raise UserError(
-                    f"stdin, line {number}: invalid UTF-8 ({error.reason} at byte {error.start})"
+                    f"{name}, line {number}: invalid UTF-8 ({error.reason} at byte {error.start})"
                 ) from error
         if lines:
             yield lines

@@ -2,22 +2,23 @@
 
 import itertools
 import json
-import sys
 from pathlib import Path
+from typing import Any
 
+import jax
 import numpy as np
 
 from branchnorm_jax.config import load as load_config
 from branchnorm_jax.data.corpus import read_pairs
 from branchnorm_jax.data.tokenizer import atomic_directory
-from branchnorm_jax.decoding.translate import Translation
 from branchnorm_jax.errors import MismatchError, UserError
 from branchnorm_jax.evaluation import compare as comparing
 from branchnorm_jax.evaluation.evaluate import evaluate_split, format_table, write_results
 from branchnorm_jax.export import ctranslate2, fold, huggingface
-from branchnorm_jax.modes.common import Trained, load, read_chunks
-from branchnorm_jax.options import Config, DecodeConfig
+from branchnorm_jax.modes.common import Trained, load, network, restored
+from branchnorm_jax.options import Config
 from branchnorm_jax.training import logs
+from branchnorm_jax.training.checkpoint import Checkpoints
 from branchnorm_jax.workdir import Workdir
 
 TOLERANCE = 1e-3
@@ -45,6 +46,26 @@ def evaluate(config: Config, workdir: Workdir) -> None:
             )
     write_results(workdir / "results.json", results, directory, {"step": trained.step, **vars(config.decode)})
     print(format_table(results))
+
+
+def average(config: Config, workdir: Workdir) -> None:
+    """The mean of the parameters of several checkpoints, added up in float64: <workdir>/average.
+
+    `decode.checkpoint=average` uses it. BranchNorm's alpha is the mean of theirs, too.
+    """
+    workdir.check_config(config)
+    _, model = network(config, workdir)
+    there = Checkpoints(workdir / "checkpoints", config.train, logs.say, read_only=True)
+    steps = there.several(config.average.checkpoints)
+    total: Any = None
+    for step in steps:
+        found = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), restored(config, workdir, model, str(step))[:2])
+        total = found if total is None else jax.tree.map(np.add, total, found)
+    params, alpha = jax.tree.map(lambda leaf: np.asarray(leaf / len(steps), np.float32), total)
+    with atomic_directory(workdir / "average") as folder:
+        Checkpoints(folder, config.train, logs.say).save_params(steps[-1], params, alpha, {"averaged": steps})
+    logs.say(f"mean of the checkpoints {', '.join(map(str, steps))}; --config.decode.checkpoint=average uses it")
+    print(workdir / "average")
 
 
 def compare(config: Config, workdir: Workdir) -> None:
@@ -86,64 +107,6 @@ def lines_of(path: Path) -> list[str]:
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "it is not UTF-8"
         raise UserError(f"{path}: cannot be read: {reason}") from error
-
-
-def translate(config: Config, workdir: Workdir) -> None:
-    """Translates stdin to stdout in input order: line by line as they come, or a file in chunks sorted by length."""
-    workdir.check_config(config)
-    trained = load(config, workdir)
-    done = 0
-    for lines in read_chunks(sys.stdin):
-        sources, prefixes = lines, None
-        if config.decode.target_prefix:
-            sources, prefixes = map(list, zip(*pairs_of(lines, done, "prefix of the target"), strict=True))
-        with logs.progress_bar(len(lines), 0, "line", "translate") as bar:
-            found = trained.translator.translate(
-                trained.params, trained.branch_scale, sources, done + 1, bar.update, prefixes
-            )
-        for index, hypotheses in enumerate(found):
-            print(*format_hypotheses(done + index, hypotheses, config.decode), sep="\n")
-        sys.stdout.flush()
-        done += len(lines)
-
-
-def pairs_of(lines: list[str], done: int, second: str) -> list[tuple[str, str]]:
-    """The two fields of each line of stdin, before which `done` came. Raises `UserError` if there are not two."""
-    pairs = []
-    for number, line in enumerate(lines, start=done + 1):
-        fields = line.split("\t")
-        if len(fields) != 2:
-            raise UserError(f"stdin, line {number}: expected source<TAB>{second}, found {len(fields)} fields")
-        pairs.append((fields[0], fields[1]))
-    return pairs
-
-
-def format_hypotheses(index: int, hypotheses: list[Translation], config: DecodeConfig) -> list[str]:
-    """What is printed for a line, of which `index` came before.
-
-    The best translation; with n-best "line ||| text ||| score" for each, lines counted from 0 as Moses does. With
-    `decode.token_scores` pieces and their log-probabilities follow: "text ||| piece:-0.12 ...".
-    """
-    printed = []
-    for found in hypotheses:
-        fields = [found.text] if config.nbest == 1 else [str(index), found.text, f"{found.score:.4f}"]
-        if config.token_scores:
-            fields.append(" ".join(f"{piece}:{log_prob:.4f}" for piece, log_prob in found.pieces))
-        printed.append(" ||| ".join(fields))
-    return printed
-
-
-def score(config: Config, workdir: Workdir) -> None:
-    """Prints "log-probability<TAB>tokens" for each "source<TAB>target" line of stdin: natural logarithm, with EOS."""
-    workdir.check_config(config)
-    trained = load(config, workdir)
-    done = 0
-    for lines in read_chunks(sys.stdin):
-        pairs = pairs_of(lines, done, "target")
-        for log_prob, tokens in trained.translator.score(trained.params, trained.branch_scale, pairs):
-            print(f"{log_prob:.6f}\t{tokens}")
-        sys.stdout.flush()
-        done += len(lines)
 
 
 def export(config: Config, workdir: Workdir) -> None:

@@ -57,6 +57,7 @@ class Checkpoints:
             )
         options = ocp.CheckpointManagerOptions(
             preservation_policy=preservation_policy.AnyPreservationPolicy(keep),
+            best_fn=lambda metrics: metrics["score"],  # without it no metrics are written
             cleanup_tmp_directories=not read_only,
             create=not read_only,
             read_only=read_only,
@@ -71,12 +72,54 @@ class Checkpoints:
 
     def best_step(self) -> int | None:
         """The step of the best checkpoint by validation score, if one was validated."""
+        return next(iter(self._by_score()), None)
+
+    def _by_score(self) -> list[int]:
+        """Steps of the validated checkpoints, best first; of equals the latest."""
         scores = {}
         for step in self.steps():
             metrics = self._manager.metrics(step)
             if metrics and "score" in metrics:
                 scores[step] = metrics["score"]
-        return max(scores, key=lambda step: (scores[step], step), default=None)
+        return sorted(scores, key=lambda step: (scores[step], step), reverse=True)
+
+    def several(self, which: str) -> list[int]:
+        """Steps, oldest first: of "last:n", "best:n" or "1000,2000,3000".
+
+        Raises:
+          UserError: if it is none of these, or there are not so many.
+        """
+        kind, _, number = which.partition(":")
+        there = self.steps()
+        if kind in ("last", "best") and number.isdecimal() and int(number):
+            found = (there[::-1] if kind == "last" else self._by_score())[: int(number)]
+            if len(found) < int(number):
+                validated = "validated " if kind == "best" else ""
+                raise UserError(
+                    f"{self._directory}: average.checkpoints={which}, but the {validated}checkpoints are "
+                    f"{sorted(found)}; train.keep_{kind} says how many a run keeps"
+                )
+            return sorted(found)
+        steps = [part.strip() for part in which.split(",")]
+        if not all(step.isdecimal() for step in steps):
+            raise UserError(f"config: average.checkpoints={which!r} is neither last:n, nor best:n, nor a list of steps")
+        missing = sorted({int(step) for step in steps} - set(there))
+        if missing:
+            raise UserError(f"{self._directory}: no checkpoints of steps {missing}; there are {there}")
+        return sorted({int(step) for step in steps})
+
+    def save_params(self, step: int, params: Params, alpha: BranchScale, memory: Memory) -> None:
+        """Saves parameters that no training goes on from, and waits. Arguments as in `save`."""
+        values = jax.tree.map(lambda leaf: np.asarray(leaf).tolist(), alpha)
+        sums = {"params": checksums(params).tolist()}
+        self._manager.save(
+            step,
+            args=ocp.args.Composite(
+                params=ocp.args.StandardSave(params),
+                memory=ocp.args.JsonSave({"checksums": sums, "memory": memory, "alpha": values}),
+            ),
+        )
+        self.close()
 
     def save(self, state: TrainState, alpha: BranchScale, memory: Memory, score: float | None) -> None:
         """Starts saving the state; the previous save must have ended well, or this raises.

@@ -1,0 +1,168 @@
+"""Modes translate and score: lines in, lines out, in the same order."""
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from branchnorm_jax.decoding.translate import Translation
+from branchnorm_jax.errors import UserError
+from branchnorm_jax.modes.common import Trained, load, read_chunks
+from branchnorm_jax.options import Config, DecodeConfig
+from branchnorm_jax.training import logs
+from branchnorm_jax.workdir import Workdir, write_atomically
+
+CHUNK = 2000
+"""Lines of a file that are sorted by length and translated together: what a kill can lose."""
+
+IRRELEVANT = ("input", "output", "batch_tokens")
+"""Options of decoding that a restarted translation may change."""
+
+
+def translate(config: Config, workdir: Workdir) -> None:
+    """Translates `decode.input` to `decode.output`, or stdin to stdout.
+
+    A file is translated in chunks sorted by length, a pipe or a terminal line by line as they come. What was written of
+    an output file before a kill is kept.
+    """
+    workdir.check_config(config)
+    d = config.decode
+    if d.output and not d.input:
+        raise UserError("config: decode.output needs decode.input, for stdin cannot be read again")
+    trained = load(config, workdir)
+    if d.output:
+        translate_file(config, trained, Path(d.input), Path(d.output))
+        return
+    with opened(d.input) as (stream, name):
+        for lines in translated(config, trained, read_chunks(stream, name, CHUNK), 0):
+            print(*lines, sep="\n", flush=True)
+
+
+@contextlib.contextmanager
+def opened(path: str) -> Iterator[tuple[BinaryIO | None, str]]:
+    """A file, or stdin where there is none, and what to call it. Raises `UserError` if it cannot be opened."""
+    if not path:
+        yield (sys.stdin.buffer if sys.stdin else None), "stdin"
+        return
+    with contextlib.ExitStack() as stack:
+        try:
+            file = stack.enter_context(open(path, "rb"))
+        except OSError as error:
+            raise UserError(f"{path}: cannot be read: {error.strerror}") from error
+        yield file, path
+
+
+def translated(config: Config, trained: Trained, chunks: Iterator[list[str]], done: int) -> Iterator[list[str]]:
+    """What is printed for each chunk of lines, before which `done` lines came."""
+    for lines in chunks:
+        sources, prefixes = lines, None
+        if config.decode.target_prefix:
+            sources, prefixes = map(list, zip(*pairs_of(lines, done, "prefix of the target"), strict=True))
+        with logs.progress_bar(len(lines), 0, "line", "translate") as bar:
+            found = trained.translator.translate(
+                trained.params, trained.branch_scale, sources, done + 1, bar.update, prefixes
+            )
+        yield [
+            line
+            for index, hypotheses in enumerate(found, start=done)
+            for line in format_hypotheses(index, hypotheses, config.decode)
+        ]
+        done += len(lines)
+
+
+def translate_file(config: Config, trained: Trained, source: Path, target: Path) -> None:
+    """Goes on where an earlier translation of the same file in the same way stopped; `target` appears when complete.
+
+    Until then the lines are in `<target>.part`, and beside it what they were made of.
+    """
+    part, record = (target.with_name(target.name + suffix) for suffix in (".part", ".part.json"))
+    options = {name: value for name, value in vars(config.decode).items() if name not in IRRELEVANT}
+    with opened(str(source)):
+        stat = source.stat()
+    made_of = {"file": [str(source.absolute()), stat.st_size, stat.st_mtime_ns], "step": trained.step} | options
+    made_of["run"] = hashlib.sha256(json.dumps(dataclasses.asdict(config.model)).encode()).hexdigest()
+    done = finished_lines(part) // config.decode.nbest if read_record(record) == made_of else 0
+    done -= done % CHUNK
+    with open(part, "ab") as file:
+        file.truncate(end_of_line(part, done * config.decode.nbest))
+        file.seek(0, os.SEEK_END)
+        write_atomically(record, json.dumps(made_of))
+        if done:
+            logs.say(f"{part}: {done:,} lines are there already")
+        with opened(str(source)) as (stream, name):
+            chunks = read_chunks(stream, name, CHUNK)
+            for _ in range(done // CHUNK):
+                next(chunks)
+            for lines in translated(config, trained, chunks, done):
+                file.write("".join(line + "\n" for line in lines).encode())
+                file.flush()
+                os.fsync(file.fileno())
+    os.replace(part, target)
+    record.unlink()
+
+
+def read_record(path: Path) -> Any:
+    """What a part was made of; None if it does not say."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+
+
+def finished_lines(path: Path) -> int:
+    """Line feeds in a file; 0 if there is none."""
+    if not path.exists():
+        return 0
+    with open(path, "rb") as file:
+        return sum(line.endswith(b"\n") for line in file)
+
+
+def end_of_line(path: Path, count: int) -> int:
+    """Bytes of the first `count` lines."""
+    with open(path, "rb") as file:
+        return sum(len(line) for line, _ in zip(file, range(count), strict=False))
+
+
+def pairs_of(lines: list[str], done: int, second: str) -> list[tuple[str, str]]:
+    """The two fields of each line of stdin, before which `done` came. Raises `UserError` if there are not two."""
+    pairs = []
+    for number, line in enumerate(lines, start=done + 1):
+        fields = line.split("\t")
+        if len(fields) != 2:
+            raise UserError(f"input, line {number}: expected source<TAB>{second}, found {len(fields)} fields")
+        pairs.append((fields[0], fields[1]))
+    return pairs
+
+
+def format_hypotheses(index: int, hypotheses: list[Translation], config: DecodeConfig) -> list[str]:
+    """What is printed for a line, of which `index` came before.
+
+    The best translation; with n-best "line ||| text ||| score" for each, lines counted from 0 as Moses does. With
+    `decode.token_scores` pieces and their log-probabilities follow: "text ||| piece:-0.12 ...".
+    """
+    printed = []
+    for found in hypotheses:
+        fields = [found.text] if config.nbest == 1 else [str(index), found.text, f"{found.score:.4f}"]
+        if config.token_scores:
+            fields.append(" ".join(f"{piece}:{log_prob:.4f}" for piece, log_prob in found.pieces))
+        printed.append(" ||| ".join(fields))
+    return printed
+
+
+def score(config: Config, workdir: Workdir) -> None:
+    """Prints "log-probability<TAB>tokens" for each "source<TAB>target" line of stdin: natural logarithm, with EOS."""
+    workdir.check_config(config)
+    trained = load(config, workdir)
+    done = 0
+    with opened(config.decode.input) as (stream, name):
+        for lines in read_chunks(stream, name, CHUNK):
+            pairs = pairs_of(lines, done, "target")
+            for log_prob, tokens in trained.translator.score(trained.params, trained.branch_scale, pairs):
+                print(f"{log_prob:.6f}\t{tokens}")
+            sys.stdout.flush()
+            done += len(lines)

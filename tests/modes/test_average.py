@@ -1,0 +1,52 @@
+"""The mean of checkpoints, against NumPy."""
+
+import dataclasses
+import shutil
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from branchnorm_jax import config as configs
+from branchnorm_jax.errors import UserError
+from branchnorm_jax.modes import average
+from branchnorm_jax.modes.common import network, restored
+from branchnorm_jax.options import AverageConfig
+from branchnorm_jax.training import logs
+from branchnorm_jax.training.checkpoint import Checkpoints
+from branchnorm_jax.workdir import Workdir
+
+
+def test_mean_of_checkpoints(trained: Path, tmp_path: Path) -> None:
+    workdir = Workdir(shutil.copytree(trained, tmp_path / "run"))
+    config = configs.load(workdir / "config.json")
+    _, model = network(config, workdir)
+    there = Checkpoints(workdir / "checkpoints", config.train, logs.say, read_only=True)
+    steps = there.steps()
+    assert len(steps) >= 2
+    with pytest.raises(UserError, match="no average of checkpoints"):
+        restored(config, workdir, model, "average")
+    for which in (f"last:{len(steps)}", ",".join(map(str, reversed(steps)))):
+        average(dataclasses.replace(config, average=AverageConfig(which)), workdir)
+        found, alpha, step = restored(config, workdir, model, "average")
+        each = [restored(config, workdir, model, str(step)) for step in steps]
+        expected = jax.tree.map(lambda *leaves: np.mean(np.stack(leaves, dtype=np.float64), 0), *[e[0] for e in each])
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-9), found, expected)
+        np.testing.assert_allclose(np.asarray(alpha), np.mean([np.asarray(e[1]) for e in each]), rtol=1e-6)
+        assert step == steps[-1]
+
+
+def test_which_checkpoints(trained: Path) -> None:
+    config = configs.load(trained / "config.json")
+    there = Checkpoints(trained / "checkpoints", config.train, logs.say, read_only=True)
+    steps = there.steps()
+    assert there.several("last:1") == steps[-1:]
+    assert there.several(f"{steps[0]}") == steps[:1]
+    with pytest.raises(UserError, match=r"train\.keep_last"):
+        there.several("last:99")
+    with pytest.raises(UserError, match=r"no checkpoints of steps \[7\]"):
+        there.several(f"7,{steps[0]}")
+    for wrong in ("last", "last:0", "best:x", "newest:2", ""):
+        with pytest.raises(UserError, match="neither last:n"):
+            there.several(wrong)

@@ -1,0 +1,101 @@
+"""Files in, files out: nothing lost, nothing twice, whatever is in a line and whenever the process dies."""
+
+import dataclasses
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from branchnorm_jax import config as configs
+from branchnorm_jax.decoding.translate import Translator
+from branchnorm_jax.errors import UserError
+from branchnorm_jax.modes import lines
+from branchnorm_jax.modes.common import load
+from branchnorm_jax.options import Config
+from branchnorm_jax.workdir import Workdir
+from tests.conftest import run_main
+
+ODD = [
+    *("twenty-one", "", "   ", "one hundred", "😀 🏳️‍🌈", "שלום עולם", "nul\0here", "a\u2028b", "tab\tx", "c\rd", "\x07"),
+    " ".join(["seven"] * 3000),
+    *("nine", "ten", "eleven"),
+]
+
+
+def options(workdir: Path, **decode: Any) -> Config:
+    config = configs.load(workdir / "config.json")
+    return dataclasses.replace(config, decode=dataclasses.replace(config.decode, **decode))
+
+
+@pytest.mark.parametrize("nbest", [1, 2])
+def test_a_killed_translation_goes_on(trained: Path, tmp_path: Path, monkeypatch: Any, nbest: int) -> None:
+    monkeypatch.setattr(lines, "CHUNK", 4)
+    source, whole, other = tmp_path / "in", tmp_path / "whole", tmp_path / "other"
+    source.write_text("\n".join(ODD) + "\n", encoding="utf-8", newline="")
+    decode: dict[str, Any] = dict(beam_size=2, nbest=nbest, max_length_a=0.0, max_length_b=6, max_input_length=20)
+    config = options(trained, **decode)
+    run = load(config, Workdir(trained))
+    lines.translate_file(config, run, source, whole)
+    expected = whole.read_bytes()
+    assert expected.count(b"\n") == len(ODD) * nbest
+    assert not whole.with_name("whole.part").exists()
+
+    original, calls = Translator.translate, 0
+
+    def dies(self: Translator, *arguments: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == 3:
+            raise KeyboardInterrupt
+        return original(self, *arguments)
+
+    monkeypatch.setattr(Translator, "translate", dies)
+    with pytest.raises(KeyboardInterrupt):
+        lines.translate_file(config, run, source, other)
+    part = tmp_path / "other.part"
+    assert part.read_bytes() == b"".join(expected.splitlines(keepends=True)[: 8 * nbest])
+    with open(part, "ab") as file:
+        file.write(b"half a li")
+    lines.translate_file(config, run, source, other)
+    assert calls == 5  # the third and fourth chunk; the first two were there
+    assert other.read_bytes() == expected
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in", "other", "whole"]
+
+    # Made with other options, a part is of no use.
+    shutil.copy(other, part)
+    lines.translate_file(options(trained, **(decode | {"min_length": 3})), run, source, other)
+    assert calls == 9
+
+
+def test_input_and_output_from_the_command_line(trained: Path, tmp_path: Path) -> None:
+    source, target = tmp_path / "in", tmp_path / "out"
+    source.write_text("one\ntwo\tto\n", encoding="utf-8")
+    there = f"--workdir={trained}", "--mode=translate", f"--config.decode.input={source}"
+    done = run_main(*there, f"--config.decode.output={target}", "--config.decode.token_scores=True")
+    assert done.returncode == 0, done.stderr
+    first = target.read_text(encoding="utf-8").splitlines()
+    assert len(first) == 2
+    assert all(" ||| " in line and "</s>:" in line for line in first)
+    done = run_main(*there, "--config.decode.target_prefix=True")
+    assert done.returncode == 2
+    assert "line 1: expected source<TAB>prefix of the target, found 1" in done.stderr
+    done = run_main(f"--workdir={trained}", "--mode=translate", f"--config.decode.output={target}")
+    assert done.returncode == 2
+    assert "decode.input" in done.stderr
+
+
+def test_a_prefix_is_kept(trained: Path, tmp_path: Path) -> None:
+    source = tmp_path / "in"
+    source.write_text("twenty-one\tneunund\ntwo\t\n", encoding="utf-8")
+    done = run_main(
+        f"--workdir={trained}", "--mode=translate", f"--config.decode.input={source}",
+        "--config.decode.target_prefix=True",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("neunund")
+
+
+def test_missing_input_is_one_line(trained: Path) -> None:
+    with pytest.raises(UserError, match="cannot be read"):
+        lines.translate(options(trained, input=str(trained / "nothing")), Workdir(trained))

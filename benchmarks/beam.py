@@ -1,0 +1,190 @@
+"""The beam against the straightforward one, and against CTranslate2 with the same model.
+
+    python -m benchmarks.beam                       6L-6L of width 512, 100L-100L of width 128, untrained
+    python -m benchmarks.beam --workdir=runs/x      also a trained model's test set, ours against CTranslate2
+
+The straightforward beam is what public JAX examples do: the source is repeated for each hypothesis, its keys and
+values are computed again at every step, the whole cache is gathered when hypotheses branch, and the vocabulary is
+normalised in full. It searches with the same rules, so that hypotheses must be identical. A batch has 32 sentences of 5
+to 30 tokens. Untrained, hypotheses are as long as they may be, 1.2 x + 3: nothing is gained by rows that take the next
+sentence.
+"""
+
+import argparse
+import dataclasses
+import json
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks.measure import alternate, save
+from branchnorm_jax import config as configs
+from branchnorm_jax.data.corpus import read_pairs
+from branchnorm_jax.decoding.beam import length_penalty
+from branchnorm_jax.decoding.engine import Engine, pad, padded_length
+from branchnorm_jax.evaluation.bleu import corpus_bleu
+from branchnorm_jax.export import ctranslate2, fold
+from branchnorm_jax.model.blocks import Cache
+from branchnorm_jax.model.places import source_mask
+from branchnorm_jax.model.transformer import Transformer
+from branchnorm_jax.modes.common import load
+from branchnorm_jax.options import EOS, PAD, DecodeConfig, ModelConfig
+from branchnorm_jax.workdir import Workdir
+
+SENTENCES, SLOTS, VOCABULARY = 32, 256, 8000
+CONFIG = DecodeConfig(beam_size=4, length_penalty=0.6, max_length_a=1.2, max_length_b=3, batch_tokens=4096)
+MODELS = {
+    "6L": ModelConfig(encoder_layers=6, decoder_layers=6, width=512, ffn_width=2048, heads=8, dropout=0.0),
+    "100L": ModelConfig(encoder_layers=100, decoder_layers=100, width=128, ffn_width=512, heads=2, dropout=0.0),
+}
+
+
+def straightforward(model: Transformer, config: DecodeConfig) -> Callable[..., tuple[jax.Array, jax.Array]]:
+    """Jitted: (params, alpha, sources [B, S]) -> tokens [B, K, SLOTS] and scores [B, K], best first."""
+    k = config.beam_size
+
+    @jax.jit
+    def search(params: Any, alpha: jax.Array, source_BS: jax.Array) -> tuple[jax.Array, jax.Array]:
+        batch, table = len(source_BS), model.positions(SLOTS)
+        lengths = (source_BS != PAD).sum(1)
+        limits = jnp.floor(config.max_length_a * lengths + config.max_length_b).astype(jnp.int32)
+        memory = jnp.repeat(model.encode(params, source_BS, alpha), k, axis=0)
+        mask, sentence = source_mask(jnp.repeat(source_BS, k, axis=0)), jnp.arange(batch)[:, None]
+
+        def step(state: Any) -> Any:
+            position, live, totals, finished, scores, count, cache = state
+            last = jnp.where(position == 0, EOS, live[:, :, jnp.maximum(position - 1, 0)]).reshape(-1, 1)
+            cross = model.start_cache(params, memory, 0).cross  # again, at every step
+            seen = jnp.broadcast_to(jnp.arange(SLOTS) < position, (batch * k, 1, SLOTS))
+            places = jnp.broadcast_to(table[position], (batch * k, 1, table.shape[1]))
+            logits, new = model.step(params, Cache(cache, cross), mask, last, places, seen, position, alpha)
+            log_probs = jax.nn.log_softmax(logits).reshape(batch, k, -1)
+            words, at_limit = jnp.arange(log_probs.shape[-1]), (position >= limits)[:, None, None]
+            ban = (words == PAD) | ((words == EOS) & (position < 1)) | ((words != EOS) & at_limit)
+            every = (totals[:, :, None] + jnp.where(ban, -jnp.inf, log_probs)).reshape(batch, -1)
+            values, index = jax.lax.top_k(every, 2 * k)
+            parent, token = index // len(words), (index % len(words)).astype(jnp.int32)
+            tokens = live[sentence, parent].at[:, :, position].set(token)
+            ends = token == EOS
+            place = jnp.minimum(k, count[:, None] + jnp.cumsum(ends, axis=1) - 1)
+            place = jnp.where(ends & (values > -jnp.inf) & (jnp.arange(2 * k) < k), place, k)
+            divisor = length_penalty(position + 1, config.length_penalty, config.length_penalty_kind)
+            alive = jnp.argsort(ends, axis=1, stable=True)[:, :k]
+            rows = (sentence * k + parent[sentence, alive]).reshape(-1)
+            return (
+                position + 1,
+                tokens[sentence, alive],
+                jnp.where(ends, -jnp.inf, values)[sentence, alive],
+                finished.at[sentence, place].set(tokens, mode="drop"),
+                scores.at[sentence, place].set(values / divisor, mode="drop"),
+                count + (place < k).sum(1),
+                jax.tree.map(lambda leaf: leaf[:, rows], new.self),  # the whole cache, at every step
+            )
+
+        def unfinished(state: Any) -> jax.Array:
+            return jnp.any((state[5] < k) & (state[0] <= limits))
+
+        nothing, empty = jnp.full((batch, k), -jnp.inf), jnp.zeros((batch, k, SLOTS), jnp.int32)
+        cache = model.start_cache(params, memory, SLOTS).self
+        start = (jnp.int32(0), empty, nothing.at[:, 0].set(0.0), empty, nothing, jnp.zeros(batch, jnp.int32), cache)
+        _, _, _, finished, scores, _, _ = jax.lax.while_loop(unfinished, step, start)
+        order = jnp.argsort(-scores, axis=1, stable=True)
+        return finished[sentence, order], scores[sentence, order]
+
+    return search
+
+
+def untrained(name: str, pairs: int) -> dict[str, Any]:
+    """Ours over the straightforward beam, and whether hypotheses are the same."""
+    model, rng = Transformer(MODELS[name], VOCABULARY, VOCABULARY), np.random.default_rng(0)
+    params, alpha = jax.jit(model.init)(jax.random.key(0)), jnp.float32(0.3)
+    # Embeddings of another size make words that differ, and hypotheses that are no ties.
+    params["embedding"]["shared"] = 3 * params["embedding"]["shared"]
+    sources = [[*rng.integers(3, VOCABULARY, rng.integers(4, 30)).tolist(), EOS] for _ in range(SENTENCES)]
+    # One batch for both: the straightforward beam pads all to the longest.
+    length = padded_length(max(map(len, sources)))
+    batch = jnp.asarray(pad(sources, SENTENCES, length))
+    engine, other = Engine(model, CONFIG), straightforward(model, CONFIG)
+
+    def ours() -> list[Any]:
+        return list(engine.search(params, alpha, sources))
+
+    tokens, scores = jax.device_get(other(params, alpha, batch))
+    equal, apart = 0, 0.0
+    for index, found in ours():
+        longest = found.tokens.shape[1]
+        equal += bool((found.tokens[0] == tokens[index, 0, :longest]).all())
+        apart = max(apart, float(abs(found.scores[0] - scores[index, 0])))
+    timed = alternate(lambda: other(params, alpha, batch), ours, pairs)
+    return {
+        f"{name}_speedup": timed,
+        f"{name}_identical": f"{equal} of {SENTENCES}",
+        f"{name}_largest_difference_of_scores": apart,
+    }
+
+
+def trained(folder: Path, pairs: int) -> dict[str, Any]:
+    """The test set of a run: ours over CTranslate2, in float32 with two threads, batches of 32 sentences, beam 4."""
+    engine_of = ctranslate2.imported()
+    workdir = Workdir(folder)
+    config = configs.load(workdir / "config.json")
+    decode = dataclasses.replace(CONFIG, max_length_a=2.0, max_length_b=20, batch_tokens=32 * 4 * 32)
+    config = dataclasses.replace(config, decode=decode)
+    run = load(config, workdir)
+    translator, tokenizer = run.translator, run.translator.tokenizer
+    test = list(read_pairs(config.data, "test"))
+    sources, references = [source for source, _ in test], [target for _, target in test]
+    ids = tokenizer.encode_source(sources)
+    with tempfile.TemporaryDirectory() as temporary:
+        plain = fold.fold(translator.model, run.params, run.branch_scale)
+        vocabularies = tokenizer.source_pieces, tokenizer.target_pieces
+        ctranslate2.write(plain, config.model, vocabularies, Path(temporary), 1024, "")
+        theirs = engine_of.Translator(temporary, device="cpu", compute_type="float32", intra_threads=2)
+    pieces = [[tokenizer.source_pieces[token] for token in line[:-1]] for line in ids]
+
+    def other() -> Any:
+        return theirs.translate_batch(
+            pieces, beam_size=4, length_penalty=0.6, max_batch_size=32, max_decoding_length=SLOTS
+        )
+
+    def ours() -> list[Any]:
+        return list(translator.engine.search(run.params, run.branch_scale, ids))
+
+    mine: list[str] = [""] * len(ids)
+    for index, found in ours():
+        mine[index] = tokenizer.decode_target(found.tokens[0].tolist())
+    of_pieces = {piece: index for index, piece in enumerate(tokenizer.target_pieces)}
+    yours = [tokenizer.decode_target([of_pieces[piece] for piece in found.hypotheses[0]]) for found in other()]
+    language = config.data.target_lang
+    return {
+        "ctranslate2_over_ours": alternate(other, ours, pairs),
+        "sentences": len(ids),
+        "bleu_ours": corpus_bleu(mine, references, language),
+        "bleu_ctranslate2": corpus_bleu(yours, references, language),
+        "identical_lines": sum(a == b for a, b in zip(mine, yours, strict=True)),
+        "model": f"{config.model.encoder_layers}L-{config.model.decoder_layers}L width {config.model.width}",
+        "alpha": json.dumps(jax.tree.map(lambda leaf: np.asarray(leaf).tolist(), run.branch_scale)),
+    }
+
+
+def main() -> None:
+    """All figures."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--pairs", type=int, default=7, help="pairs of each measurement")
+    parser.add_argument("--workdir", type=Path, help="a trained run")
+    parser.add_argument("--models", nargs="*", default=list(MODELS), help=f"of {', '.join(MODELS)}")
+    arguments = parser.parse_args()
+    for name in arguments.models:
+        save(f"beam_{name}", untrained(name, arguments.pairs))
+        jax.clear_caches()
+    if arguments.workdir:
+        save("beam_ctranslate2", trained(arguments.workdir, arguments.pairs))
+
+
+if __name__ == "__main__":
+    main()

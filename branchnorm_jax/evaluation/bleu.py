@@ -4,6 +4,7 @@
 |---------------------|----------------------------------------------|----------------------------------------------|
 | bleu                | as it is; sacreBLEU tokenises it             | any sacreBLEU of the same signature          |
 | chrf                | as it is; character n-grams                  | any sacreBLEU chrF of the same signature     |
+| ter                 | as it is; edits per word, less is better     | any sacreBLEU TER of the same signature      |
 | multi_bleu          | Moses tokens                                 | papers that report `multi-bleu.perl`         |
 | compound_split_bleu | Moses tokens, hyphened compounds split       | papers that report WMT14 English-German      |
 """
@@ -13,7 +14,7 @@ import re
 from collections.abc import Sequence
 
 import sacremoses
-from sacrebleu.metrics import BLEU, CHRF
+from sacrebleu.metrics import BLEU, CHRF, TER
 
 from branchnorm_jax.errors import UserError
 
@@ -50,25 +51,25 @@ def scores(hypotheses: Sequence[str], references: Sequence[str], target_lang: st
       UserError: unequal counts, no lines, or a language whose segmenter is not installed.
     """
     _check(hypotheses, references)
-    chrf = CHRF()
-    chrf_score = chrf.corpus_score(hypotheses, [references]).score
+    unspaced = _language(target_lang) in UNSPACED
+    whole: dict[str, CHRF | TER] = {"chrf": CHRF(), "ter": TER(normalized=unspaced, asian_support=unspaced)}
     hypothesis_tokens, reference_tokens = tokenize(hypotheses, target_lang), tokenize(references, target_lang)
-    name = tokenizer_name(target_lang)
+    tokens = tokenizer_name(target_lang)
     found = [
-        _bleu(sacrebleu_metric(target_lang), hypotheses, references),
-        Score("chrf", chrf_score, str(chrf.get_signature())),
-        _multi_bleu("multi_bleu", hypothesis_tokens, reference_tokens, name),
+        _score("bleu", sacrebleu_metric(target_lang), hypotheses, references),
+        *(_score(name, metric, hypotheses, references) for name, metric in whole.items()),
+        _multi_bleu("multi_bleu", hypothesis_tokens, reference_tokens, tokens),
     ]
     if _language(target_lang) == "de":
         hypothesis_parts, reference_parts = compound_split(hypothesis_tokens), compound_split(reference_tokens)
-        found.append(_multi_bleu("compound_split_bleu", hypothesis_parts, reference_parts, f"{name}+compound-split"))
+        found.append(_multi_bleu("compound_split_bleu", hypothesis_parts, reference_parts, f"{tokens}+compound-split"))
     return found
 
 
 def corpus_bleu(hypotheses: Sequence[str], references: Sequence[str], target_lang: str) -> float:
     """The score "bleu" of `scores` alone, for validation. Raises `UserError` as `scores` does."""
     _check(hypotheses, references)
-    return _bleu(sacrebleu_metric(target_lang), hypotheses, references).score
+    return _score("bleu", sacrebleu_metric(target_lang), hypotheses, references).score
 
 
 def sacrebleu_metric(target_lang: str) -> BLEU:
@@ -112,9 +113,9 @@ def compound_split(lines: Sequence[str]) -> list[str]:
     return [COMPOUND.sub(r"\1 ##AT##-##AT## \2", line) for line in lines]
 
 
-def _bleu(metric: BLEU, hypotheses: Sequence[str], references: Sequence[str]) -> Score:
+def _score(name: str, metric: BLEU | CHRF | TER, hypotheses: Sequence[str], references: Sequence[str]) -> Score:
     score = metric.corpus_score(hypotheses, [references]).score
-    return Score("bleu", score, str(metric.get_signature()))
+    return Score(name, score, str(metric.get_signature()))
 
 
 def _multi_bleu(name: str, hypotheses: Sequence[str], references: Sequence[str], tokens: str) -> Score:

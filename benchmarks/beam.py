@@ -109,10 +109,10 @@ def untrained(name: str, pairs: int) -> dict[str, Any]:
     # One batch for both: the straightforward beam pads all to the longest.
     length = padded_length(max(map(len, sources)))
     batch = jnp.asarray(pad(sources, SENTENCES, length))
-    engine, other = Engine(model, CONFIG), straightforward(model, CONFIG)
+    engine, other = Engine((model,), CONFIG), straightforward(model, CONFIG)
 
     def ours() -> list[Any]:
-        return list(engine.search(params, alpha, sources))
+        return list(engine.search(((params, alpha),), sources))
 
     tokens, scores = jax.device_get(other(params, alpha, batch))
     equal, apart = 0, 0.0
@@ -153,7 +153,7 @@ def trained(folder: Path, pairs: int) -> dict[str, Any]:
         )
 
     def ours() -> list[Any]:
-        return list(translator.engine.search(run.params, run.branch_scale, ids))
+        return list(translator.engine.search(((run.params, run.branch_scale),), ids))
 
     mine: list[str] = [""] * len(ids)
     for index, found in ours():

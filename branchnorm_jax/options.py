@@ -270,6 +270,11 @@ class DecodeConfig:
     """Translation."""
 
     checkpoint: str = option("best", "which checkpoint: best, last, a step, or average (see --mode=average)", free=True)
+    ensemble: str = option(
+        "",
+        "comma-separated workdirs, or workdir:checkpoint, whose models vote with this one; of the same vocabulary",
+        free=True,
+    )
     input: str = option("", "translate, score: file to read; empty: stdin", free=True)
     output: str = option("", "translate: file to write, restarted where it stopped; empty: stdout", free=True)
     beam_size: int = option(4, "hypotheses kept; 1: greedy", minimum=1, free=True)

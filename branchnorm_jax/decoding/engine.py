@@ -25,10 +25,14 @@ REFILL = 4
 
 
 class Text(NamedTuple):
-    """What decoding keeps of each row: the model's cache, and which source positions hold a token, bool [B, 1, S]."""
+    """What decoding keeps of each row: the models' caches, and which source positions hold a token, bool [B, 1, S]."""
 
-    cache: Cache
+    caches: tuple[Cache, ...]
     mask_B1S: jax.Array
+
+
+Weights = tuple[tuple[Params, BranchScale], ...]
+"""Parameters and alpha_t of each model."""
 
 
 class Asked(NamedTuple):
@@ -73,17 +77,27 @@ def pad(sentences: Sequence[Sequence[int]], rows: int, length: int, filling: int
     return out
 
 
+def vote(each: Sequence[tuple[jax.Array, jax.Array]]) -> tuple[jax.Array, jax.Array]:
+    """(scores, log_z) of the mean of the models' probabilities, from theirs: scores - log_z is a log-probability."""
+    if len(each) == 1:
+        return each[0]
+    log_probs = jnp.stack([scores - log_z[..., None] for scores, log_z in each])
+    return jax.nn.logsumexp(log_probs, axis=0), jnp.full(log_probs.shape[1:-1], jnp.log(len(each)))
+
+
 @dataclasses.dataclass(frozen=True)
 class Engine:
-    """Beam search with a model whose parameters are given at each call, so that nothing compiles twice."""
+    """Beam search with models whose parameters are given at each call, so that nothing compiles twice.
 
-    model: Transformer
+    Several models vote: a word's probability is the mean of theirs.
+    """
+
+    models: tuple[Transformer, ...]
     config: DecodeConfig
 
     def search(
         self,
-        params: Params,
-        branch_scale: BranchScale,
+        weights: Weights,
         sources: Sequence[Sequence[int]],
         numbers: Sequence[int] | None = None,
         prefixes: Sequence[Sequence[int]] | None = None,
@@ -94,8 +108,7 @@ class Engine:
         know nothing of each other.
 
         Args:
-          params: the model's parameters.
-          branch_scale: alpha_t of the checkpoint.
+          weights: of each model.
           sources: token ids that end in EOS.
           numbers: of the sources, for what is drawn; their indices if not given.
           prefixes: token ids that the translations begin with, without EOS.
@@ -108,12 +121,11 @@ class Engine:
             length = padded_length(len(sources[order[-1]]))
             group = [index for index in order if padded_length(len(sources[index])) == length]
             del order[-len(group) :]
-            yield from self._group(params, branch_scale, texts, group, length)
+            yield from self._group(weights, texts, group, length)
 
     def _group(
         self,
-        params: Params,
-        branch_scale: BranchScale,
+        weights: Weights,
         texts: Sequence[Asked],
         waiting: list[int],
         length: int,
@@ -126,7 +138,7 @@ class Engine:
         prefix = padded_length(prefix) if prefix else 0
         longest = self.limit(length) + 1 + prefix
         ring = small = min(max(32, length), longest)
-        search = self._start(params, rows, length, ring, prefix)
+        search = self._start(weights, rows, length, ring, prefix)
         inside: dict[int, int] = {}
         while waiting or inside:
             free = [row for row in range(rows) if row not in inside]
@@ -142,11 +154,9 @@ class Engine:
                     column([text.number for text in given], chunk),
                     pad([text.prefix for text in given], chunk, prefix, -1),
                 )
-                search = self._begin(params, branch_scale, search, new)
-            idle = rows - len(inside)
-            search = self._run(
-                params, branch_scale, search, np.int32(idle + min(chunk, len(inside)) if waiting else rows)
-            )
+                search = self._begin(weights, search, new)
+            until = rows - len(inside) + min(chunk, len(inside)) if waiting else rows
+            search = self._run(weights, search, np.int32(until))
             done, positions, found = jax.device_get(self._look(search))
             for row in [row for row in inside if done[row]]:
                 yield inside.pop(row), jax.tree.map(lambda leaf, row=row: leaf[row], found)
@@ -167,43 +177,56 @@ class Engine:
         yield longest
 
     @functools.cached_property
-    def _start(self) -> Callable[[Params, int, int, int, int], Search]:
+    def _start(self) -> Callable[[Weights, int, int, int, int], Search]:
         @functools.partial(jax.jit, static_argnums=(1, 2, 3, 4))
-        def start(params: Params, rows: int, length: int, ring: int, prefix: int) -> Search:
-            m, k = self.model.config, self.config.beam_size
-            cache = self.model.start_cache(params, jnp.zeros((rows, length, m.width), m.carry_dtype), ring * k)
-            text = Text(cache, jnp.zeros((rows, 1, length), bool))
+        def start(weights: Weights, rows: int, length: int, ring: int, prefix: int) -> Search:
+            k, caches = self.config.beam_size, []
+            for model, (params, _) in zip(self.models, weights, strict=True):
+                memory = jnp.zeros((rows, length, model.config.width), model.config.carry_dtype)
+                caches.append(model.start_cache(params, memory, ring * k))
+            text = Text(tuple(caches), jnp.zeros((rows, 1, length), bool))
             return beam.nothing(text, rows, k, self.limit(length) + 1 + prefix, ring, prefix)
 
         return start
 
     @functools.cached_property
-    def _begin(self) -> Callable[..., Search]:
-        @functools.partial(jax.jit, donate_argnums=2)
-        def begin(params: Params, branch_scale: BranchScale, search: Search, new: New) -> Search:
-            memory = self.model.encode(params, new.source, branch_scale)
-            made, (cache, mask) = self.model.start_cache(params, memory, 0), search.cache
-            cross = jax.tree.map(lambda old, leaf: old.at[:, new.row].set(leaf, mode="drop"), cache.cross, made.cross)
-            text = Text(cache._replace(cross=cross), mask.at[new.row].set(source_mask(new.source), mode="drop"))
+    def _begin(self) -> Callable[[Weights, Search, New], Search]:
+        @functools.partial(jax.jit, donate_argnums=1)
+        def begin(weights: Weights, search: Search, new: New) -> Search:
+            caches, mask = search.cache
+
+            def filled(model: Transformer, params: Params, branch_scale: BranchScale, cache: Cache) -> Cache:
+                made = model.start_cache(params, model.encode(params, new.source, branch_scale), 0)
+                put = jax.tree.map(lambda old, leaf: old.at[:, new.row].set(leaf, mode="drop"), cache.cross, made.cross)
+                return cache._replace(cross=put)
+
+            members = zip(self.models, weights, caches, strict=True)
+            text = Text(
+                tuple(filled(model, *weight, cache) for model, weight, cache in members),
+                mask.at[new.row].set(source_mask(new.source), mode="drop"),
+            )
             return beam.begin(search._replace(cache=text), new.row, new.limit, self.config, new.number, new.prefix)
 
         return begin
 
     @functools.cached_property
-    def _run(self) -> Callable[..., Search]:
-        @functools.partial(jax.jit, donate_argnums=2)
-        def run(params: Params, branch_scale: BranchScale, search: Search, until: jax.Array) -> Search:
+    def _run(self) -> Callable[[Weights, Search, np.int32], Search]:
+        @functools.partial(jax.jit, donate_argnums=1)
+        def run(weights: Weights, search: Search, until: jax.Array) -> Search:
             longest = search.live.tokens.shape[2]
-            table = self.model.positions(longest)
+            tables = [model.positions(longest) for model in self.models]
 
             def step(
                 text: Text, tokens: jax.Array, position: jax.Array, seen: jax.Array, slot: jax.Array
             ) -> tuple[jax.Array, jax.Array, Text]:
-                places = table[jnp.minimum(position, longest - 1)][:, None]
-                logits, cache = self.model.step(
-                    params, text.cache, text.mask_B1S, tokens, places, seen, slot, branch_scale
-                )
-                return logits, jax.nn.logsumexp(logits, axis=-1), text._replace(cache=cache)
+                place, caches, votes = jnp.minimum(position, longest - 1), [], []
+                for model, table, (params, alpha), cache in zip(self.models, tables, weights, text.caches, strict=True):
+                    logits, cache = model.step(
+                        params, cache, text.mask_B1S, tokens, table[place][:, None], seen, slot, alpha
+                    )
+                    votes.append((logits, jax.nn.logsumexp(logits, axis=-1)))
+                    caches.append(cache)
+                return *vote(votes), text._replace(caches=tuple(caches))
 
             return beam.run(step, search, self.config, until)
 
@@ -212,7 +235,8 @@ class Engine:
     @functools.cached_property
     def _resized(self) -> Callable[[Search, int], Search]:
         def taken(text: Text, slots: jax.Array) -> Text:
-            return text._replace(cache=text.cache._replace(self=take_slots(text.cache.self, slots)))
+            caches = (cache._replace(self=take_slots(cache.self, slots)) for cache in text.caches)
+            return text._replace(caches=tuple(caches))
 
         @functools.partial(jax.jit, static_argnums=1)
         def resized(search: Search, ring: int) -> Search:

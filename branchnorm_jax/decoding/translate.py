@@ -6,11 +6,12 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from branchnorm_jax.data.tokenizer import Tokenizer
 from branchnorm_jax.decoding.beam import Hypotheses
-from branchnorm_jax.decoding.engine import Engine, pad, padded_length
+from branchnorm_jax.decoding.engine import Engine, Weights, pad, padded_length
 from branchnorm_jax.model.parameters import Params
 from branchnorm_jax.model.places import decoder_inputs
 from branchnorm_jax.model.transformer import BranchScale, Transformer
@@ -33,6 +34,14 @@ class Translation(NamedTuple):
     """Its tokens and their log-probabilities, EOS last."""
 
 
+class Member(NamedTuple):
+    """A model of an ensemble."""
+
+    model: Transformer
+    params: Params
+    branch_scale: BranchScale
+
+
 @dataclasses.dataclass(frozen=True)
 class Translator:
     """Translates and scores with a model whose parameters are given at each call, so that nothing compiles twice.
@@ -42,12 +51,14 @@ class Translator:
       tokenizer: its vocabulary.
       config: the options of decoding.
       warn: receives one line for each input that had to be cut.
+      others: models of the same vocabulary that vote with it.
     """
 
     model: Transformer
     tokenizer: Tokenizer
     config: DecodeConfig
     warn: Callable[[str], None] = lambda line: None
+    others: tuple[Member, ...] = ()
 
     def translate(
         self,
@@ -83,8 +94,7 @@ class Translator:
         asked = [index for index, ids in enumerate(sources) if len(ids) > 1]
         begins = [ids[:-1] for ids in self.tokenizer.encode_target(list(prefixes))] if prefixes else [[]] * len(lines)
         for place, found in self.engine.search(
-            params,
-            branch_scale,
+            self._weights(params, branch_scale),
             [sources[index] for index in asked],
             [first_line + index for index in asked],
             [begins[index] for index in asked],
@@ -127,7 +137,7 @@ class Translator:
         longer = [max(len(s), len(t)) for s, t in zip(sources, targets, strict=True)]
         for indices, length, rows in self._batches(longer):
             batch = [pad([side[index] for index in indices], rows, length) for side in (sources, targets)]
-            log_probs = jax.device_get(self._forced(params, branch_scale, *batch))
+            log_probs = jax.device_get(self._forced(self._weights(params, branch_scale), *batch))
             for row, index in enumerate(indices):
                 results[index] = log_probs[row, : len(targets[index])]
         return results
@@ -146,13 +156,21 @@ class Translator:
     @functools.cached_property
     def engine(self) -> Engine:
         """What searches."""
-        return Engine(self.model, self.config)
+        return Engine((self.model, *(other.model for other in self.others)), self.config)
+
+    def _weights(self, params: Params, branch_scale: BranchScale) -> Weights:
+        return (params, branch_scale), *((other.params, other.branch_scale) for other in self.others)
 
     @functools.cached_property
-    def _forced(self) -> Callable[[Params, BranchScale, np.ndarray, np.ndarray], jax.Array]:
+    def _forced(self) -> Callable[[Weights, np.ndarray, np.ndarray], jax.Array]:
+        models = self.engine.models
+
         @jax.jit
-        def forced(params: Params, branch_scale: BranchScale, source: jax.Array, target: jax.Array) -> jax.Array:
-            logits = self.model(params, source, decoder_inputs(target), branch_scale)
-            return -self.model.output(params).nll(logits, target)[0]
+        def forced(weights: Weights, source: jax.Array, target: jax.Array) -> jax.Array:
+            each = []
+            for model, (params, branch_scale) in zip(models, weights, strict=True):
+                logits = model(params, source, decoder_inputs(target), branch_scale)
+                each.append(-model.output(params).nll(logits, target)[0])
+            return jax.nn.logsumexp(jnp.stack(each), axis=0) - jnp.log(len(each))
 
         return forced

@@ -4,11 +4,13 @@ import os
 import stat
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import BinaryIO, NamedTuple
 
+from branchnorm_jax.config import load as load_config
 from branchnorm_jax.data.tokenizer import Tokenizer, load_tokenizer
-from branchnorm_jax.decoding.translate import Translator, make_model
+from branchnorm_jax.decoding.translate import Member, Translator, make_model
 from branchnorm_jax.errors import UserError
 from branchnorm_jax.model.parameters import Params
 from branchnorm_jax.model.transformer import BranchScale, Transformer
@@ -33,7 +35,26 @@ def load(config: Config, workdir: Workdir) -> Trained:
     """The checkpoint that `decode.checkpoint` names. Raises `UserError` if the workdir holds none."""
     tokenizer, model = network(config, workdir)
     params, alpha, step = restored(config, workdir, model, config.decode.checkpoint)
-    return Trained(Translator(model, tokenizer, config.decode, warn=logs.say), params, alpha, step)
+    others = tuple(member(path.strip(), tokenizer) for path in config.decode.ensemble.split(",") if path.strip())
+    return Trained(Translator(model, tokenizer, config.decode, logs.say, others), params, alpha, step)
+
+
+def member(path: str, tokenizer: Tokenizer) -> Member:
+    """A model of an ensemble: the checkpoint "workdir" (its best) or "workdir:checkpoint".
+
+    Raises:
+      UserError: if there is none, or its vocabulary is not `tokenizer`.
+    """
+    folder, _, which = path.partition(":")
+    workdir = Workdir(Path(folder))
+    if not (workdir / "config.json").exists():
+        raise UserError(f"decode.ensemble: {folder}: no training run in this folder")
+    config = load_config(workdir / "config.json")
+    theirs, model = network(config, workdir)
+    if theirs.sha256 != tokenizer.sha256:
+        raise UserError(f"decode.ensemble: {folder} has another vocabulary; models that vote must share one")
+    params, alpha, _ = restored(config, workdir, model, which or "best")
+    return Member(model, params, alpha)
 
 
 def network(config: Config, workdir: Workdir) -> tuple[Tokenizer, Transformer]:

@@ -12,6 +12,7 @@ written to, and the ancestors of a hypothesis say in which slots its own are. Sl
 the same place, so a row can begin with a new sentence at any time: what it does not know it does not look at.
 """
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
@@ -350,7 +351,9 @@ def top(scores: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
         return jax.lax.top_k(scores, count)
     grouped = _longer(scores, groups * _GROUP).reshape(*lead, groups, _GROUP)
     chosen = jnp.sort(jax.lax.top_k(grouped.max(-1), count)[1], axis=-1)  # so that of equals the first comes first
-    inside = jnp.take_along_axis(grouped, chosen[..., None], axis=-2)
+    # Whole groups are gathered, which is faster than word by word.
+    rows = chosen + jnp.arange(math.prod(lead)).reshape(*lead, 1) * groups
+    inside = jnp.take(grouped.reshape(-1, _GROUP), rows, axis=0)
     values, index = jax.lax.top_k(inside.reshape(*lead, count * _GROUP), count)
     group = jnp.take_along_axis(chosen, index // _GROUP, axis=-1)
     return values, (group * _GROUP + index % _GROUP).astype(jnp.int32)

@@ -119,7 +119,9 @@ class Engine:
         order = sorted(range(len(sources)), key=lambda index: len(sources[index]))
         while order:
             length = padded_length(len(sources[order[-1]]))
-            group = [index for index in order if padded_length(len(sources[index])) == length]
+            same = sum(padded_length(len(sources[index])) == length for index in order)
+            # What would leave rows empty takes shorter ones along.
+            group = order[-max(same, self._rows(length)) :]
             del order[-len(group) :]
             yield from self._group(weights, texts, group, length)
 
@@ -131,8 +133,7 @@ class Engine:
         length: int,
     ) -> Iterator[tuple[int, Hypotheses]]:
         """Texts of one padded length, `waiting` in the order from the last to the first."""
-        c = self.config
-        rows = min(max(1, c.batch_tokens // (length * c.beam_size)), rounded(len(waiting)))
+        rows = min(self._rows(length), rounded(len(waiting)))
         chunk = max(1, rows // REFILL)
         prefix = max(len(texts[index].prefix) for index in waiting)
         prefix = padded_length(prefix) if prefix else 0
@@ -165,6 +166,10 @@ class Engine:
             if wanted > ring or wanted * 2 < ring:
                 ring = wanted
                 search = self._resized(search, ring)
+
+    def _rows(self, length: int) -> int:
+        """Sentences of this padded length that are decoded at once."""
+        return max(1, self.config.batch_tokens // (length * self.config.beam_size))
 
     def limit(self, length: int) -> int:
         """Tokens of the longest translation of a source of `length` tokens, EOS not counted."""

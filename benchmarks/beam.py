@@ -6,7 +6,7 @@
 The straightforward beam is what public JAX examples do: the source is repeated for each hypothesis, its keys and
 values are computed again at every step, the whole cache is gathered when hypotheses branch, and the vocabulary is
 normalised in full. It searches with the same rules, so that hypotheses must be identical. Of 128 sentences of 5 to 30
-tokens, in the order of their lengths, it takes 32 at a time. Untrained, hypotheses are as long as they may be, 1.2 x + 3.
+tokens, in order of length, it takes 32 at a time. Untrained, hypotheses are as long as they may be, 1.2 x + 3.
 """
 
 import argparse

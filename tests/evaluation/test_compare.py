@@ -6,11 +6,12 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from branchnorm_jax.errors import UserError
-from branchnorm_jax.evaluation.compare import by_frequency, compare, ranges, write
+from branchnorm_jax.evaluation.compare import by_frequency, compare, ranges, scores, sentences, write
 from tests.conftest import run_main
 
 WORDS = [
@@ -35,7 +36,7 @@ WORDS = [
 ]
 
 
-def texts(seed: int, lines: int = 150) -> list[str]:
+def texts(seed: int, lines: int = 60) -> list[str]:
     draw = random.Random(seed)
     return [" ".join(draw.choices(WORDS, k=draw.randint(4, 45))) for _ in range(lines)]
 
@@ -50,31 +51,35 @@ REFERENCE = texts(0)
 BASE, SAME, BETTER = noisy(REFERENCE, 0.4, 1), noisy(REFERENCE, 0.4, 2), noisy(REFERENCE, 0.25, 3)
 
 
-def test_p_values_are_those_of_the_sacrebleu_command(tmp_path: Path) -> None:
+def test_p_values_are_those_of_the_sacrebleu_command(found: dict[str, Any], tmp_path: Path) -> None:
     for name, lines in (("ref", REFERENCE), ("base", BASE), ("same", SAME), ("better", BETTER)):
         (tmp_path / name).write_text("\n".join(lines) + "\n", encoding="utf-8")
-    found = compare({"base": BASE, "same": SAME, "better": BETTER}, REFERENCE, "de")["scores"]
+    table = found["scores"]
     command = [sys.executable, "-m", "sacrebleu", "ref", "-i", "base", "same", "better", "-m", "bleu", "chrf", "ter"]
     for test, label in (("--paired-bs", "p_bootstrap"), ("--paired-ar", "p_randomisation")):
         done = subprocess.run([*command, test, "-f", "latex"], cwd=tmp_path, capture_output=True, text=True, check=True)
         for system in ("same", "better"):
             (row,) = (line for line in done.stdout.splitlines() if line.split("&")[0].strip() == system)
             values = [float(p) for p in re.findall(r"p = ([\d.]+)", row)]
-            assert [round(found[metric]["systems"][system][label], 4) for metric in ("bleu", "chrf", "ter")] == values
+            assert [round(table[metric]["systems"][system][label], 4) for metric in ("bleu", "chrf", "ter")] == values
 
 
-def test_a_planted_tie_and_a_planted_improvement() -> None:
-    found = compare({"base": BASE, "copy": list(BASE), "same": SAME, "better": BETTER}, REFERENCE, "de")
+@pytest.fixture(scope="module")
+def found() -> dict[str, Any]:
+    """The baseline, a copy of it, a system as good, and a better one."""
+    return compare({"base": BASE, "copy": list(BASE), "same": SAME, "better": BETTER}, REFERENCE, "de")
+
+
+def test_a_planted_tie_and_a_planted_improvement(found: dict[str, Any]) -> None:
     for metric in ("bleu", "chrf", "ter"):
         systems = found["scores"][metric]["systems"]
         assert [systems[name]["verdict"] for name in ("copy", "same", "better")] == ["tie", "tie", "better"]
         assert systems["copy"]["p_bootstrap"] == 1.0
-    worse = compare({"base": BETTER, "other": BASE}, REFERENCE, "de")["scores"]
+    worse = scores({"base": BETTER, "other": BASE}, REFERENCE, "de")
     assert {table["systems"]["other"]["verdict"] for table in worse.values()} == {"worse"}
 
 
-def test_breakdowns_cover_every_line_and_word() -> None:
-    found = compare({"base": BASE, "better": BETTER}, REFERENCE, "de")
+def test_breakdowns_cover_every_line_and_word(found: dict[str, Any]) -> None:
     assert sum(row["lines"] for row in found["by_length"]) == len(REFERENCE)
     assert sum(row["tokens"] for row in found["by_frequency"]) == sum(len(line.split()) for line in REFERENCE)
     assert all(row["bleu"]["better"] > row["bleu"]["base"] for row in found["by_length"])
@@ -92,13 +97,13 @@ def test_f1_of_words_by_hand() -> None:
 def test_sentences_that_differ_most() -> None:
     changed = list(BASE)
     changed[7], changed[9] = REFERENCE[7], "<b>nichts</b>"
-    found = compare({"base": BASE, "other": changed}, REFERENCE, "de", sources=texts(5))["sentences"]
-    assert [(row["line"], row["gain"] > 0) for row in found] == [(8, True), (10, False)]
+    shown = sentences({"base": BASE, "other": changed}, REFERENCE, texts(5))
+    assert [(row["line"], row["gain"] > 0) for row in shown] == [(8, True), (10, False)]
 
 
-def test_the_page_shows_text_as_text(tmp_path: Path) -> None:
-    changed = ["<script>alert(1)</script>", *BASE[1:]]
-    _, page = write(compare({"base": BASE, "a<b": changed}, REFERENCE, "de"), tmp_path)
+def test_the_page_shows_text_as_text(found: dict[str, Any], tmp_path: Path) -> None:
+    rows = [{**found["sentences"][0], "system_text": "<script>alert(1)</script>"}]
+    _, page = write({**found, "sentences": rows}, tmp_path)
     html = page.read_text(encoding="utf-8")
     assert "<script>" not in html
     assert "&lt;script&gt;" in html
@@ -128,5 +133,5 @@ def test_mode_compare_takes_workdirs_and_files(tmp_path: Path, trained: Path) ->
 def test_bad_input_is_the_users_mistake() -> None:
     with pytest.raises(UserError, match="two systems"):
         compare({"a": BASE}, REFERENCE, "de")
-    with pytest.raises(UserError, match="b has 1 lines, the reference 150"):
+    with pytest.raises(UserError, match="b has 1 lines, the reference 60"):
         compare({"a": BASE, "b": ["x"]}, REFERENCE, "de")

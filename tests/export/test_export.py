@@ -48,7 +48,12 @@ def difference(ours: list[np.ndarray], theirs: list[np.ndarray]) -> float:
     return max(float(np.abs(a - b).max()) for a, b in zip(ours, theirs, strict=True))
 
 
-@pytest.mark.parametrize("method", PLAIN)
+def few(methods: tuple[str, ...], quick: tuple[str, ...]) -> list[Any]:
+    """All of them, those that are not quick marked as slow."""
+    return [method if method in quick else pytest.param(method, marks=pytest.mark.slow) for method in methods]
+
+
+@pytest.mark.parametrize("method", few(PLAIN, ("branchnorm", "deepnorm", "admin", "layerscale")))
 def test_ctranslate2_gives_our_numbers(method: str, tmp_path: Path) -> None:
     model = Transformer(dataclasses.replace(SMALL, method=method), WORDS, WORDS)
     params, ours = drawn(model)
@@ -76,11 +81,15 @@ def test_options_are_carried_over(options: dict[str, Any], tmp_path: Path) -> No
         assert (b[~used] < -1e6).all()
 
 
-@pytest.mark.parametrize("method", ["post_ln", "branchnorm", "deepnorm", "mixnorm", "rezero_ln"])
-@pytest.mark.parametrize("tables", ["all", "decoder", "none"])
+@pytest.mark.parametrize(
+    ("method", "tables"),
+    [
+        ("branchnorm", "none"),
+        ("deepnorm", "all"),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("branchnorm", "decoder"), ("rezero_ln", "all"))),
+    ],
+)
 def test_hugging_face_gives_our_numbers(method: str, tables: str, tmp_path: Path) -> None:
-    if tables != "all" and method != "branchnorm":
-        pytest.skip("tables do not depend on the method")
     model = Transformer(dataclasses.replace(SMALL, method=method, shared_embeddings=tables), WORDS, WORDS)
     params, ours = drawn(model)
     plain = fold.fold(model, params, ALPHA)

@@ -32,8 +32,8 @@ HELD = 0.8
 It is gradients and directions of all layers, which an update in the backward pass does not have.
 """
 
-SHALLOW = (1, 4)
-"""Depths of encoder and decoder that `calibrate` times."""
+SHALLOW, SHARE = (1, 4), 5
+"""Depths of encoder and decoder that `calibrate` times, the second at least; at least one over this of the run's."""
 
 PAPER = "BranchNorm's paper: 1000 GPU-days (A100) for 100,000 updates of 524,288 tokens with 500L-500L of width 512"
 
@@ -170,8 +170,8 @@ def calibrate(config: Config) -> Callable[[float], float]:
     config = with_remat(config, "none") if config.model.remat == "auto" else config
     device, length = devices.find(""), lengths(config)[0]
     rows = rows_of(config, length, data_devices(config))
-    points = {}
-    for layers in SHALLOW:
+    points, deepest = {}, max(config.model.encoder_layers, config.model.decoder_layers)
+    for layers in (SHALLOW[0], max(SHALLOW[1], -(-deepest // SHARE))):
         depth = (min(layers, config.model.encoder_layers), min(layers, config.model.decoder_layers))
         shallow = shrink(config, *depth)
         points[seconds(shallow, device, update_costs(shallow, rows, length))] = measured_seconds(shallow, rows, length)

@@ -22,11 +22,11 @@ from branchnorm_jax.workdir import Workdir
 MODES = {
     "train": "train, or resume what the workdir holds",
     "evaluate": "translate the test split and score it: <workdir>/results.json",
-    "translate": "translate stdin to stdout, line by line",
+    "translate": "translate stdin to stdout or file to file, line by line",
     "average": "the mean of several checkpoints of a run: <workdir>/average, see decode.checkpoint",
     "compare": "two or more systems on one test set: <workdir>/compare.html, compare.json; needs no run of its own",
     "export": "the model in the format of CTranslate2 or Hugging Face, compared with ours: <workdir>/export/",
-    "score": "log-probabilities of `source<TAB>target` lines from stdin",
+    "score": "log-probabilities of `source<TAB>target` lines",
     "analyze": "draw a run's curves, and how signals pass an untrained or trained model: <workdir>/*.png, signal.csv",
     "methods": "every method: equation, parameters, what depends on depth, recommended options, citation",
     "sweep": "methods x depths x seeds, one after the other, as a table and a figure",

@@ -161,6 +161,8 @@ def _validate(config: Config) -> None:
         raise UserError(
             f"config: decode.nbest={config.decode.nbest} is more than decode.beam_size={config.decode.beam_size}"
         )
+    if not config.decode.temperature and (config.decode.top_k or config.decode.top_p < 1):
+        raise UserError("config: decode.top_k and decode.top_p are for drawing; set decode.temperature, say to 1")
     for split in config.evaluate.split_names:
         if split not in ("valid", "test"):
             raise UserError(f"config: evaluate.splits names {split!r}; it takes valid and test, comma-separated")

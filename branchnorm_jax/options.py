@@ -301,7 +301,8 @@ class DecodeConfig:
     target_prefix: bool = option(False, "translate: lines are source<TAB>beginning of the translation", free=True)
     temperature: float = option(
         0.0,
-        "0: beam search; above: beam_size translations are drawn, with softmax(logits / temperature)",
+        "0: beam search; above: beam_size translations are drawn by softmax(logits / temperature), of which the nbest "
+        "with the best scores are printed; beam_size=1 is a plain draw",
         minimum=0,
         maximum=100,
         free=True,

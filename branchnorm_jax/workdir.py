@@ -2,15 +2,17 @@
 
 import contextlib
 import dataclasses
+import errno
 import fcntl
 import json
 import os
 import shutil
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
 from branchnorm_jax import config as configs
-from branchnorm_jax.errors import UserError
+from branchnorm_jax.errors import StorageError, UserError
 from branchnorm_jax.options import Config
 
 
@@ -19,7 +21,7 @@ class Workdir:
     """Paths of a run's files.
 
     config.json, status.json, metrics.jsonl, layers.jsonl, validation.jsonl, events.jsonl, results.json; vocabulary/,
-    corpus/, checkpoints/, evaluation/, tensorboard/, compile_cache/.
+    corpus/, checkpoints/, evaluation/, average/, export/, tensorboard/, compile_cache/.
     """
 
     path: Path
@@ -149,3 +151,39 @@ def write_atomically(path: Path, text: str) -> None:
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def atomic_directory(final: Path) -> Iterator[Path]:
+    """A temporary directory beside `final`, which takes its place when the block ends well and vanishes otherwise.
+
+    Whoever looks at `final` sees the old directory, none, or the whole new one. A process killed in the block leaves
+    the temporary directory behind, where nobody looks.
+
+    Raises:
+      StorageError: for any `OSError` in the block or of its own.
+    """
+    temporary = final.with_name(f".{final.name}.{uuid.uuid4().hex}.tmp")
+    try:
+        temporary.mkdir(parents=True)
+        yield temporary
+        _replace(temporary, final)
+    except OSError as error:
+        raise StorageError(f"{error.filename or final}: cannot be written ({error.strerror or error})") from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _replace(temporary: Path, final: Path) -> None:
+    """Renames `temporary` to `final`, again where another process puts its own there in between."""
+    while True:
+        try:
+            os.rename(temporary, final)
+            return
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                raise
+        old = temporary.with_suffix(".old")
+        with contextlib.suppress(FileNotFoundError):
+            os.rename(final, old)
+        shutil.rmtree(old, ignore_errors=True)

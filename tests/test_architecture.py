@@ -41,6 +41,7 @@ MUST_NOT_IMPORT = {
 HEAVY = {"tensorflow", "tensorflow_datasets", "matplotlib", "ctranslate2", "torch", "transformers", "tensorboardX"}
 
 MOST_LINES = 400
+LISTS = {"options.py"}  # one entry after the other, read by looking up
 
 PACKAGE_FILES = sorted((ROOT / PACKAGE).rglob("*.py"))
 SCRIPTS = [path for name in ("configs", "launch", "benchmarks") for path in sorted((ROOT / name).rglob("*.py"))]
@@ -149,7 +150,7 @@ def test_data_loads_without_jax_and_tensorflow():
 def test_a_file_says_what_it_is_and_is_read_in_one_sitting(path):
     source = path.read_text(encoding="utf-8")
     assert ast.get_docstring(ast.parse(source)), "no docstring"
-    assert source.count("\n") < MOST_LINES, "two jobs?"
+    assert source.count("\n") < MOST_LINES or path.name in LISTS, "two jobs?"
 
 
 def test_no_path_of_one_machine():

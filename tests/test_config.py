@@ -70,7 +70,7 @@ def test_every_option_has_help_and_a_default_that_its_own_rules_accept(name, fie
         ("data.max_lenght", "data.max_length"),
         ("train.width", "model.width"),
         ("train.dropout", "model.dropout"),
-        ("decode.seed", "train.seed"),
+        ("model.seed", "train.seed"),
         ("train.beam_size", "decode.beam_size"),
         ("train.beam_sise", "decode.beam_size"),
     ],

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from branchnorm_jax.analysis import costs, devices
-from branchnorm_jax.data.packing import row_length
+from branchnorm_jax.data.packing import row_lengths
 from branchnorm_jax.errors import UserError
 from branchnorm_jax.model.stack import REMAT, best_group, size_of
 from branchnorm_jax.model.transformer import Transformer
@@ -113,8 +113,9 @@ def rows_of(config: Config, length: int, count: int) -> int:
 def lengths(config: Config) -> tuple[int, ...]:
     """Of rows, in batches of short ones and of long ones: the two that may need most."""
     tokens, multiple, longest = config.train.batch_tokens, config.data.row_multiple, config.data.max_length
-    short = row_length(min(config.plan.sentence_length, longest), tokens, multiple)
-    return tuple(sorted({short, max(short, longest)}))
+    sentence = min(config.plan.sentence_length, longest)
+    ladder = row_lengths(sentence, longest, tokens, multiple)[-config.data.batch_shapes :]
+    return tuple(sorted({ladder[0], ladder[-1]}))
 
 
 def peak_bytes(config: Config, count: int) -> float:

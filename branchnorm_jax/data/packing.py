@@ -50,9 +50,16 @@ class Packing(NamedTuple):
     order: np.ndarray
 
 
-def row_length(mean: float, batch_tokens: int, row_multiple: int) -> int:
-    """Positions of a short row for sentences of `mean` tokens, on the larger side: a multiple of 8 if it may be."""
-    return min(-(-int(SENTENCES * mean) // 8) * 8, batch_tokens // row_multiple)
+def row_lengths(mean: float, longest: float, batch_tokens: int, row_multiple: int) -> list[int]:
+    """Positions of rows on the larger side, from short ones to those that hold `longest` tokens, each twice the last.
+
+    Short rows are for sentences of `mean` tokens, a multiple of 8. No row is longer than a batch has room for.
+    """
+    limit = batch_tokens // row_multiple
+    ladder = [min(-(-int(SENTENCES * mean) // 8) * 8, limit)]
+    while ladder[-1] < min(longest, limit):
+        ladder.append(min(2 * ladder[-1], limit))
+    return ladder
 
 
 def choose_shapes(
@@ -78,11 +85,12 @@ def choose_shapes(
             f"config: train.batch_tokens={batch_tokens} cannot hold data.row_multiple={row_multiple} sentences of "
             f"{longest.max()} tokens; raise it to {longest.max() * row_multiple} or lower data.max_length"
         )
-    ladder = [row_length(float(lengths.mean(0).max()), batch_tokens, row_multiple)]
-    while ladder[-1] < longest.max():
-        ladder.append(min(2 * ladder[-1], limit))
     total = lengths.sum(0)
+    ladder = row_lengths(
+        float(lengths.mean(0).max()), float((longest * total.max() / total).max()), batch_tokens, row_multiple
+    )
     sides = [np.ceil(length * total / total.max()).astype(int) for length in ladder[-count:]]
+    # What fits into no row of these proportions widens the last shape alone.
     sides[-1] = np.maximum(sides[-1], longest)
     return [
         Shape(batch_tokens // max(source, target) // row_multiple * row_multiple, source, target)
@@ -95,7 +103,7 @@ def pack(lengths: np.ndarray, shapes: Sequence[Shape]) -> Packing:
 
     Best fit, decreasing: a row begins with the longest pair that is left, and takes what fills it best and evenly on
     both sides. Pairs that fit in no shorter row come first; then longer rows are opened until their last batch is full,
-    so that only the shortest shape has a batch with rows to spare.
+    as long as there are pairs.
 
     Args:
       lengths: tokens of source and target of each pair, EOS included, int [n, 2].

@@ -14,9 +14,10 @@ from typing import Any
 import numpy as np
 
 from branchnorm_jax.data.corpus import Pair, corpus_key, read_pairs
-from branchnorm_jax.data.tokenizer import Tokenizer, atomic_directory
+from branchnorm_jax.data.tokenizer import Tokenizer
 from branchnorm_jax.errors import UserError
 from branchnorm_jax.options import DataConfig
+from branchnorm_jax.workdir import atomic_directory
 
 _FORMAT = 1  # raise it when the files or the filters change their meaning
 _CHUNK_PAIRS = 8192

@@ -1,15 +1,11 @@
 """SentencePiece: train a vocabulary, save, load, encode, decode."""
 
-import contextlib
 import dataclasses
-import errno
 import hashlib
 import io
 import itertools
 import os
 import re
-import shutil
-import uuid
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TypeVar
@@ -17,9 +13,9 @@ from typing import TypeVar
 import numpy as np
 import sentencepiece
 
-from branchnorm_jax.errors import StorageError, UserError
+from branchnorm_jax.errors import UserError
 from branchnorm_jax.options import EOS, PAD, UNK, DataConfig
-from branchnorm_jax.workdir import write_atomically
+from branchnorm_jax.workdir import atomic_directory, write_atomically
 
 T = TypeVar("T")
 
@@ -241,39 +237,3 @@ def _readable(model: bytes) -> str:
     processor = sentencepiece.SentencePieceProcessor(model_proto=model)
     ids = range(processor.get_piece_size())
     return "".join(f"{processor.id_to_piece(i)}\t{processor.get_score(i):.6g}\n" for i in ids)
-
-
-@contextlib.contextmanager
-def atomic_directory(final: Path) -> Iterator[Path]:
-    """A temporary directory beside `final`, which takes its place when the block ends well and vanishes otherwise.
-
-    Whoever looks at `final` sees the old directory, none, or the whole new one. A process killed in the block leaves
-    the temporary directory behind, where nobody looks.
-
-    Raises:
-      StorageError: for any `OSError` in the block or of its own.
-    """
-    temporary = final.with_name(f".{final.name}.{uuid.uuid4().hex}.tmp")
-    try:
-        temporary.mkdir(parents=True)
-        yield temporary
-        _replace(temporary, final)
-    except OSError as error:
-        raise StorageError(f"{error.filename or final}: cannot be written ({error.strerror or error})") from error
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-
-
-def _replace(temporary: Path, final: Path) -> None:
-    """Renames `temporary` to `final`, again where another process puts its own there in between."""
-    while True:
-        try:
-            os.rename(temporary, final)
-            return
-        except OSError as error:
-            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
-                raise
-        old = temporary.with_suffix(".old")
-        with contextlib.suppress(FileNotFoundError):
-            os.rename(final, old)
-        shutil.rmtree(old, ignore_errors=True)

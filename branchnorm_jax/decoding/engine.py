@@ -132,7 +132,7 @@ class Engine:
         waiting: list[int],
         length: int,
     ) -> Iterator[tuple[int, Hypotheses]]:
-        """Texts of one padded length, `waiting` in the order from the last to the first."""
+        """Texts of at most `length` tokens, `waiting` in the order from the last to the first."""
         rows = min(self._rows(length), rounded(len(waiting)))
         chunk = max(1, rows // REFILL)
         prefix = max(len(texts[index].prefix) for index in waiting)

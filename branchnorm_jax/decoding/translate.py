@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -89,17 +90,20 @@ class Translator:
                 self.warn(f"line {first_line + index}: cut from {len(ids)} to {limit} tokens")
                 sources[index] = [*ids[: limit - 1], EOS]
         results = [[Translation("", 0.0, 0.0)] * self.config.nbest for _ in lines]
-        # Only EOS: nothing to translate.
-        progress(sum(len(ids) <= 1 for ids in sources))
-        asked = [index for index, ids in enumerate(sources) if len(ids) > 1]
         begins = [ids[:-1] for ids in self.tokenizer.encode_target(list(prefixes))] if prefixes else [[]] * len(lines)
+        # Of only EOS, nothing is to be translated.
+        asked = [index for index, ids in enumerate(sources) if len(ids) > 1 or begins[index]]
+        progress(len(lines) - len(asked))
         for place, found in self.engine.search(
             self._weights(params, branch_scale),
             [sources[index] for index in asked],
             [first_line + index for index in asked],
             [begins[index] for index in asked],
         ):
-            results[asked[place]] = [self._translation(found, rank) for rank in range(self.config.nbest)]
+            index = asked[place]
+            results[index] = [self._translation(found, rank) for rank in range(self.config.nbest)]
+            if results[index][0].score == -math.inf:
+                self.warn(f"line {first_line + index}: no translation was found that begins as asked")
             progress(1)
         return results
 

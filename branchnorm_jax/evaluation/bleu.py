@@ -51,19 +51,26 @@ def scores(hypotheses: Sequence[str], references: Sequence[str], target_lang: st
       UserError: unequal counts, no lines, or a language whose segmenter is not installed.
     """
     _check(hypotheses, references)
-    unspaced = _language(target_lang) in UNSPACED
-    whole: dict[str, CHRF | TER] = {"chrf": CHRF(), "ter": TER(normalized=unspaced, asian_support=unspaced)}
     hypothesis_tokens, reference_tokens = tokenize(hypotheses, target_lang), tokenize(references, target_lang)
     tokens = tokenizer_name(target_lang)
     found = [
-        _score("bleu", sacrebleu_metric(target_lang), hypotheses, references),
-        *(_score(name, metric, hypotheses, references) for name, metric in whole.items()),
+        *(_score(name, metric, hypotheses, references) for name, metric in metrics(target_lang).items()),
         _multi_bleu("multi_bleu", hypothesis_tokens, reference_tokens, tokens),
     ]
     if _language(target_lang) == "de":
         hypothesis_parts, reference_parts = compound_split(hypothesis_tokens), compound_split(reference_tokens)
         found.append(_multi_bleu("compound_split_bleu", hypothesis_parts, reference_parts, f"{tokens}+compound-split"))
     return found
+
+
+def metrics(target_lang: str) -> dict[str, BLEU | CHRF | TER]:
+    """sacreBLEU's metrics of text as it is, by name; TER is better where it is lower."""
+    unspaced = _language(target_lang) in UNSPACED
+    return {
+        "bleu": sacrebleu_metric(target_lang),
+        "chrf": CHRF(),
+        "ter": TER(normalized=unspaced, asian_support=unspaced),
+    }
 
 
 def corpus_bleu(hypotheses: Sequence[str], references: Sequence[str], target_lang: str) -> float:

@@ -7,11 +7,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from sacrebleu.metrics import CHRF, TER
+from sacrebleu.metrics import CHRF
 from sacrebleu.significance import PairedTest, Result
 
 from branchnorm_jax.errors import UserError
-from branchnorm_jax.evaluation.bleu import sacrebleu_metric, tokenize
+from branchnorm_jax.evaluation.bleu import metrics, sacrebleu_metric, tokenize
 
 TESTS = {"bs": ("p_bootstrap", 1000), "ar": ("p_randomisation", 10_000)}
 """sacreBLEU's paired tests: the figure's name, and the number of samples that its command line takes."""
@@ -29,11 +29,6 @@ SHOWN = 10
 
 FLOOR = 1.0
 """Points of sentence chrF below which a difference is not shown."""
-
-
-def metrics(target_lang: str) -> dict[str, Any]:
-    """What systems are compared by; TER is better where it is lower."""
-    return {"bleu": sacrebleu_metric(target_lang), "chrf": CHRF(), "ter": TER()}
 
 
 def compare(
@@ -182,21 +177,20 @@ def sentences(
     for name in others:
         gains = [b - a for a, b in zip(by_system[baseline], by_system[name], strict=True)]
         order = sorted(range(len(gains)), key=gains.__getitem__)
-        for chosen in (order[: -SHOWN - 1 : -1], order[:SHOWN]):
-            for line in chosen:
-                # A line is shown once, where its sign belongs.
-                if abs(gains[line]) >= FLOOR and (gains[line] > 0) == (chosen[0] == order[-1]):
-                    shown.append(
-                        {
-                            "line": line + 1,
-                            "system": name,
-                            "gain": gains[line],
-                            "source": sources[line] if sources else "",
-                            "reference": references[line],
-                            "baseline_text": systems[baseline][line],
-                            "system_text": systems[name][line],
-                        }
-                    )
+        better = [line for line in reversed(order) if gains[line] >= FLOOR][:SHOWN]
+        worse = [line for line in order if gains[line] <= -FLOOR][:SHOWN]
+        shown += [
+            {
+                "line": line + 1,
+                "system": name,
+                "gain": gains[line],
+                "source": sources[line] if sources else "",
+                "reference": references[line],
+                "baseline_text": systems[baseline][line],
+                "system_text": systems[name][line],
+            }
+            for line in better + worse
+        ]
     return shown
 
 

@@ -115,23 +115,25 @@ def _norm(spec: Any, leaves: dict[str, np.ndarray]) -> None:
     spec.gamma, spec.beta = leaves["scale"], leaves["bias"]
 
 
-def search_settings(config: DecodeConfig) -> dict[str, Any]:
-    """Arguments of `Translator.translate_batch` for the search that the model was evaluated with."""
+def search_settings(config: DecodeConfig, longest: int) -> dict[str, Any]:
+    """Arguments of `Translator.translate_batch` for the search of a config; `longest` as in `write`.
+
+    Its limit is one number: a translation may be as long as that of the longest source.
+    """
     return {
         "beam_size": config.beam_size,
         "length_penalty": config.length_penalty,
-        "max_decoding_length": max(256, config.max_length_b),
+        "max_decoding_length": longest - 1,
+        "no_repeat_ngram_size": config.no_repeat_ngram,
         "min_decoding_length": config.min_length,
         "max_input_length": config.max_input_length,
         "num_hypotheses": config.nbest,
     }
 
 
-def log_probs(
-    folder: Path, sources: Sequence[list[str]], targets: Sequence[list[str]], quantization: str
-) -> list[np.ndarray]:
+def log_probs(folder: Path, sources: Sequence[list[str]], targets: Sequence[list[str]]) -> list[np.ndarray]:
     """Natural log-probability of each target token, the EOS at its end included; the pieces come without one."""
     ctranslate2 = imported()
-    translator = ctranslate2.Translator(str(folder), device="cpu", compute_type=quantization or "float32")
+    translator = ctranslate2.Translator(str(folder), device="cpu", compute_type="default")
     found = translator.score_batch(list(sources), list(targets), max_input_length=0, max_batch_size=32)
     return [np.array(result.log_probs) for result in found]

@@ -1,4 +1,4 @@
-"""What each `--mode` of main.py does: rooms put together, no mathematics. Only main.py imports this folder."""
+"""What each `--mode` of main.py does: rooms put together, no mathematics. No room imports this folder."""
 
 from branchnorm_jax.modes.lines import score, translate
 from branchnorm_jax.modes.runs import analyze, methods, plan, preflight, sweep, train

@@ -1,5 +1,6 @@
 """What several modes need: a trained model, and lines from a stream."""
 
+import itertools
 import os
 import stat
 import threading
@@ -86,7 +87,36 @@ def read_chunks(stream: BinaryIO | None, name: str, most: int) -> Iterator[list[
     """
     if stream is None:
         raise UserError(f"{name} is closed; give the text with < file or through a pipe")
-    patient = stat.S_ISREG(_mode(stream))
+    number = 0
+    for raw in _read_at_once(stream, most) if stat.S_ISREG(_mode(stream)) else _read_as_it_comes(stream, most):
+        lines = []
+        for line in raw:
+            if isinstance(line, OSError):
+                raise UserError(f"{name}, after line {number}: {line.strerror or line}")
+            number += 1
+            try:
+                lines.append(line.decode("utf-8").rstrip("\r\n"))
+            except UnicodeDecodeError as error:
+                raise UserError(
+                    f"{name}, line {number}: invalid UTF-8 ({error.reason} at byte {error.start})"
+                ) from error
+        yield lines
+
+
+def _read_at_once(stream: BinaryIO, most: int) -> Iterator[list[bytes | OSError]]:
+    """A file's lines, `most` at a time."""
+    while True:
+        try:
+            lines: list[bytes | OSError] = list(itertools.islice(stream, most))
+        except OSError as error:
+            lines = [error]
+        if not lines:
+            return
+        yield lines
+
+
+def _read_as_it_comes(stream: BinaryIO, most: int) -> Iterator[list[bytes | OSError]]:
+    """What is there of the lines of a pipe or terminal, at most `most`; waits for the first."""
     queue: SimpleQueue[bytes | OSError | None] = SimpleQueue()
 
     def read() -> None:
@@ -98,26 +128,18 @@ def read_chunks(stream: BinaryIO | None, name: str, most: int) -> Iterator[list[
         queue.put(None)
 
     threading.Thread(target=read, daemon=True, name="stdin").start()
-    number, ended = 0, False
+    ended = False
     while not ended:
-        lines: list[str] = []
+        lines: list[bytes | OSError] = []
         while len(lines) < most:
             try:
-                raw = queue.get(block=patient or not lines)
+                line = queue.get(block=not lines)
             except Empty:
                 break
-            if raw is None:
+            if line is None:
                 ended = True
                 break
-            if isinstance(raw, OSError):
-                raise UserError(f"{name}, after line {number}: {raw.strerror or raw}")
-            number += 1
-            try:
-                lines.append(raw.decode("utf-8").rstrip("\r\n"))
-            except UnicodeDecodeError as error:
-                raise UserError(
-                    f"{name}, line {number}: invalid UTF-8 ({error.reason} at byte {error.start})"
-                ) from error
+            lines.append(line)
         if lines:
             yield lines
 

@@ -1,8 +1,6 @@
 """Modes translate and score: lines in, lines out, in the same order."""
 
 import contextlib
-import dataclasses
-import hashlib
 import json
 import os
 import sys
@@ -15,13 +13,14 @@ from branchnorm_jax.errors import UserError
 from branchnorm_jax.modes.common import Trained, load, read_chunks
 from branchnorm_jax.options import Config, DecodeConfig
 from branchnorm_jax.training import logs
+from branchnorm_jax.training.state import checksums
 from branchnorm_jax.workdir import Workdir, write_atomically
 
 CHUNK = 2000
 """Lines of a file that are sorted by length and translated together: what a kill can lose."""
 
-IRRELEVANT = ("input", "output", "batch_tokens")
-"""Options of decoding that a restarted translation may change."""
+IRRELEVANT = ("input", "output", "batch_tokens", "checkpoint", "ensemble")
+"""Options of decoding that a restarted translation may change, or that name what is compared itself."""
 
 
 def translate(config: Config, workdir: Workdir) -> None:
@@ -32,8 +31,8 @@ def translate(config: Config, workdir: Workdir) -> None:
     """
     workdir.check_config(config)
     d = config.decode
-    if d.output and not d.input:
-        raise UserError("config: decode.output needs decode.input, for stdin cannot be read again")
+    if d.output:
+        check_files(Path(d.input), Path(d.output))
     trained = load(config, workdir)
     if d.output:
         translate_file(config, trained, Path(d.input), Path(d.output))
@@ -41,6 +40,16 @@ def translate(config: Config, workdir: Workdir) -> None:
     with opened(d.input) as (stream, name):
         for lines in translated(config, trained, read_chunks(stream, name, CHUNK), 0):
             print(*lines, sep="\n", flush=True)
+
+
+def check_files(source: Path, target: Path) -> None:
+    """Raises `UserError` for what would only be noticed after the model was loaded, or too late."""
+    if not source.is_file():
+        raise UserError(f"config: decode.output needs decode.input, a file that can be read again; {source} is none")
+    if not target.absolute().parent.is_dir() or target.is_dir():
+        raise UserError(f"decode.output={target}: there is no such folder, or it is one")
+    if target.exists() and target.samefile(source):
+        raise UserError(f"decode.output={target}: this is decode.input, too")
 
 
 @contextlib.contextmanager
@@ -81,11 +90,12 @@ def translate_file(config: Config, trained: Trained, source: Path, target: Path)
     Until then the lines are in `<target>.part`, and beside it what they were made of.
     """
     part, record = (target.with_name(target.name + suffix) for suffix in (".part", ".part.json"))
-    options = {name: value for name, value in vars(config.decode).items() if name not in IRRELEVANT}
-    with opened(str(source)):
-        stat = source.stat()
-    made_of = {"file": [str(source.absolute()), stat.st_size, stat.st_mtime_ns], "step": trained.step} | options
-    made_of["run"] = hashlib.sha256(json.dumps(dataclasses.asdict(config.model)).encode()).hexdigest()
+    stat = source.stat()
+    made_of = {name: value for name, value in vars(config.decode).items() if name not in IRRELEVANT}
+    made_of["file"] = [str(source.absolute()), stat.st_size, stat.st_mtime_ns]
+    made_of["vocabulary"] = trained.translator.tokenizer.sha256
+    models = [(trained.params, trained.branch_scale), *((m.params, m.branch_scale) for m in trained.translator.others)]
+    made_of["models"] = [checksums(weights).tolist() for weights in models]
     done = finished_lines(part) // config.decode.nbest if read_record(record) == made_of else 0
     done -= done % CHUNK
     with open(part, "ab") as file:
@@ -129,7 +139,7 @@ def end_of_line(path: Path, count: int) -> int:
 
 
 def pairs_of(lines: list[str], done: int, second: str) -> list[tuple[str, str]]:
-    """The two fields of each line of stdin, before which `done` came. Raises `UserError` if there are not two."""
+    """The two fields of each line, before which `done` came. Raises `UserError` if there are not two."""
     pairs = []
     for number, line in enumerate(lines, start=done + 1):
         fields = line.split("\t")
@@ -155,7 +165,7 @@ def format_hypotheses(index: int, hypotheses: list[Translation], config: DecodeC
 
 
 def score(config: Config, workdir: Workdir) -> None:
-    """Prints "log-probability<TAB>tokens" for each "source<TAB>target" line of stdin: natural logarithm, with EOS."""
+    """Prints "log-probability<TAB>tokens" for each line "source<TAB>target": natural logarithm, with EOS."""
     workdir.check_config(config)
     trained = load(config, workdir)
     done = 0

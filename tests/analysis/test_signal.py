@@ -69,6 +69,7 @@ def test_update_size_is_that_of_adams_first_step() -> None:
     assert 0.8 * largest < found.update["encoder"][1] <= largest * (1 + 1e-5)
 
 
+@pytest.mark.slow
 def test_analyze_mode_compares_untrained_methods_and_looks_into_a_trained_run(tmp_path: Path, trained: Path) -> None:
     options = [option for option in TINY if not option.startswith("--config.train")]
     fresh = run_main("--mode=analyze", *options, "--config.analyze.methods=post_ln, rezero", f"--workdir={tmp_path}")

@@ -119,7 +119,7 @@ def reference_beam(
     return sorted(finished, key=lambda found: -found[1])
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(
     st.integers(0, 10_000),
     st.sampled_from([1, 2, 4]),
@@ -164,7 +164,7 @@ def test_stopping_early_loses_none_of_the_best(penalty: tuple[float, str]) -> No
     assert fewer > 0
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=4, deadline=None)
 @given(st.integers(0, 1000), st.lists(st.integers(0, 9), min_size=3, max_size=6), st.sampled_from([1, 3]))
 def test_rows_that_take_the_next_sentence_at_any_time(seed: int, limits: list[int], beam_size: int) -> None:
     """Two rows for all sentences, in a ring that is made larger and smaller on the way, against each sentence alone."""

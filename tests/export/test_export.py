@@ -58,7 +58,7 @@ def test_ctranslate2_gives_our_numbers(method: str, tmp_path: Path) -> None:
     model = Transformer(dataclasses.replace(SMALL, method=method), WORDS, WORDS)
     params, ours = drawn(model)
     ctranslate2.write(fold.fold(model, params, ALPHA), model.config, (PIECES, PIECES), tmp_path, 64, "")
-    assert difference(ours, ctranslate2.log_probs(tmp_path, words(SOURCES), words(TARGETS), "")) < 2e-5
+    assert difference(ours, ctranslate2.log_probs(tmp_path, words(SOURCES), words(TARGETS))) < 2e-5
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -74,7 +74,7 @@ def test_options_are_carried_over(options: dict[str, Any], tmp_path: Path) -> No
     model = Transformer(dataclasses.replace(SMALL, method="deepnorm", **options), WORDS, WORDS, (5, 17))
     params, ours = drawn(model)
     ctranslate2.write(fold.fold(model, params, ALPHA), model.config, (PIECES, PIECES), tmp_path, 64, "")
-    theirs = ctranslate2.log_probs(tmp_path, words(SOURCES), words(TARGETS), "")
+    theirs = ctranslate2.log_probs(tmp_path, words(SOURCES), words(TARGETS))
     for target, a, b in zip(TARGETS, ours, theirs, strict=True):
         used = ~np.isin(target, (5, 17))  # of which our loss says a finite number
         np.testing.assert_allclose(a[used], b[used], atol=2e-5)
@@ -106,7 +106,7 @@ def test_alpha_of_each_layer(tmp_path: Path) -> None:
     alpha = {"encoder": jnp.array([0.9, 0.4, 0.1]), "decoder": jnp.array([0.7, 0.2])}
     params, ours = drawn(model, alpha)
     ctranslate2.write(fold.fold(model, params, alpha), model.config, (PIECES, PIECES), tmp_path, 64, "")
-    assert difference(ours, ctranslate2.log_probs(tmp_path, words(SOURCES), words(TARGETS), "")) < 2e-5
+    assert difference(ours, ctranslate2.log_probs(tmp_path, words(SOURCES), words(TARGETS))) < 2e-5
 
 
 def test_folding_leaves_epsilon_alone() -> None:
@@ -130,7 +130,7 @@ def test_quantised_weights_are_close(quantization: str, tmp_path: Path) -> None:
         folder.mkdir()
         ctranslate2.write(plain, model.config, (PIECES, PIECES), folder, 64, kind)
         sizes[kind] = (folder / "model.bin").stat().st_size
-    theirs = ctranslate2.log_probs(tmp_path / quantization, words(SOURCES), words(TARGETS), "float32")
+    theirs = ctranslate2.log_probs(tmp_path / quantization, words(SOURCES), words(TARGETS))
     assert 0 < difference(ours, theirs) < (0.5 if quantization == "int8" else 0.05)
     assert sizes[quantization] < 0.6 * sizes[""]
 
@@ -144,7 +144,15 @@ def test_every_other_method_says_why_not() -> None:
         assert word in fold.obstacle(Transformer(dataclasses.replace(SMALL, **changes), WORDS, WORDS))
 
 
-FOLDABLE = {*PLAIN, "deepnorm_torchscale", "admin_log", "admin_constant", "admin_linear", "ds_init_code"}
+FOLDABLE = {
+    *PLAIN,
+    "deepnorm_torchscale",
+    "admin_log",
+    "admin_constant",
+    "admin_linear",
+    "ds_init_code",
+    "pre_scale_norm",
+}
 
 
 def test_hugging_face_refuses_what_marian_cannot_be() -> None:

@@ -29,7 +29,7 @@ def batch(rows: list[np.ndarray], shape: Shape) -> Batch:
     return Batch(*map(jnp.asarray, fill_rows(Text(LENGTHS), rows, shape)))
 
 
-@pytest.mark.parametrize("method", ["branchnorm", "pre_ln", "dlcl_post", "residual_dual"])
+@pytest.mark.parametrize("method", ["branchnorm", "dlcl_post"])
 def test_loss_and_gradient_are_those_of_the_sentences_alone(method: str) -> None:
     model = Transformer(dataclasses.replace(SMALL, method=method), 20, 20)
     params = jax.tree.map(
@@ -66,7 +66,7 @@ def test_each_sentence_gets_the_output_it_gets_alone() -> None:
             start += length
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=5), st.integers(0, 3), st.integers(0, 3))
 def test_places(lengths: list[int], left: int, right: int) -> None:
     """Against counting: sentence n of the row, word by word; padding on either side is not there."""

@@ -186,6 +186,7 @@ def test_loss_scale(tokens: int) -> None:
     assert float(loss_scale(jnp.float32(tokens))) == 2 ** (tokens.bit_length() - 1)
 
 
+@pytest.mark.slow
 def test_a_float16_stream_carries_gradients_however_many_tokens_share_the_loss() -> None:
     """The deep encoder's, against those of a float32 stream, when a batch is repeated 64 times."""
     deep = dataclasses.replace(CONFIG.model, encoder_layers=40, decoder_layers=40, method="deepnorm", dropout=0.0)

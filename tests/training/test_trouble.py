@@ -109,6 +109,7 @@ def test_a_spike_is_noted_and_trained_on(poison: int, tmp_path: Path, monkeypatc
     assert [line["step"] for line in found["metrics"]] == list(range(80))
 
 
+@pytest.mark.slow
 def test_a_spike_can_end_the_run(poison: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = run(tmp_path, poison, 30.0, monkeypatch, spike="stop")
     assert found["status"] == "diverged"
@@ -243,6 +244,7 @@ def test_a_rollback_needs_checkpoints(train: dict[str, Any], said: str) -> None:
         from_config_dict({"train": train})
 
 
+@pytest.mark.slow
 def test_a_rollback_goes_past_newer_checkpoints(poison: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Trouble at 65, blamed on updates 58 to 65: back to 50, and 60 is written anew."""
     found = run(tmp_path, poison, float("nan"), monkeypatch, nonfinite="rollback", rollback_updates=8)

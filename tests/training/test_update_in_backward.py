@@ -73,6 +73,7 @@ def test_it_makes_the_same_updates(method: str, optimizer: str, remat: str, chan
     assert int(found.step) == 20 and int(found.clock) == int(expected.clock)
 
 
+@pytest.mark.slow
 def test_it_needs_no_room_for_gradients() -> None:
     """Peak of the compiled update: parameters and moments, 12 bytes each, instead of 16."""
     wide = dataclasses.replace(MODEL, width=64, ffn_width=256, encoder_layers=12, decoder_layers=12, remat="full")

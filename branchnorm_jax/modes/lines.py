@@ -45,7 +45,7 @@ def translate(config: Config, workdir: Workdir) -> None:
 def check_files(source: Path, target: Path) -> None:
     """Raises `UserError` for what would only be noticed after the model was loaded, or too late."""
     if not source.is_file():
-        raise UserError(f"config: decode.output needs decode.input, a file that can be read again; {source} is none")
+        raise UserError("config: decode.output needs decode.input, a file: what is not one cannot be read again")
     if not target.absolute().parent.is_dir() or target.is_dir():
         raise UserError(f"decode.output={target}: there is no such folder, or it is one")
     if target.exists() and target.samefile(source):

@@ -151,8 +151,7 @@ def _validate(config: Config) -> None:
         raise UserError("config: train.best_metric=bleu needs train.eval_bleu_sentences > 0; or set best_metric=loss")
     if model.shared_embeddings == "all" and not data.shared_vocab:
         raise UserError("config: model.shared_embeddings=all needs data.shared_vocab=True; use decoder or none")
-    if data.source_lang == data.target_lang:
-        raise UserError(f"config: data.source_lang and data.target_lang are both {data.source_lang!r}")
+    _validate_directions(config)
     if data.row_multiple % train.accumulation:
         raise UserError(
             f"config: train.accumulation={train.accumulation} does not divide data.row_multiple={data.row_multiple}"
@@ -166,6 +165,25 @@ def _validate(config: Config) -> None:
     for split in config.evaluate.split_names:
         if split not in ("valid", "test"):
             raise UserError(f"config: evaluate.splits names {split!r}; it takes valid and test, comma-separated")
+
+
+def _validate_directions(config: Config) -> None:
+    """The pairs of languages."""
+    data = config.data
+    for name, pairs in (("data.pairs", data.pairs), ("evaluate.pairs", config.evaluate.pairs)):
+        directions = [(direction.source_lang, direction.target_lang) for direction in data.directions(pairs)]
+        if not pairs and directions[0][0] == directions[0][1]:
+            raise UserError(f"config: data.source_lang and data.target_lang are both {data.source_lang!r}")
+        code = r"[a-z]\w*(-[A-Z]\w+)?"  # as de, zh_tw, pt-BR
+        wrong = [
+            pair for pair in directions if pair[0] == pair[1] or not all(re.fullmatch(code, lang) for lang in pair)
+        ]
+        if pairs and (wrong or not directions):
+            what = f"{'-'.join(wrong[0])!r} is not a pair of two languages" if wrong else "no pair of languages"
+            raise UserError(f"config: {name}={pairs!r}: {what}; write en-de,fr-de or, for every direction, en+de+fr")
+    targets = {direction.target_lang for direction in data.directions()}
+    if data.tags == "none" and len(targets) > 1:
+        raise UserError(f"config: data.tags=none: without a tag, who is to know which of {', '.join(sorted(targets))}?")
 
 
 def _validate_update_in_backward(config: Config) -> None:

@@ -1,6 +1,7 @@
 """The one list of options: frozen dataclasses with defaults, units, ranges and help. `config.py` checks them."""
 
 import dataclasses
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -120,13 +121,32 @@ class DataConfig:
     source: str = option(
         "numerals", "corpus: built in, parallel text files, or a TFDS builder", choices=("numerals", "text", "tfds")
     )
-    path: str = option("", "text: the folder of the files; tfds: builder name such as wmt17_translate/de-en", free=True)
+    path: str = option(
+        "", "text: the folder of the files; tfds: builder name such as wmt17_translate/de-en or .../{pair}", free=True
+    )
     files: str = option(
-        "{split}.{lang}", "text: file name or glob under path; .gz, .zst and .xz are tried too", free=True
+        "{split}.{lang}",
+        "text: file name or glob under path, {pair} is en-de or de-en; .gz, .zst and .xz are tried too",
+        free=True,
     )
     tfds_dir: str = option("", "tfds: folder of the prepared data sets; empty: TFDS's own default", free=True)
     source_lang: str = option("en", "language translated from")
     target_lang: str = option("de", "language translated to")
+    pairs: str = option(
+        "",
+        "several pairs in one run instead: en-de,fr-de,...; en-de+fr is en-de,en-fr; en+de+fr is all six directions",
+    )
+    tags: str = option(
+        "source",
+        "pairs: the tag of the target language, as >>de<<, comes before the source, the target, or both",
+        choices=("none", "source", "target", "both"),
+    )
+    temperature: float = option(
+        1.0,
+        "pairs: each makes up size^(1/temperature) of an epoch; 1: every sentence once",
+        minimum=1,
+        maximum=1000,
+    )
     train_split: str = option("train", "name of the training split")
     valid_split: str = option("valid", "name of the validation split")
     test_split: str = option("test", "name of the test split", free=True)
@@ -154,6 +174,23 @@ class DataConfig:
     row_multiple: int = option(
         8, "rows of a batch are a multiple of this; devices must divide it", unit="rows", minimum=1
     )
+
+    def directions(self, pairs: str = "") -> "list[DataConfig]":
+        """One config for each of `pairs`, by default the run's own; with neither, the one of source and target_lang."""
+        if not (pairs := pairs or self.pairs):
+            return [self]
+        found = {}
+        for item in filter(None, map(str.strip, pairs.split(","))):
+            sources, _, targets = item.partition("-")
+            for source, target in itertools.product(sources.split("+"), (targets or sources).split("+")):
+                if source != target or "+" not in item:
+                    found[source, target] = dataclasses.replace(self, source_lang=source, target_lang=target, pairs="")
+        return list(found.values())
+
+    @property
+    def pair(self) -> str:
+        """Of a single direction: as en-de."""
+        return f"{self.source_lang}-{self.target_lang}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -275,6 +312,9 @@ class DecodeConfig:
         "comma-separated workdirs, or workdir:checkpoint, whose models vote with this one; of the same vocabulary",
         free=True,
     )
+    target_lang: str = option(
+        "", "pairs: language to translate to where a line does not begin with a tag such as >>de<<", free=True
+    )
     input: str = option("", "translate, score: file to read; empty: stdin", free=True)
     output: str = option("", "translate: file to write, restarted where it stopped; empty: stdout", free=True)
     beam_size: int = option(4, "hypotheses kept; 1: greedy", minimum=1, free=True)
@@ -328,6 +368,7 @@ class EvaluateConfig:
     """Scores."""
 
     splits: str = option("test", "comma-separated: valid, test", free=True)
+    pairs: str = option("", "directions to translate, as data.pairs; empty: those of the run", free=True)
 
     @property
     def split_names(self) -> list[str]:

@@ -17,9 +17,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from branchnorm_jax.analysis.signal import gradients
-from branchnorm_jax.data.batches import BatchPlan, fill_rows, make_plans, shuffled
+from branchnorm_jax.data.batches import BatchPlan, fill_rows, make_plans
 from branchnorm_jax.data.packing import Shape
 from branchnorm_jax.data.prepare import Corpus
+from branchnorm_jax.data.shuffle import shuffled
 from branchnorm_jax.decoding.translate import make_model
 from branchnorm_jax.model.parameters import STACKS, Params, norm_by_layer
 from branchnorm_jax.model.places import decoder_inputs

@@ -149,12 +149,14 @@ def score_of(workdir: Workdir, metric: str) -> float | None:
 def texts_of(workdir: Workdir) -> tuple[list[str], list[str]] | None:
     """References and hypotheses of the test set; None if they cannot be read, or do not belong together."""
     try:
+        # Of several pairs of languages, test.en-de.reference and so on.
         references, hypotheses = (
-            lines(workdir / "evaluation" / f"test.{side}") for side in ("reference", "hypothesis")
+            [line for path in sorted((workdir / "evaluation").glob(f"test*.{side}")) for line in lines(path)]
+            for side in ("reference", "hypothesis")
         )
     except (OSError, ValueError):
         return None
-    return (references, hypotheses) if len(references) == len(hypotheses) else None
+    return (references, hypotheses) if 0 < len(references) == len(hypotheses) else None
 
 
 def collect(folders: Mapping[str, tuple[Run, Workdir]]) -> list[dict[str, Any]]:

@@ -11,6 +11,7 @@ from typing import NamedTuple, Protocol, TypeVar
 import numpy as np
 
 from branchnorm_jax.data.packing import Packing, Shape, choose_shapes, pack
+from branchnorm_jax.data.shuffle import shuffled
 from branchnorm_jax.options import PAD, DataConfig
 
 T = TypeVar("T")
@@ -46,29 +47,17 @@ class Sentences(Protocol):
     def gather(self, side: str, ids: np.ndarray) -> np.ndarray:
         """int32 [sum of lengths]: the tokens of these sentences, end to end."""
 
-
-def shuffled(ids: np.ndarray, *seeds: int) -> np.ndarray:
-    """`ids` in an order that depends on the ids and the seeds alone, not on the version of any library (splitmix64)."""
-
-    def mix(x: np.ndarray) -> np.ndarray:
-        x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-        x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-        return x ^ (x >> np.uint64(31))
-
-    with np.errstate(over="ignore"):
-        keys = ids.astype(np.uint64)
-        for seed in seeds:
-            keys = mix(keys * np.uint64(0x9E3779B97F4A7C15) + np.uint64(seed) + np.uint64(1))
-    return ids[np.argsort(keys, kind="stable")]
+    def drawn(self, epoch: int) -> np.ndarray:
+        """int64 [draws]: the sentences that an epoch draws; the i-th is as long in every epoch."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class BatchPlan:
     """Which sentences are in the batch of which step.
 
-    Every sentence is in exactly one batch of each epoch. Batches differ from epoch to epoch, their number does not, so
-    the batch of any step is found without reading those before: the rows are packed once, and each epoch deals the
-    pairs of equal lengths out anew and puts the rows into another order.
+    Every sentence that an epoch draws is in exactly one of its batches. Batches differ from epoch to epoch, their
+    number does not, so the batch of any step is found without reading those before: the rows are packed once, and each
+    epoch deals the pairs of equal lengths out anew and puts the rows into another order.
     """
 
     sentences: Sentences
@@ -93,7 +82,7 @@ class BatchPlan:
             -(-rows // shape.rows) * shape.rows * (shape.source + shape.target)
             for rows, shape in zip(self.rows, self.shapes, strict=True)
         )
-        return float(self.sentences.lengths.sum() / positions)
+        return float(self.sentences.lengths[self.sentences.drawn(0)].sum() / positions)
 
     @functools.lru_cache(maxsize=2)  # noqa: B019 - a plan lives as long as the run
     def _epoch(self, epoch: int) -> tuple[np.ndarray, list[np.ndarray]]:
@@ -101,11 +90,11 @@ class BatchPlan:
         packing = self.packing
         # Both orders go from kind to kind: the places as they are, the pairs anew.
         places = np.argsort(packing.kinds, kind="stable")
-        shuffled_ids = shuffled(np.arange(len(places)), self.seed, epoch)
+        draws = shuffled(np.arange(len(places)), self.seed, epoch)
         kind_of = np.empty(len(places), packing.kinds.dtype)
         kind_of[packing.order] = packing.kinds[places]
         pairs = np.empty(len(places), np.int64)
-        pairs[places] = shuffled_ids[np.argsort(kind_of[shuffled_ids], kind="stable")]
+        pairs[places] = self.sentences.drawn(epoch)[draws[np.argsort(kind_of[draws], kind="stable")]]
         batches = []
         for index, shape in enumerate(self.shapes):
             rows = shuffled(np.flatnonzero(packing.shape == index), self.seed, epoch, 1)
@@ -150,18 +139,20 @@ def fill_rows(sentences: Sentences, rows: Sequence[np.ndarray], shape: Shape) ->
 
 
 def make_plans(
-    data: DataConfig, train: Sentences, valid: Sentences, batch_tokens: int, seed: int
-) -> tuple[BatchPlan, BatchPlan]:
-    """The plans of training and validation, in the same shapes, so that validation compiles no shape of its own."""
-    longest = np.maximum(train.lengths.max(0), valid.lengths.max(0))
-    shapes = choose_shapes(train.lengths, longest, batch_tokens, data.batch_shapes, data.row_multiple)
-    packing = pack(train.lengths, shapes)
+    data: DataConfig, train: Sentences, valid: Sequence[Sentences], batch_tokens: int, seed: int
+) -> tuple[BatchPlan, list[BatchPlan]]:
+    """The plan of training and those of validation, in the same shapes, so that validation compiles none of its own."""
+    lengths = train.lengths[train.drawn(0)]
+    longest = np.max([sentences.lengths.max(0) for sentences in (train, *valid)], axis=0)
+    shapes = choose_shapes(lengths, longest, batch_tokens, data.batch_shapes, data.row_multiple)
+    packing = pack(lengths, shapes)
     # A corpus of a few batches would leave much of the last one empty: all of them a little smaller waste less.
     rows = rows_of(packing, shapes)[0]
     if rows:
         even = -(-rows // -(-rows // shapes[0].rows))
         shapes = [shapes[0]._replace(rows=-(-even // data.row_multiple) * data.row_multiple), *shapes[1:]]
-    return BatchPlan(train, packing, shapes, seed), BatchPlan(valid, pack(valid.lengths, shapes), shapes, seed)
+    plans = [BatchPlan(sentences, pack(sentences.lengths, shapes), shapes, seed) for sentences in valid]
+    return BatchPlan(train, packing, shapes, seed), plans
 
 
 def rows_of(packing: Packing, shapes: Sequence[Shape]) -> list[int]:

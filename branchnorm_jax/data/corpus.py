@@ -76,6 +76,11 @@ def _split_name(config: DataConfig, split: str) -> str:
     return {"train": config.train_split, "valid": config.valid_split, "test": config.test_split}[split]
 
 
+def _reversed(config: DataConfig) -> str:
+    """Its pair the other way round, as de-en of en-de: whoever named a data set may have had either in mind."""
+    return f"{config.target_lang}-{config.source_lang}"
+
+
 # Numerals.
 
 
@@ -121,7 +126,11 @@ def _text_files(config: DataConfig, split: str) -> list[tuple[Path, Path]]:
     folder = os.path.expanduser(config.path)
     if not os.path.isdir(folder):
         raise UserError(f"data.path={config.path}: there is no such folder")
-    pattern = config.files.replace("{split}", _split_name(config, split))
+    patterns = [
+        config.files.replace("{split}", _split_name(config, split)).replace("{pair}", pair)
+        for pair in (config.pair, _reversed(config))
+    ]
+    pattern = next((p for p in patterns if _found(folder, p.replace("{lang}", config.source_lang))), patterns[0])
     sources, targets = (
         _matching_files(folder, pattern.replace("{lang}", lang)) for lang in (config.source_lang, config.target_lang)
     )
@@ -133,7 +142,7 @@ def _text_files(config: DataConfig, split: str) -> list[tuple[Path, Path]]:
     return list(zip(sources, targets, strict=True))
 
 
-def _matching_files(folder: str, pattern: str) -> list[Path]:
+def _found(folder: str, pattern: str) -> list[Path]:
     """Files that match the glob, plain or compressed, sorted by name; of a file in several forms the plain one."""
     found: dict[Path, Path] = {}
     for suffix in ("", *_COMPRESSED):
@@ -141,6 +150,12 @@ def _matching_files(folder: str, pattern: str) -> list[Path]:
             path = Path(name)
             if path.is_file():
                 found.setdefault(path.with_suffix("") if path.suffix in _COMPRESSED else path, path)
+    return [found[plain] for plain in sorted(found)]
+
+
+def _matching_files(folder: str, pattern: str) -> list[Path]:
+    """As `_found`; raises `UserError` if there is none."""
+    found = _found(folder, pattern)
     if not found:
         try:
             names = sorted(os.listdir(folder))
@@ -150,7 +165,7 @@ def _matching_files(folder: str, pattern: str) -> list[Path]:
         more = f" and {len(names) - _NAMES_SHOWN} more" if len(names) > _NAMES_SHOWN else ""
         tried = f"{pattern} (nor with {', '.join(_COMPRESSED)})"
         raise UserError(f"{folder}: no file matches {tried}; the folder holds {there}{more}; see data.files")
-    return [found[plain] for plain in sorted(found)]
+    return found
 
 
 def _lines(path: Path) -> Iterator[str]:
@@ -235,6 +250,28 @@ def _tfds_pairs(config: DataConfig, split: str) -> Iterator[Pair]:
 
 def _tfds_builder(config: DataConfig) -> Any:
     """The builder that `data.path` names, prepared as array_record."""
+    folder = os.path.expanduser(config.tfds_dir) or None
+    try:
+        builder = _tfds_named(config.path.replace("{pair}", config.pair), folder)
+    except UserError:
+        if "{pair}" not in config.path:
+            raise
+        builder = _tfds_named(config.path.replace("{pair}", _reversed(config)), folder)
+    found = builder.info.file_format.value if builder.is_prepared() else ""
+    if found != "array_record":
+        place = f", data_dir={folder!r}" if folder else ""
+        name = builder.info.full_name.rpartition("/")[0]
+        code = (
+            f"import tensorflow_datasets as tfds, tensorflow_datasets.translate; "
+            f"tfds.builder({name!r}{place}, file_format='array_record').download_and_prepare()"
+        )
+        fault = f"is prepared as {found}, which only tensorflow reads; remove it and" if found else "is not prepared;"
+        raise UserError(f'{builder.info.full_name} {fault} run: python -c "{code}"')
+    return builder
+
+
+def _tfds_named(name: str, folder: str | None) -> Any:
+    """The builder of this name, prepared or not."""
     try:
         import tensorflow_datasets as tfds
         import tensorflow_datasets.translate  # registers the WMT builders, which a plain import does not
@@ -242,26 +279,15 @@ def _tfds_builder(config: DataConfig) -> Any:
         raise UserError(
             f"data.source=tfds: {error}; run `pip install tensorflow-datasets importlib_resources`"
         ) from error
-    folder = os.path.expanduser(config.tfds_dir) or None
     try:
-        builder = tfds.builder(config.path, data_dir=folder)
+        return tfds.builder(name, data_dir=folder)
     except tfds.core.DatasetNotFoundError as error:
         known = tfds.list_builders(with_community_datasets=False)
-        close = difflib.get_close_matches(config.path.split("/")[0], known, n=1)
+        close = difflib.get_close_matches(name.split("/")[0], known, n=1)
         hint = f"; did you mean {close[0]!r}?" if close else ""
-        raise UserError(f"data.path={config.path}: TFDS has no such data set{hint}") from error
+        raise UserError(f"data.path={name}: TFDS has no such data set{hint}") from error
     except (ValueError, AssertionError, RuntimeError) as error:
-        raise UserError(f"data.path={config.path}: {' '.join(str(error).split())[:400]}") from error
-    found = builder.info.file_format.value if builder.is_prepared() else ""
-    if found != "array_record":
-        place = f", data_dir={folder!r}" if folder else ""
-        code = (
-            f"import tensorflow_datasets as tfds, tensorflow_datasets.translate; "
-            f"tfds.builder({config.path!r}{place}, file_format='array_record').download_and_prepare()"
-        )
-        fault = f"is prepared as {found}, which only tensorflow reads; remove it and" if found else "is not prepared;"
-        raise UserError(f'{builder.info.full_name} {fault} run: python -c "{code}"')
-    return builder
+        raise UserError(f"data.path={name}: {' '.join(str(error).split())[:400]}") from error
 
 
 def _tfds_reader(builder: Any, config: DataConfig) -> Callable[[Mapping[str, Any]], Pair]:

@@ -7,14 +7,14 @@ import hashlib
 import itertools
 import json
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from branchnorm_jax.data.corpus import Pair, corpus_key, read_pairs
-from branchnorm_jax.data.tokenizer import Tokenizer
+from branchnorm_jax.data.tokenizer import NO_TAGS, Tags, Tokenizer
 from branchnorm_jax.errors import UserError
 from branchnorm_jax.options import DataConfig
 from branchnorm_jax.workdir import atomic_directory
@@ -95,6 +95,7 @@ def build_store(
     directory: Path,
     filter: bool,
     progress: Callable[[int], None] | None = None,
+    tags: Tags = NO_TAGS,
 ) -> TokenStore:
     """Tokenises a split into `directory/split`, or opens what is there if neither text, vocabulary nor filters changed.
 
@@ -109,6 +110,7 @@ def build_store(
       directory: parent of the split's directory.
       filter: whether the ratio filter applies: on for training.
       progress: receives the number of pairs read so far, every few thousand.
+      tags: what comes before every sentence; counts in its length.
 
     Raises:
       UserError: if the text cannot be read (see `read_pairs`), or no pair is left.
@@ -116,17 +118,19 @@ def build_store(
     """
     filters: dict[str, Any] = {"max_length": config.max_length, "max_ratio": config.max_ratio if filter else 0.0}
     key = {"corpus": corpus_key(config, split), "tokenizer": tokenizer.sha256, "filters": filters, "format": _FORMAT}
+    if tags != NO_TAGS:
+        key["tags"] = [list(side) for side in tags]
     store = open_store(directory / split, key)
     if store is not None:
         return store
     with atomic_directory(directory / split) as temporary:
-        counts, corpus_digest = _write(config, tokenizer, split, temporary, filters, progress)
+        counts, corpus_digest = _write(config, tokenizer, split, temporary, filters, tags, progress)
         if not counts["kept"]:
             option = {"too_long": "raise data.max_length", "bad_ratio": "raise data.max_ratio"}
             worst = max(_OUTCOMES[1:], key=counts.__getitem__)
             what = _described(split, counts, **filters)
             raise UserError(f"no pair is left to use: {what}; {option.get(worst, 'mend the text files')}")
-        identity = [_FORMAT, corpus_digest, tokenizer.sha256, filters]
+        identity = [_FORMAT, corpus_digest, tokenizer.sha256, filters, *key.get("tags", [])]
         meta = {
             "key": key,
             "fingerprint": hashlib.sha256(json.dumps(identity).encode()).hexdigest(),
@@ -190,6 +194,7 @@ def _write(
     split: str,
     path: Path,
     filters: dict[str, Any],
+    tags: Tags,
     progress: Callable[[int], None] | None,
 ) -> tuple[dict[str, int], str]:
     """Streams the corpus into the four files at `path`; returns the counts and the digest of all pairs read."""
@@ -207,9 +212,12 @@ def _write(
             file.write(np.int64(0).tobytes())
         while chunk := list(itertools.islice(pairs, _CHUNK_PAIRS)):
             _digest(digest, chunk)
-            encoded = [encode([pair[side] for pair in chunk]) for side, encode in enumerate(encoders)]
+            encoded = [
+                [[*tags[side], *ids] for ids in encode([pair[side] for pair in chunk])]
+                for side, encode in enumerate(encoders)
+            ]
             lengths = np.array([[len(ids) for ids in sentences] for sentences in encoded], np.int64)
-            outcome = _outcome(lengths, **filters)
+            outcome = _outcome(lengths, [len(side) for side in tags], **filters)
             outcomes += np.bincount(outcome, minlength=len(_OUTCOMES))
             for side, sentences in enumerate(encoded):
                 kept = itertools.compress(sentences, outcome == 0)
@@ -223,9 +231,9 @@ def _write(
     return counts, digest.hexdigest()
 
 
-def _outcome(lengths: np.ndarray, max_length: int, max_ratio: float) -> np.ndarray:
-    """Index into `_OUTCOMES` of each pair; the first reason counts. `lengths` include EOS, int [2, pairs]."""
-    words = lengths - 1
+def _outcome(lengths: np.ndarray, tags: Sequence[int], max_length: int, max_ratio: float) -> np.ndarray:
+    """Index into `_OUTCOMES` of each pair; the first reason counts. `lengths` include EOS and tags, int [2, pairs]."""
+    words = lengths - 1 - np.array(tags)[:, None]
     ratio = words.max(axis=0) / np.maximum(words.min(axis=0), 1)
     reasons = [(words == 0).any(axis=0), (lengths > max_length).any(axis=0), (max_ratio > 0) & (ratio > max_ratio)]
     return np.select(reasons, [1, 2, 3], default=0)

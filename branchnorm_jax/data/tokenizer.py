@@ -8,7 +8,7 @@ import os
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import sentencepiece
@@ -22,6 +22,18 @@ T = TypeVar("T")
 UNUSED = "unused_target.txt"
 """File beside a vocabulary: a piece id per line."""
 
+TAG = re.compile(r">>([^<>\s]+)<<")
+"""The piece that asks for a language, as Marian's and Hugging Face's multilingual models write it."""
+
+
+class Tags(NamedTuple):
+    """Token ids that come before a source sentence and before a target sentence, to say which language is asked for."""
+
+    source: tuple[int, ...] = ()
+    target: tuple[int, ...] = ()
+
+
+NO_TAGS = Tags()
 
 # Unigram training adds floats up thread by thread: a fixed number of threads gives the same vocabulary on any machine.
 _TRAIN_THREADS = 8
@@ -74,6 +86,23 @@ class Tokenizer:
         """The pieces of token ids."""
         return self.target_processor.id_to_piece(ids)
 
+    def tags(self, config: DataConfig, target_lang: str) -> Tags:
+        """What asks for this language; nothing in a run of a single pair.
+
+        Raises:
+          UserError: if the vocabulary has no such tag.
+        """
+        if not config.pairs or config.tags == "none":
+            return NO_TAGS
+        piece = f">>{target_lang}<<"
+        processors = {"source": self.source_processor, "target": self.target_processor}
+        sides = processors if config.tags == "both" else [config.tags]
+        found = {side: processors[side].piece_to_id(piece) for side in sides}
+        if UNK in found.values():
+            known = ", ".join(match[1] for piece in self.target_pieces if (match := TAG.fullmatch(piece)))
+            raise UserError(f"this model was not trained to translate to {target_lang!r}; its languages are {known}")
+        return Tags(**{side: (token,) for side, token in found.items()})
+
     @property
     def models(self) -> tuple[bytes, bytes]:
         """The SentencePiece models of source and target, as in their files."""
@@ -118,6 +147,8 @@ def train_tokenizer(config: DataConfig, pairs: Iterable[tuple[str, str]], direct
     The same pairs and options give the same vocabulary, byte for byte. Text is normalised as `nmt_nfkc`; every
     character of the text that it is trained on gets a piece. If there are more than `config.vocab_sentences` sentences
     (both sides count where the vocabulary is shared), every 2nd, 4th, ... pair is used, evenly over the whole corpus.
+
+    With `config.pairs`, each target language's tag is a control symbol: text never spells it, and it is never printed.
 
     Files: `vocab.model`, or `source.model` and `target.model`; beside each a readable `.vocab` with pieces and scores.
 
@@ -199,6 +230,7 @@ def _training_lines(text: Iterable[str]) -> Iterator[str]:
 
 def _train(config: DataConfig, text: Iterable[str], name: str) -> bytes:
     model = io.BytesIO()
+    languages = sorted({direction.target_lang for direction in config.directions()})
     try:
         sentencepiece.SentencePieceTrainer.train(
             sentence_iterator=_training_lines(text),
@@ -216,6 +248,7 @@ def _train(config: DataConfig, text: Iterable[str], name: str) -> bytes:
             pad_piece="<pad>",
             eos_piece="</s>",
             unk_piece="<unk>",
+            control_symbols=[f">>{lang}<<" for lang in languages] if config.pairs and config.tags != "none" else [],
             minloglevel=2,
         )
     except RuntimeError as error:

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from branchnorm_jax.data.tokenizer import Tokenizer
+from branchnorm_jax.data.tokenizer import NO_TAGS, Tags, Tokenizer
 from branchnorm_jax.decoding.beam import Hypotheses
 from branchnorm_jax.decoding.engine import Engine, Weights, pad, padded_length
 from branchnorm_jax.model.parameters import Params
@@ -69,6 +69,7 @@ class Translator:
         first_line: int = 1,
         progress: Callable[[int], Any] = lambda done: None,
         prefixes: Sequence[str] | None = None,
+        tags: Sequence[Tags] | None = None,
     ) -> list[list[Translation]]:
         """The `nbest` translations of each line, in input order; of an empty line, empty ones.
 
@@ -82,8 +83,9 @@ class Translator:
           first_line: number of the first line, for warnings and for what is drawn.
           progress: called with the number of lines that were finished.
           prefixes: what the translation of each line begins with.
+          tags: what asks for the language of each line's translation, where there are several.
         """
-        limit = self.config.max_input_length
+        limit, tags = self.config.max_input_length, tags or [NO_TAGS] * len(lines)
         sources = self.tokenizer.encode_source(list(lines))
         for index, ids in enumerate(sources):
             if len(ids) > limit:
@@ -93,6 +95,8 @@ class Translator:
         begins = [ids[:-1] for ids in self.tokenizer.encode_target(list(prefixes))] if prefixes else [[]] * len(lines)
         # Of only EOS, nothing is to be translated.
         asked = [index for index, ids in enumerate(sources) if len(ids) > 1 or begins[index]]
+        sources = [[*tag.source, *ids] for tag, ids in zip(tags, sources, strict=True)]
+        begins = [[*tag.target, *ids] for tag, ids in zip(tags, begins, strict=True)]
         progress(len(lines) - len(asked))
         for place, found in self.engine.search(
             self._weights(params, branch_scale),
@@ -121,13 +125,28 @@ class Translator:
         )
 
     def score(
-        self, params: Params, branch_scale: BranchScale, pairs: Sequence[tuple[str, str]]
+        self,
+        params: Params,
+        branch_scale: BranchScale,
+        pairs: Sequence[tuple[str, str]],
+        tags: Sequence[Tags] | None = None,
     ) -> list[tuple[float, int]]:
-        """(natural log-probability of the target given the source, target tokens) of each pair, both with EOS."""
-        sources = self.tokenizer.encode_source([source for source, _ in pairs])
-        targets = self.tokenizer.encode_target([target for _, target in pairs])
+        """(natural log-probability of the target given the source, target tokens) of each pair, both with EOS.
+
+        A tag before the target is a token of it.
+        """
+        sources, targets = self.encode(pairs, tags or [NO_TAGS] * len(pairs))
         found = self.token_log_probs(params, branch_scale, sources, targets)
         return [(float(each.sum(dtype=np.float64)), len(each)) for each in found]
+
+    def encode(self, pairs: Sequence[tuple[str, str]], tags: Sequence[Tags]) -> tuple[list[list[int]], list[list[int]]]:
+        """Token ids of the sources and the targets, with their tags and EOS."""
+        sources = self.tokenizer.encode_source([source for source, _ in pairs])
+        targets = self.tokenizer.encode_target([target for _, target in pairs])
+        return (
+            [[*tag.source, *ids] for tag, ids in zip(tags, sources, strict=True)],
+            [[*tag.target, *ids] for tag, ids in zip(tags, targets, strict=True)],
+        )
 
     def token_log_probs(
         self,

@@ -63,6 +63,14 @@ def scores(hypotheses: Sequence[str], references: Sequence[str], target_lang: st
     return found
 
 
+def mean_of(each: Sequence[Sequence[Score]]) -> list[Score]:
+    """The mean of each metric that all test sets have."""
+    tables = [{score.name: score.score for score in found} for found in each]
+    names = [name for name in tables[0] if all(name in table for table in tables)]
+    signature = f"mean of {len(tables)} pairs of languages"
+    return [Score(name, sum(table[name] for table in tables) / len(tables), signature) for name in names]
+
+
 def metrics(target_lang: str) -> dict[str, BLEU | CHRF | TER]:
     """sacreBLEU's metrics of text as it is, by name; TER is better where it is lower."""
     unspaced = _language(target_lang) in UNSPACED

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from branchnorm_jax.data.tokenizer import NO_TAGS, Tags
 from branchnorm_jax.decoding.translate import Translator
 from branchnorm_jax.evaluation.bleu import Score, scores
 from branchnorm_jax.model.parameters import Params
@@ -22,11 +23,12 @@ def evaluate_split(
     directory: Path,
     target_lang: str,
     progress: Callable[[int], Any],
+    tags: Tags = NO_TAGS,
 ) -> list[Score]:
     """Writes `<split>.{source,reference,hypothesis}` into `directory`, line by line parallel; returns the scores."""
     sources = [source for source, _ in pairs]
     references = [target for _, target in pairs]
-    found = translator.translate(params, branch_scale, sources, progress=progress)
+    found = translator.translate(params, branch_scale, sources, progress=progress, tags=[tags] * len(pairs))
     hypotheses = [best[0].text for best in found]
     directory.mkdir(parents=True, exist_ok=True)
     for name, lines in (("source", sources), ("reference", references), ("hypothesis", hypotheses)):

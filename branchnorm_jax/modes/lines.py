@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from branchnorm_jax.data.tokenizer import NO_TAGS, TAG, Tags, Tokenizer
 from branchnorm_jax.decoding.translate import Translation
 from branchnorm_jax.errors import UserError
 from branchnorm_jax.modes.common import Trained, load, read_chunks
@@ -69,12 +70,13 @@ def opened(path: str) -> Iterator[tuple[BinaryIO | None, str]]:
 def translated(config: Config, trained: Trained, chunks: Iterator[list[str]], done: int) -> Iterator[list[str]]:
     """What is printed for each chunk of lines, before which `done` lines came."""
     for lines in chunks:
-        sources, prefixes = lines, None
+        sources, tags = tagged(config, trained.translator.tokenizer, lines, done)
+        prefixes = None
         if config.decode.target_prefix:
-            sources, prefixes = map(list, zip(*pairs_of(lines, done, "prefix of the target"), strict=True))
+            sources, prefixes = map(list, zip(*pairs_of(sources, done, "prefix of the target"), strict=True))
         with logs.progress_bar(len(lines), 0, "line", "translate") as bar:
             found = trained.translator.translate(
-                trained.params, trained.branch_scale, sources, done + 1, bar.update, prefixes
+                trained.params, trained.branch_scale, sources, done + 1, bar.update, prefixes, tags
             )
         yield [
             line
@@ -138,6 +140,35 @@ def end_of_line(path: Path, count: int) -> int:
         return sum(len(line) for line, _ in zip(file, range(count), strict=False))
 
 
+def tagged(config: Config, tokenizer: Tokenizer, lines: list[str], done: int) -> tuple[list[str], list[Tags]]:
+    """Lines without their language tag, such as ">>de<< ", and what asks for that language, or the default one.
+
+    Raises:
+      UserError: if a line's language is unknown, or there are several and neither line nor config says which.
+    """
+    data, default = config.data, config.decode.target_lang
+    if not data.pairs:
+        if default not in ("", data.target_lang):
+            raise UserError(f"config: decode.target_lang={default}: this model translates to {data.target_lang} alone")
+        return lines, [NO_TAGS] * len(lines)
+    languages = sorted({direction.target_lang for direction in data.directions()})
+    default = default or (languages[0] if len(languages) == 1 else "")
+    texts, tags = [], []
+    for number, line in enumerate(lines, start=done + 1):
+        match = TAG.match(line)
+        if not match and not default:
+            raise UserError(
+                f"input, line {number}: to which language? Set decode.target_lang or begin lines with a tag, "
+                f"{', '.join(f'>>{lang}<<' for lang in languages)}"
+            )
+        try:
+            tags.append(tokenizer.tags(data, match[1] if match else default))
+        except UserError as error:
+            raise UserError(f"input, line {number}: {error}") from error
+        texts.append(line[match.end() :].lstrip() if match else line)
+    return texts, tags
+
+
 def pairs_of(lines: list[str], done: int, second: str) -> list[tuple[str, str]]:
     """The two fields of each line, before which `done` came. Raises `UserError` if there are not two."""
     pairs = []
@@ -171,8 +202,9 @@ def score(config: Config, workdir: Workdir) -> None:
     done = 0
     with opened(config.decode.input) as (stream, name):
         for lines in read_chunks(stream, name, CHUNK):
+            lines, tags = tagged(config, trained.translator.tokenizer, lines, done)
             pairs = pairs_of(lines, done, "target")
-            for log_prob, tokens in trained.translator.score(trained.params, trained.branch_scale, pairs):
+            for log_prob, tokens in trained.translator.score(trained.params, trained.branch_scale, pairs, tags):
                 print(f"{log_prob:.6f}\t{tokens}")
             sys.stdout.flush()
             done += len(lines)

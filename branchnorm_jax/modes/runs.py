@@ -106,7 +106,7 @@ def analyze(config: Config, workdir: Workdir) -> None:
     workdir.create()
     corpus = prepare(config.data, workdir.path, logs.say)
     _, valid = make_plans(config.data, corpus.train, corpus.valid, config.train.batch_tokens, config.train.seed)
-    batch = Batch(*map(jnp.asarray, valid.single(ANALYZED)))
+    batch = Batch(*map(jnp.asarray, valid[0].single(ANALYZED)))
     signals = {}
     for method in methods:
         begin = time.perf_counter()
@@ -144,8 +144,9 @@ def sweep(config: Config, workdir: Workdir) -> None:
     for name, (run, chosen) in sweeping.plan_runs(config).items():
         check_names(chosen)
         runs[name] = run, planning.fitting(chosen, memory)
-    for data, split in itertools.product({chosen.data for _, chosen in runs.values()}, ("train", "valid", "test")):
-        next(iter(read_pairs(data, split)), None)
+    directions = {direction for _, chosen in runs.values() for direction in chosen.data.directions()}
+    for direction, split in itertools.product(directions, ("train", "valid", "test")):
+        next(iter(read_pairs(direction, split)), None)
     workdir.create()
     write_atomically(workdir / "config.json", to_json(config))
     folders = {name: (run, Workdir(workdir / name)) for name, (run, _) in runs.items()}

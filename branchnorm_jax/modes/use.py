@@ -14,10 +14,11 @@ from branchnorm_jax.data.corpus import read_pairs
 from branchnorm_jax.decoding.translate import Translator
 from branchnorm_jax.errors import MismatchError, UserError
 from branchnorm_jax.evaluation import compare as comparing
+from branchnorm_jax.evaluation.bleu import Score, mean_of
 from branchnorm_jax.evaluation.evaluate import evaluate_split, format_table, write_results
 from branchnorm_jax.export import ctranslate2, fold, huggingface
 from branchnorm_jax.modes.common import Trained, load, network, restored
-from branchnorm_jax.options import Config
+from branchnorm_jax.options import Config, DataConfig
 from branchnorm_jax.training import logs
 from branchnorm_jax.training.checkpoint import Checkpoints
 from branchnorm_jax.workdir import Workdir, atomic_directory
@@ -27,24 +28,36 @@ TOLERANCE = 1e-3
 
 
 def evaluate(config: Config, workdir: Workdir) -> None:
-    """Translates the splits of `evaluate.splits`, scores them, writes results.json and evaluation/."""
+    """Translates the splits of `evaluate.splits`, scores them, writes results.json and evaluation/.
+
+    With several pairs of languages every one of them, or those of `evaluate.pairs`, also pairs never trained; what is
+    called "test" is then the mean over "test.en-de", "test.fr-de" and so on.
+    """
     workdir.check_config(config)
     workdir.create()
     trained = load(config, workdir)
-    directory, results = workdir / "evaluation", {}
+    directory = workdir / "evaluation"
+    results: dict[str, list[Score]] = {}
     for split in config.evaluate.split_names:
-        pairs = list(read_pairs(config.data, split))
-        with logs.progress_bar(len(pairs), 0, "line", split) as bar:
-            results[split] = evaluate_split(
-                trained.translator,
-                trained.params,
-                trained.branch_scale,
-                split,
-                pairs,
-                directory,
-                config.data.target_lang,
-                bar.update,
-            )
+        each = {}
+        for direction in config.data.directions(config.evaluate.pairs):
+            name = f"{split}.{direction.pair}" if config.data.pairs else split
+            pairs = list(read_pairs(direction, split))
+            with logs.progress_bar(len(pairs), 0, "line", name) as bar:
+                each[name] = evaluate_split(
+                    trained.translator,
+                    trained.params,
+                    trained.branch_scale,
+                    name,
+                    pairs,
+                    directory,
+                    direction.target_lang,
+                    bar.update,
+                    trained.translator.tokenizer.tags(config.data, direction.target_lang),
+                )
+        results |= each
+        if config.data.pairs:
+            results[split] = mean_of(list(each.values()))
     write_results(workdir / "results.json", results, directory, {"step": trained.step, **vars(config.decode)})
     print(format_table(results))
 
@@ -91,7 +104,7 @@ def compare(config: Config, workdir: Workdir) -> None:
                 raise UserError(f"compare: {folder.parent} was evaluated with other references than {first.parent}")
         reference = reference or str(first / f"{split}.reference")
         sources = lines_of(first / f"{split}.source")
-        data = load_config(first.parent / "config.json").data
+        data = direction_of(load_config(first.parent / "config.json").data, split)
         language = data.target_lang
         logs.say(f"counting the words of the training text of {first.parent}")
         frequencies = comparing.word_counts((target for _, target in read_pairs(data, "train")), language)
@@ -100,6 +113,15 @@ def compare(config: Config, workdir: Workdir) -> None:
     found = comparing.compare(systems, lines_of(Path(reference)), language, frequencies, sources)
     print(comparing.format_table(found))
     print(*comparing.write(found, workdir.path), sep="\n")
+
+
+def direction_of(data: DataConfig, split: str) -> DataConfig:
+    """The direction of what `evaluate` calls "test.en-de". Raises `UserError` if the run was not trained for it."""
+    found = {direction.pair: direction for direction in data.directions()}
+    pair = split.partition(".")[2] if data.pairs else data.pair
+    if pair not in found:
+        raise UserError(f"compare.split={split}: of several pairs one by itself, as test.{next(iter(found))}")
+    return found[pair]
 
 
 def lines_of(path: Path) -> list[str]:
@@ -145,7 +167,8 @@ def export(config: Config, workdir: Workdir) -> None:
             settings = ctranslate2.search_settings(config.decode, longest)
             (temporary / "translate.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
         else:
-            languages = config.data.source_lang, config.data.target_lang
+            first = config.data.directions()[0]
+            languages = first.source_lang, first.target_lang
             huggingface.write(plain, config.model, config.decode, vocabularies, languages, temporary, longest)
         if e.check_lines:
             check_export(config, trained, temporary)
@@ -157,10 +180,12 @@ def check_export(config: Config, trained: Trained, folder: Path) -> None:
     """Force-decodes the first validation pairs here and there, both in float32."""
     e, tokenizer, model = config.export, trained.translator.tokenizer, trained.translator.model
     exact = dataclasses.replace(model, config=dataclasses.replace(model.config, dtype="float32", carry_dtype="float32"))
-    pairs = list(itertools.islice(read_pairs(config.data, "valid"), e.check_lines))
-    sources = tokenizer.encode_source([source for source, _ in pairs])
-    targets = tokenizer.encode_target([target for _, target in pairs])
+    directions = config.data.directions()
+    each = -(-e.check_lines // len(directions))
+    pairs = [(d, pair) for d in directions for pair in itertools.islice(read_pairs(d, "valid"), each)]
+    tags = [tokenizer.tags(config.data, direction.target_lang) for direction, _ in pairs]
     translator = Translator(exact, tokenizer, config.decode)
+    sources, targets = translator.encode([pair for _, pair in pairs], tags)
     ours = translator.token_log_probs(trained.params, trained.branch_scale, sources, targets)
     try:
         if e.format == "ctranslate2":

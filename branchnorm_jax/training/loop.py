@@ -4,15 +4,16 @@ import contextlib
 import dataclasses
 import json
 import math
+import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from branchnorm_jax.data.batches import TextBatch, make_plans, prefetch
+from branchnorm_jax.data.batches import BatchPlan, TextBatch, make_plans, prefetch
 from branchnorm_jax.data.corpus import read_pairs
 from branchnorm_jax.data.packing import Shape
 from branchnorm_jax.data.prepare import Corpus, prepare
@@ -20,9 +21,10 @@ from branchnorm_jax.decoding.translate import Translator, make_model
 from branchnorm_jax.errors import BranchNormError, DivergedError, Preempted, StorageError, UserError
 from branchnorm_jax.evaluation.bleu import corpus_bleu
 from branchnorm_jax.model.initializers import get_base
+from branchnorm_jax.model.losses import LossSums
 from branchnorm_jax.model.methods import get_recipe
 from branchnorm_jax.model.stack import size_of
-from branchnorm_jax.options import Config
+from branchnorm_jax.options import Config, DataConfig
 from branchnorm_jax.parallel import hosts
 from branchnorm_jax.parallel.mesh import make_mesh, sharding, to_devices
 from branchnorm_jax.training import logs, schedules
@@ -88,7 +90,9 @@ class Run:
         self.config, self.workdir, self.corpus = config, workdir, corpus
         train = config.train
         self.mesh = make_mesh(config.parallel, config.data.row_multiple // train.accumulation)
-        self.plan, self.valid_plan = make_plans(config.data, corpus.train, corpus.valid, train.batch_tokens, train.seed)
+        self.plan, self.valid_plans = make_plans(
+            config.data, corpus.train, corpus.valid, train.batch_tokens, train.seed
+        )
         self.total = train.steps or math.ceil(train.epochs * self.plan.batches_per_epoch)
         self.model = make_model(config.model, corpus.tokenizer)
         self.optimizer = make_optimizer(train)
@@ -286,12 +290,17 @@ class Run:
     def _validate(self) -> str:
         """Validates the current state and remembers the result; returns why to stop, or ""."""
         c = self.config.train
-        sums = [self.eval_step(self.state, Batch(*to_devices(self.mesh, b))) for b in self.valid_plan.in_order()]
-        total = jax.tree.map(lambda *parts: float(sum(parts)), *jax.device_get(sums))
-        line: dict[str, float] = {"step": self.step, "loss": total.loss / total.tokens, "nll": total.nll / total.tokens}
+        plans = zip(self.corpus.directions, self.valid_plans, strict=True)
+        each = {direction.pair: self._losses(plan) for direction, plan in plans}
+        line: dict[str, Any] = {"step": self.step, **per_token(list(each.values()))}
         check_finite(self.step, "validation loss", line["loss"])
+        pairs = {pair: per_token([sums]) for pair, sums in each.items()}
         if c.eval_bleu_sentences:
-            line["bleu"] = self._bleu(c.eval_bleu_sentences)
+            for direction in self.corpus.directions:
+                pairs[direction.pair]["bleu"] = self._bleu(direction, c.eval_bleu_sentences)
+            line["bleu"] = statistics.mean(found["bleu"] for found in pairs.values())
+        if self.config.data.pairs:
+            line["pairs"] = pairs
         memory = self.memory
         memory.evaluated = self.step
         memory.score = line["bleu"] if c.best_metric == "bleu" else -line["loss"]
@@ -312,11 +321,17 @@ class Run:
             return f"no better validation {c.best_metric} in the last {memory.since_best} validations"
         return ""
 
-    def _bleu(self, count: int) -> float:
-        pairs = [pair for pair, _ in zip(read_pairs(self.config.data, "valid"), range(count), strict=False)]
+    def _losses(self, plan: BatchPlan) -> LossSums:
+        """The sums over a validation set."""
+        sums = [self.eval_step(self.state, Batch(*to_devices(self.mesh, batch))) for batch in plan.in_order()]
+        return jax.tree.map(lambda *parts: float(sum(parts)), *jax.device_get(sums))
+
+    def _bleu(self, direction: DataConfig, count: int) -> float:
+        pairs = [pair for pair, _ in zip(read_pairs(direction, "valid"), range(count), strict=False)]
+        tags = [self.corpus.tokenizer.tags(self.config.data, direction.target_lang)] * len(pairs)
         alpha = self.alpha(self.state.clock)
-        found = self.translator.translate(self.state.params, alpha, [source for source, _ in pairs])
-        return corpus_bleu([best[0].text for best in found], [ref for _, ref in pairs], self.config.data.target_lang)
+        found = self.translator.translate(self.state.params, alpha, [source for source, _ in pairs], tags=tags)
+        return corpus_bleu([best[0].text for best in found], [ref for _, ref in pairs], direction.target_lang)
 
     def _save(self) -> None:
         memory = self.memory
@@ -333,11 +348,17 @@ class Run:
             f"state {state_bytes / 1e6:,.1f} MB, on {jax.device_count()} x {jax.devices()[0].device_kind}"
         )
         logs.say(
-            f"{len(self.corpus.train):,} sentence pairs, {self.plan.batches_per_epoch} updates per epoch, batches of "
+            f"{len(self.corpus.train.lengths):,} sentence pairs, {self.plan.batches_per_epoch} updates per epoch, batches of "
             f"{', '.join(f'{rows}x{source}+{target}' for rows, source, target in self._shapes())} positions "
             f"({100 * self.plan.fill:.1f} % real tokens)"
         )
         logs.say(f"from step {self.step} to {self.total}")
+
+
+def per_token(sums: Sequence[LossSums]) -> dict[str, float]:
+    """Loss and nll per target token, over all of them."""
+    tokens = sum(found.tokens for found in sums)
+    return {name: sum(getattr(found, name) for found in sums) / tokens for name in ("loss", "nll")}
 
 
 def _due(step: int, start: int, every: int) -> bool:

@@ -138,14 +138,15 @@ class Recorder:
         """An update that was not made."""
         self.bar.update()
 
-    def validation(self, line: Mapping[str, float], best: bool) -> None:
-        """Figures of a validation."""
-        figures = {name: value for name, value in line.items() if name != "step"}
-        step = int(line["step"])
+    def validation(self, line: Mapping[str, Any], best: bool) -> None:
+        """Figures of a validation, and under "pairs" those of each pair of languages."""
+        step, pairs = int(line["step"]), line.get("pairs", {})
         self.validations.write(line)
-        self.tensorboard.write(step, {f"valid/{name}": value for name, value in figures.items()})
-        text = " ".join(f"{name} {value:.3f}" for name, value in figures.items())
-        logs.say(f"step {step}: validation {text}" + (" (best)" if best else ""))
+        figures = {name: value for name, value in line.items() if name not in ("step", "pairs")}
+        for pair, found in {"": figures, **{f"{pair}/": found for pair, found in pairs.items()}}.items():
+            self.tensorboard.write(step, {f"valid/{pair}{name}": value for name, value in found.items()})
+            text = " ".join(f"{pair}{name} {value:.3f}" for name, value in found.items())
+            logs.say(f"step {step}: validation {text}" + (" (best)" if best and not pair else ""))
         self.restart_clock()
 
     def close(self) -> None:

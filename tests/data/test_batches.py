@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from branchnorm_jax.data.batches import BatchPlan, make_plans, prefetch, shuffled
+from branchnorm_jax.data.batches import BatchPlan, make_plans, prefetch
 from branchnorm_jax.data.packing import Kind, Shape, choose_shapes, pack
+from branchnorm_jax.data.shuffle import shuffled
 from branchnorm_jax.errors import UserError
 from branchnorm_jax.options import EOS, DataConfig
 
@@ -26,6 +27,9 @@ class Text:
 
     def gather(self, side: str, ids: np.ndarray) -> np.ndarray:
         return np.array([token for index in ids for token in self.sentence(side, index)], np.int32)
+
+    def drawn(self, epoch: int) -> np.ndarray:
+        return np.arange(len(self.lengths))
 
 
 def text(seed: int, count: int = 200, longest: int = 20) -> Text:
@@ -93,7 +97,7 @@ def test_rows_are_full(count: int) -> None:
     random = np.random.default_rng(0)
     source = np.exp(random.normal(2.7, 0.5, count))
     lengths = np.clip(np.stack([source, source * np.exp(random.normal(0.1, 0.2, count))], 1), 2, 100).astype(int)
-    plan, valid = make_plans(DataConfig(), Text(lengths), Text(lengths[:50]), 2048, 0)
+    plan, (valid,) = make_plans(DataConfig(), Text(lengths), [Text(lengths[:50])], 2048, 0)
     assert plan.fill > 0.96
     assert plan.shapes is valid.shapes
     assert len(plan.shapes) <= DataConfig().batch_shapes
@@ -173,14 +177,14 @@ def test_fill_counts_real_tokens() -> None:
 def test_a_few_batches_are_made_equal() -> None:
     """10 rows in batches of up to 8: two of 6, for rows are a multiple of 2, rather than 8 and 2."""
     sentences = Text(np.array([Kind(10, 10)] * 60))
-    plan, _ = make_plans(DataConfig(row_multiple=2), sentences, sentences, 8 * 64, 0)
+    plan, _ = make_plans(DataConfig(row_multiple=2), sentences, [sentences], 8 * 64, 0)
     assert plan.rows == [10]
     assert plan.shapes == [Shape(6, 64, 64)]
 
 
 def test_validation_sees_each_sentence_once() -> None:
     train, valid = text(0), text(1, count=37, longest=25)
-    plan, valid_plan = make_plans(DataConfig(batch_shapes=3, row_multiple=2), train, valid, 64, 0)
+    plan, (valid_plan,) = make_plans(DataConfig(batch_shapes=3, row_multiple=2), train, [valid], 64, 0)
     assert plan.shapes is valid_plan.shapes
     words = [row[row > EOS] for batch in valid_plan.in_order() for row in batch.source]
     seen = sorted({int(word) for row in words for word in row})

@@ -1,0 +1,176 @@
+"""Many corpora as one: who is drawn how often, with which tags, from which files."""
+
+import dataclasses
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from branchnorm_jax.data.batches import BatchPlan, make_plans
+from branchnorm_jax.data.corpus import read_pairs
+from branchnorm_jax.data.mixture import Mixture
+from branchnorm_jax.data.prepare import prepare
+from branchnorm_jax.data.store import TokenStore
+from branchnorm_jax.errors import UserError
+from branchnorm_jax.options import EOS, DataConfig
+
+
+def store_of(sentences: list[tuple[list[int], list[int]]]) -> TokenStore:
+    sides = [[np.array(pair[side], np.uint16) for pair in sentences] for side in (0, 1)]
+    tokens = [np.concatenate(side) for side in sides]
+    offsets = [np.cumsum([0, *map(len, side)]) for side in sides]
+    return TokenStore(*tokens, *offsets, "", {}, 100, 0.0, False)
+
+
+def random_store(random: np.random.Generator, size: int) -> TokenStore:
+    def sentence() -> list[int]:
+        return [*random.integers(3, 100, random.integers(1, 4)), EOS]
+
+    return store_of([(sentence(), sentence()) for _ in range(size)])
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=4), st.integers(0, 99))
+def test_its_sentences_are_those_of_the_stores_in_order(sizes: list[int], seed: int) -> None:
+    random = np.random.default_rng(seed)
+    stores = [random_store(random, size) for size in sizes]
+    mixture = Mixture(stores)
+    sources = [store.source(i) for store in stores for i in range(len(store))]
+    targets = [store.target(i) for store in stores for i in range(len(store))]
+    ids = random.integers(0, len(sources), 20)
+    np.testing.assert_array_equal(mixture.gather("source", ids), np.concatenate([sources[i] for i in ids]))
+    np.testing.assert_array_equal(mixture.gather("target", ids), np.concatenate([targets[i] for i in ids]))
+    assert mixture.lengths.tolist() == [[len(s), len(t)] for s, t in zip(sources, targets, strict=True)]
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    st.lists(st.integers(1, 300), min_size=1, max_size=4),
+    st.sampled_from([1.0, 1.5, 5.0, 100.0]),
+    st.integers(0, 99),
+)
+def test_an_epoch_draws_by_temperature_and_evenly(sizes: list[int], temperature: float, seed: int) -> None:
+    random = np.random.default_rng(seed)
+    mixture = Mixture([random_store(random, size) for size in sizes], temperature)
+    shares = np.array(sizes) ** (1 / temperature)
+    expected = shares / shares.max() * max(sizes)
+    np.testing.assert_array_less(np.abs(np.array(mixture.draws) - expected), 0.501)
+
+    epochs = [mixture.drawn(epoch) for epoch in range(4)]
+    for drawn in epochs:
+        np.testing.assert_array_equal(mixture.lengths[drawn], mixture.lengths[epochs[0]])
+        for store, count in enumerate(mixture.draws):
+            inside = (drawn >= mixture.starts[store]) & (drawn < mixture.starts[store + 1])
+            assert inside.sum() == count
+
+    # In every epoch, pairs of one store and one length come equally often, to one; over the epochs, too.
+    groups = [(int(np.searchsorted(mixture.starts, i, side="right")), *mixture.lengths[i]) for i in range(sum(sizes))]
+    for drawn in (*epochs, np.concatenate(epochs)):
+        times = np.bincount(drawn, minlength=sum(sizes))
+        for group in set(groups):
+            same = [int(n) for n, found in zip(times, groups, strict=True) if found == group]
+            assert max(same) - min(same) <= 1
+        assert times.min() >= 1
+
+
+def test_at_temperature_1_every_pair_comes_once() -> None:
+    mixture = Mixture([random_store(np.random.default_rng(0), size) for size in (3, 50)])
+    assert sorted(mixture.drawn(7).tolist()) == list(range(53))
+
+
+def test_batches_hold_what_is_drawn() -> None:
+    random = np.random.default_rng(0)
+    train = Mixture([random_store(random, size) for size in (400, 30)], 5.0)
+    plan, (valid,) = make_plans(DataConfig(row_multiple=2), train, [Mixture([train.stores[1]])], 256, 0)
+    for epoch in range(3):
+        assert Counter(ids_of(plan, epoch)) == Counter(train.drawn(epoch).tolist())
+    assert sorted(ids_of(valid, 0)) == list(range(30))
+    assert sum(train.draws) == len(train.drawn(0)) > 430
+    assert 0.9 < plan.fill <= 1
+
+
+def ids_of(plan: BatchPlan, epoch: int) -> list[int]:
+    steps = range(epoch * plan.batches_per_epoch, (epoch + 1) * plan.batches_per_epoch)
+    return [index for step in steps for row in plan.ids_at(step)[1] for index in row.tolist()]
+
+
+@pytest.mark.parametrize(
+    ("pairs", "expected"),
+    [
+        ("en-de", ["en-de"]),
+        ("en-de, fr-de ,en-de", ["en-de", "fr-de"]),
+        ("en-de+fr", ["en-de", "en-fr"]),
+        ("de+fr-en", ["de-en", "fr-en"]),
+        ("en+de+fr", ["en-de", "en-fr", "de-en", "de-fr", "fr-en", "fr-de"]),
+    ],
+)
+def test_directions(pairs: str, expected: list[str]) -> None:
+    assert [direction.pair for direction in DataConfig(pairs=pairs).directions()] == expected
+
+
+SENTENCES = {
+    "en": ["one house", "two houses", "a tree"],
+    "de": ["ein Haus", "zwei Häuser", "ein Baum"],
+    "fr": ["une maison", "deux maisons", "un arbre"],
+}
+
+
+def write(folder: Path, pattern: str, pair: str, copies: int = 40) -> None:
+    for lang in pair.split("-"):
+        for split in ("train", "valid"):
+            path = folder / pattern.format(split=split, pair=pair, lang=lang)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text("\n".join(SENTENCES[lang] * copies) + "\n", encoding="utf-8")
+
+
+@pytest.mark.parametrize("tags", ["source", "target", "both"])
+def test_tags_come_before_what_they_are_for(tmp_path: Path, tags: str) -> None:
+    write(tmp_path, "{pair}/{split}.{lang}", "de-en")
+    write(tmp_path, "{pair}/{split}.{lang}", "en-fr", 20)
+    config = DataConfig(
+        source="text", path=str(tmp_path), files="{pair}/{split}.{lang}", pairs="de+fr-en,en-de+fr", tags=tags
+    )
+    said: list[str] = []
+    corpus = prepare(_small(config), tmp_path / "run", said.append)
+    pieces = corpus.tokenizer.source_pieces
+    assert [direction.pair for direction in corpus.directions] == ["de-en", "fr-en", "en-de", "en-fr"]
+    for direction, store in zip(corpus.directions, corpus.train.stores, strict=True):
+        pairs = list(read_pairs(direction, "train"))
+        for side, found, lines in (
+            ("source", store.source(0), [pairs[0][0]]),
+            ("target", store.target(0), [pairs[0][1]]),
+        ):
+            tag = [pieces.index(f">>{direction.target_lang}<<")] if tags in (side, "both") else []
+            assert found.tolist() == tag + corpus.tokenizer.encode_source(lines)[0]
+    # What a user writes is never taken for a tag, and a tag is never printed.
+    german = pieces.index(">>de<<")
+    assert german not in corpus.tokenizer.encode_source([">>de<< one house"])[0]
+    assert corpus.tokenizer.decode_target([german, *corpus.tokenizer.encode_target(["ein Haus"])[0]]) == "ein Haus"
+    assert any("an epoch draws 120 of de-en, 60 of fr-en, 120 of en-de, 60 of en-fr" in line for line in said)
+    again = prepare(_small(config), tmp_path / "run", said.append)
+    assert again.identity() == corpus.identity()
+    assert all(store.reused for store in again.train.stores)
+
+
+def test_the_length_of_an_empty_side_is_not_that_of_its_tag(tmp_path: Path) -> None:
+    write(tmp_path, "{split}.{lang}", "en-de")
+    (tmp_path / "train.en").write_text("\n" + "one house\n" * 119, encoding="utf-8")
+    corpus = prepare(
+        _small(DataConfig(source="text", path=str(tmp_path), pairs="en-de", tags="both")), tmp_path / "run", print
+    )
+    assert corpus.train.stores[0].counts["empty"] == 1
+
+
+def test_a_language_without_a_tag_is_the_users_mistake(tmp_path: Path) -> None:
+    write(tmp_path, "{split}.{lang}", "en-de")
+    config = _small(DataConfig(source="text", path=str(tmp_path), pairs="en-de"))
+    corpus = prepare(config, tmp_path / "run", print)
+    with pytest.raises(UserError, match="not trained to translate to 'fr'; its languages are de"):
+        corpus.tokenizer.tags(config, "fr")
+
+
+def _small(config: DataConfig) -> DataConfig:
+    return dataclasses.replace(config, vocab_size=40, vocab_type="bpe")

@@ -117,9 +117,10 @@ def build_store(
       StorageError: if the files cannot be written.
     """
     filters: dict[str, Any] = {"max_length": config.max_length, "max_ratio": config.max_ratio if filter else 0.0}
-    key = {"corpus": corpus_key(config, split), "tokenizer": tokenizer.sha256, "filters": filters, "format": _FORMAT}
-    if tags != NO_TAGS:
-        key["tags"] = [list(side) for side in tags]
+    key: dict[str, Any] = {"corpus": corpus_key(config, split), "tokenizer": tokenizer.sha256, "filters": filters}
+    # Where there are none, the key is that of the stores of runs that knew no tags.
+    key |= {"tags": [list(side) for side in tags]} if tags != NO_TAGS else {}
+    key["format"] = _FORMAT
     store = open_store(directory / split, key)
     if store is not None:
         return store
@@ -130,7 +131,7 @@ def build_store(
             worst = max(_OUTCOMES[1:], key=counts.__getitem__)
             what = _described(split, counts, **filters)
             raise UserError(f"no pair is left to use: {what}; {option.get(worst, 'mend the text files')}")
-        identity = [_FORMAT, corpus_digest, tokenizer.sha256, filters, *key.get("tags", [])]
+        identity = [_FORMAT, corpus_digest, tokenizer.sha256, filters, *key.get("tags", ())]
         meta = {
             "key": key,
             "fingerprint": hashlib.sha256(json.dumps(identity).encode()).hexdigest(),

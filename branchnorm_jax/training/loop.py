@@ -348,8 +348,8 @@ class Run:
             f"state {state_bytes / 1e6:,.1f} MB, on {jax.device_count()} x {jax.devices()[0].device_kind}"
         )
         logs.say(
-            f"{len(self.corpus.train.lengths):,} sentence pairs, {self.plan.batches_per_epoch} updates per epoch, batches of "
-            f"{', '.join(f'{rows}x{source}+{target}' for rows, source, target in self._shapes())} positions "
+            f"{len(self.corpus.train.lengths):,} sentence pairs, {self.plan.batches_per_epoch} updates per epoch, "
+            f"batches of {', '.join(f'{rows}x{source}+{target}' for rows, source, target in self._shapes())} positions "
             f"({100 * self.plan.fill:.1f} % real tokens)"
         )
         logs.say(f"from step {self.step} to {self.total}")

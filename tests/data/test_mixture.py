@@ -19,10 +19,18 @@ from branchnorm_jax.options import EOS, DataConfig
 
 
 def store_of(sentences: list[tuple[list[int], list[int]]]) -> TokenStore:
-    sides = [[np.array(pair[side], np.uint16) for pair in sentences] for side in (0, 1)]
-    tokens = [np.concatenate(side) for side in sides]
-    offsets = [np.cumsum([0, *map(len, side)]) for side in sides]
-    return TokenStore(*tokens, *offsets, "", {}, 100, 0.0, False)
+    sources, targets = ([np.array(pair[side], np.uint16) for pair in sentences] for side in (0, 1))
+    return TokenStore(
+        source_tokens=np.concatenate(sources),
+        target_tokens=np.concatenate(targets),
+        source_offsets=np.cumsum([0, *map(len, sources)]),
+        target_offsets=np.cumsum([0, *map(len, targets)]),
+        fingerprint="",
+        counts={},
+        max_length=100,
+        max_ratio=0.0,
+        reused=False,
+    )
 
 
 def random_store(random: np.random.Generator, size: int) -> TokenStore:

@@ -151,6 +151,8 @@ def _validate(config: Config) -> None:
         raise UserError("config: train.best_metric=bleu needs train.eval_bleu_sentences > 0; or set best_metric=loss")
     if model.shared_embeddings == "all" and not data.shared_vocab:
         raise UserError("config: model.shared_embeddings=all needs data.shared_vocab=True; use decoder or none")
+    if data.subword_samples and data.vocab_type != "unigram":
+        raise UserError("config: data.subword_samples draws by the probabilities of data.vocab_type=unigram")
     _validate_directions(config)
     if data.row_multiple % train.accumulation:
         raise UserError(

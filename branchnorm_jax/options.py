@@ -158,6 +158,17 @@ class DataConfig:
     vocab_sentences: int = option(
         2_000_000, "sentences that the vocabulary is trained on, at most", unit="sentences", minimum=100
     )
+    subword_samples: int = option(
+        0,
+        "subword regularisation: the training text is tokenised so many times, each time in pieces that are drawn; "
+        "0: once, in the likeliest",
+        unit="times",
+        minimum=0,
+        maximum=1000,
+    )
+    subword_alpha: float = option(
+        0.2, "P(segmentation)^alpha is what a word's pieces are drawn by (Marian's sentencepiece-alphas)", minimum=0
+    )
     max_length: int = option(
         256, "longer training pairs are dropped and counted; EOS included", unit="tokens", minimum=4
     )

@@ -91,7 +91,9 @@ def fly(config: Config, corpus: Corpus, progress: Callable[[int, int], Any]) -> 
     batches = batches_of(plan)
     model = make_model(narrow.model, corpus.tokenizer)
     params = init_params(model, narrow.train.seed, batches(0))
-    total = narrow.train.steps or math.ceil(narrow.train.epochs * plan.batches_per_epoch)
+    total = narrow.train.steps or math.ceil(
+        narrow.train.epochs * plan.batches_per_epoch / max(1, narrow.data.subword_samples)
+    )
     return narrow, lapse(narrow, model, params, batches, points_of(narrow, total), progress)
 
 

@@ -70,7 +70,7 @@ class Mixture:
         store_of = np.repeat(np.arange(len(self.stores)), np.diff(self.starts))
         keys = np.column_stack([store_of, self.lengths])
         groups, group_of, size = np.unique(keys, axis=0, return_inverse=True, return_counts=True)
-        ids = shuffled(np.arange(len(keys)))
+        ids = shuffled(np.arange(len(keys)), 0)
         order = ids[np.argsort(group_of.reshape(-1)[ids], kind="stable")]
         # Rounded along each store, so that its draws add up.
         ratio = (np.array(self.draws) / np.diff(self.starts))[groups[:, 0]]

@@ -10,7 +10,7 @@ import numpy as np
 
 from branchnorm_jax.data.corpus import read_pairs
 from branchnorm_jax.data.mixture import Mixture
-from branchnorm_jax.data.store import build_store, describe_counts
+from branchnorm_jax.data.store import TokenStore, build_store, describe_counts
 from branchnorm_jax.data.tokenizer import UNUSED, Tokenizer, load_tokenizer, note_unused, train_tokenizer
 from branchnorm_jax.options import DataConfig
 
@@ -47,26 +47,26 @@ def prepare(config: DataConfig, directory: Path, say: Callable[[str], None]) -> 
         say(f"training a vocabulary of {config.vocab_size} pieces")
         text = itertools.chain.from_iterable(read_pairs(direction, "train") for direction in directions)
         tokenizer = train_tokenizer(config, text, vocabulary)
-    stores = {}
-    for split in ("train", "valid"):
-        stores[split] = [
-            build_store(
-                direction,
-                tokenizer,
-                split,
-                directory / "corpus" / (direction.pair if config.pairs else ""),
-                filter=split == "train",
-                tags=tokenizer.tags(config, direction.target_lang),
-            )
-            for direction in directions
-        ]
-        for direction, store in zip(directions, stores[split], strict=True):
-            say(describe_counts(f"{split} {direction.pair}" if config.pairs else split, store))
-    if not (vocabulary / UNUSED).exists() or not all(store.reused for store in stores["train"]):
-        used = np.unique(np.concatenate([np.unique(store.target_tokens) for store in stores["train"]]))
+    train: list[TokenStore] = []
+    valid: list[TokenStore] = []
+    for direction in directions:
+        folder = directory / "corpus" / (direction.pair if config.pairs else "")
+        tags = tokenizer.tags(config, direction.target_lang)
+        name = f"train {direction.pair}" if config.pairs else "train"
+        if not config.subword_samples:
+            train.append(build_store(direction, tokenizer, "train", folder, filter=True, tags=tags))
+            say(describe_counts(name, train[-1]))
+        for sample in range(config.subword_samples):
+            where = folder / f"sample-{sample}"
+            train.append(build_store(direction, tokenizer, "train", where, filter=True, tags=tags, sample=sample))
+            say(describe_counts(f"{name}, tokenisation {sample + 1}", train[-1]))
+        valid.append(build_store(direction, tokenizer, "valid", folder, filter=False, tags=tags))
+        say(describe_counts(name.replace("train", "valid"), valid[-1]))
+    if not (vocabulary / UNUSED).exists() or not all(store.reused for store in train):
+        used = np.unique(np.concatenate([np.unique(store.target_tokens) for store in train]))
         tokenizer = note_unused(tokenizer, used, vocabulary)
-    train = Mixture(stores["train"], config.temperature)
+    mixture = Mixture(train, config.temperature)
     if config.pairs:
-        drawn = zip(directions, train.draws, strict=True)
-        say("an epoch draws " + ", ".join(f"{count:,} of {direction.pair}" for direction, count in drawn))
-    return Corpus(tokenizer, directions, train, [Mixture([store]) for store in stores["valid"]])
+        drawn = np.array(mixture.draws).reshape(len(directions), -1)[:, 0]
+        say("an epoch draws " + ", ".join(f"{n:,} of {d.pair}" for n, d in zip(drawn, directions, strict=True)))
+    return Corpus(tokenizer, directions, mixture, [Mixture([store]) for store in valid])

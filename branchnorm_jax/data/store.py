@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from branchnorm_jax.data.corpus import Pair, corpus_key, read_pairs
+from branchnorm_jax.data.sampling import Sampler
 from branchnorm_jax.data.tokenizer import NO_TAGS, Tags, Tokenizer
 from branchnorm_jax.errors import UserError
 from branchnorm_jax.options import DataConfig
@@ -96,6 +97,7 @@ def build_store(
     filter: bool,
     progress: Callable[[int], None] | None = None,
     tags: Tags = NO_TAGS,
+    sample: int | None = None,
 ) -> TokenStore:
     """Tokenises a split into `directory/split`, or opens what is there if neither text, vocabulary nor filters changed.
 
@@ -111,6 +113,7 @@ def build_store(
       filter: whether the ratio filter applies: on for training.
       progress: receives the number of pairs read so far, every few thousand.
       tags: what comes before every sentence; counts in its length.
+      sample: number of a tokenisation that is drawn, see `sampling.py`; None: the best one.
 
     Raises:
       UserError: if the text cannot be read (see `read_pairs`), or no pair is left.
@@ -120,18 +123,19 @@ def build_store(
     key: dict[str, Any] = {"corpus": corpus_key(config, split), "tokenizer": tokenizer.sha256, "filters": filters}
     # Where there are none, the key is that of the stores of runs that knew no tags.
     key |= {"tags": [list(side) for side in tags]} if tags != NO_TAGS else {}
+    key |= {} if sample is None else {"sample": [sample, config.subword_alpha]}
     key["format"] = _FORMAT
     store = open_store(directory / split, key)
     if store is not None:
         return store
     with atomic_directory(directory / split) as temporary:
-        counts, corpus_digest = _write(config, tokenizer, split, temporary, filters, tags, progress)
+        counts, corpus_digest = _write(config, tokenizer, split, temporary, filters, tags, sample, progress)
         if not counts["kept"]:
             option = {"too_long": "raise data.max_length", "bad_ratio": "raise data.max_ratio"}
             worst = max(_OUTCOMES[1:], key=counts.__getitem__)
             what = _described(split, counts, **filters)
             raise UserError(f"no pair is left to use: {what}; {option.get(worst, 'mend the text files')}")
-        identity = [_FORMAT, corpus_digest, tokenizer.sha256, filters, *key.get("tags", ())]
+        identity = [_FORMAT, corpus_digest, tokenizer.sha256, filters, *key.get("tags", ()), *key.get("sample", ())]
         meta = {
             "key": key,
             "fingerprint": hashlib.sha256(json.dumps(identity).encode()).hexdigest(),
@@ -196,13 +200,20 @@ def _write(
     path: Path,
     filters: dict[str, Any],
     tags: Tags,
+    sample: int | None,
     progress: Callable[[int], None] | None,
 ) -> tuple[dict[str, int], str]:
     """Streams the corpus into the four files at `path`; returns the counts and the digest of all pairs read."""
     outcomes = np.zeros(len(_OUTCOMES), np.int64)
     digest = hashlib.sha256()
     ends = np.zeros(2, np.int64)
-    encoders = (tokenizer.encode_source, tokenizer.encode_target)
+    encoders = [
+        lambda lines, first: tokenizer.encode_source(lines),
+        lambda lines, first: tokenizer.encode_target(lines),
+    ]
+    if sample is not None:
+        processors = tokenizer.source_processor, tokenizer.target_processor
+        encoders = [Sampler(each, config.subword_alpha, (sample, side)).encode for side, each in enumerate(processors)]
     pairs = read_pairs(config, split)
     with contextlib.ExitStack() as stack:
         tokens, offsets = (
@@ -214,7 +225,7 @@ def _write(
         while chunk := list(itertools.islice(pairs, _CHUNK_PAIRS)):
             _digest(digest, chunk)
             encoded = [
-                [[*tags[side], *ids] for ids in encode([pair[side] for pair in chunk])]
+                [[*tags[side], *ids] for ids in encode([pair[side] for pair in chunk], int(outcomes.sum()))]
                 for side, encode in enumerate(encoders)
             ]
             lengths = np.array([[len(ids) for ids in sentences] for sentences in encoded], np.int64)

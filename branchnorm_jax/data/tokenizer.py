@@ -1,6 +1,7 @@
 """SentencePiece: train a vocabulary, save, load, encode, decode."""
 
 import dataclasses
+import functools
 import hashlib
 import io
 import itertools
@@ -86,6 +87,12 @@ class Tokenizer:
         """The pieces of token ids."""
         return self.target_processor.id_to_piece(ids)
 
+    @functools.cached_property
+    def languages(self) -> list[str]:
+        """The languages that have a tag; theirs are the first ids after UNK, as those of all control symbols."""
+        first = self.target_pieces[UNK + 1 :]
+        return [match[1] for match in map(TAG.fullmatch, itertools.takewhile(TAG.fullmatch, first)) if match]
+
     def tags(self, config: DataConfig, target_lang: str) -> Tags:
         """What asks for this language; nothing in a run of a single pair.
 
@@ -99,7 +106,7 @@ class Tokenizer:
         sides = processors if config.tags == "both" else [config.tags]
         found = {side: processors[side].piece_to_id(piece) for side in sides}
         if UNK in found.values():
-            known = ", ".join(match[1] for piece in self.target_pieces if (match := TAG.fullmatch(piece)))
+            known = ", ".join(self.languages)
             raise UserError(f"this model was not trained to translate to {target_lang!r}; its languages are {known}")
         return Tags(**{side: (token,) for side, token in found.items()})
 

@@ -22,7 +22,7 @@ from branchnorm_jax.options import EOS, DecodeConfig, ModelConfig
 def make_model(config: ModelConfig, tokenizer: Tokenizer) -> Transformer:
     """The network of a config for a vocabulary."""
     unused = tokenizer.unused_target if config.mask_unused else ()
-    return Transformer(config, tokenizer.source_size, tokenizer.target_size, unused)
+    return Transformer(config, tokenizer.source_size, tokenizer.target_size, unused, len(tokenizer.languages))
 
 
 class Translation(NamedTuple):

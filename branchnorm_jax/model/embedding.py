@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from branchnorm_jax.options import EOS, PAD, UNK
+from branchnorm_jax.options import PAD, UNK
 
 
 def sinusoids(length: int, width: int, layout: str = "marian") -> np.ndarray:
@@ -45,11 +45,14 @@ def fix_norm(table_VD: jax.Array) -> jax.Array:
     return table_VD * jax.lax.rsqrt(jnp.maximum(squares, 1e-24))
 
 
-def drop_words(tokens_BT: jax.Array, rate: float, key: jax.Array | None) -> jax.Array:
-    """Word dropout: each word becomes UNK with probability `rate`; PAD and EOS stay. The identity without a key."""
+def drop_words(tokens_BT: jax.Array, rate: float, key: jax.Array | None, tags: int = 0) -> jax.Array:
+    """Word dropout: each word becomes UNK with probability `rate`. The identity without a key.
+
+    PAD and EOS stay, and `tags` language tags, whose ids are the first after UNK: nothing else says what is asked for.
+    """
     if key is None or rate == 0.0:
         return tokens_BT
-    drop = jax.random.bernoulli(key, rate, tokens_BT.shape) & (tokens_BT != PAD) & (tokens_BT != EOS)
+    drop = jax.random.bernoulli(key, rate, tokens_BT.shape) & (tokens_BT > UNK + tags)
     return jnp.where(drop, UNK, tokens_BT)
 
 

@@ -47,12 +47,14 @@ class Transformer:
       source_vocab: rows of the source embedding.
       target_vocab: rows of the target embedding.
       unused: target words that get no probability.
+      tags: language tags, whose ids are the first after UNK.
     """
 
     config: ModelConfig
     source_vocab: int
     target_vocab: int
     unused: tuple[int, ...] = ()
+    tags: int = 0
 
     @property
     def recipe(self) -> Recipe:
@@ -355,7 +357,7 @@ class Transformer:
     ) -> jax.Array:
         c, side = self.config, "source" if stack == "encoder" else "target"
         key = _fold(key, 0)
-        tokens_BT = drop_words(tokens_BT, c.word_dropout, _fold(key, 1))
+        tokens_BT = drop_words(tokens_BT, c.word_dropout, _fold(key, 1), self.tags)
         x_BTD = embed(tokens_BT, self._table(params, side), positions)
         if self.recipe.embedding_norm:
             x_BTD = apply_norm(c.norm, params[f"{stack}_embedding_norm"], x_BTD)

@@ -93,7 +93,9 @@ class Run:
         self.plan, self.valid_plans = make_plans(
             config.data, corpus.train, corpus.valid, train.batch_tokens, train.seed
         )
-        self.total = train.steps or math.ceil(train.epochs * self.plan.batches_per_epoch)
+        # What the plan calls an epoch reads each of several tokenisations of the corpus once.
+        self.epoch = self.plan.batches_per_epoch / max(1, config.data.subword_samples)
+        self.total = train.steps or math.ceil(train.epochs * self.epoch)
         self.model = make_model(config.model, corpus.tokenizer)
         self.optimizer = make_optimizer(train)
         self.abstract = abstract_state(self.model, self.optimizer, self.mesh)
@@ -347,8 +349,9 @@ class Run:
             f"{c.method} {c.encoder_layers}L-{c.decoder_layers}L, {count:,} parameters, "
             f"state {state_bytes / 1e6:,.1f} MB, on {jax.device_count()} x {jax.devices()[0].device_kind}"
         )
+        pairs = len(self.corpus.train.lengths) // max(1, self.config.data.subword_samples)
         logs.say(
-            f"{len(self.corpus.train.lengths):,} sentence pairs, {self.plan.batches_per_epoch} updates per epoch, "
+            f"{pairs:,} sentence pairs, {self.epoch:.0f} updates per epoch, "
             f"batches of {', '.join(f'{rows}x{source}+{target}' for rows, source, target in self._shapes())} positions "
             f"({100 * self.plan.fill:.1f} % real tokens)"
         )

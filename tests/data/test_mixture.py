@@ -153,6 +153,7 @@ def test_tags_come_before_what_they_are_for(tmp_path: Path, tags: str) -> None:
         ):
             tag = [pieces.index(f">>{direction.target_lang}<<")] if tags in (side, "both") else []
             assert found.tolist() == tag + corpus.tokenizer.encode_source(lines)[0]
+    assert pieces[3:6] == [f">>{lang}<<" for lang in corpus.tokenizer.languages] == [">>de<<", ">>en<<", ">>fr<<"]
     # What a user writes is never taken for a tag, and a tag is never printed.
     german = pieces.index(">>de<<")
     assert german not in corpus.tokenizer.encode_source([">>de<< one house"])[0]

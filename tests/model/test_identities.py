@@ -225,12 +225,13 @@ def test_fix_norm_does_not_see_the_length_of_a_row() -> None:
     assert float(jnp.abs(before).max()) <= math.sqrt(16) * (1 + 1e-5)
 
 
-def test_word_dropout_replaces_words_at_its_rate() -> None:
+@pytest.mark.parametrize("tags", [0, 5])
+def test_word_dropout_replaces_words_at_its_rate(tags: int) -> None:
     from branchnorm_jax.model.embedding import drop_words
 
     tokens = jnp.arange(40_000).reshape(200, 200) % 50
-    dropped = drop_words(tokens, 0.1, KEY)
-    words = np.asarray(tokens > 2)
+    dropped = drop_words(tokens, 0.1, KEY, tags)
+    words = np.asarray(tokens > 2 + tags)
     changed = np.asarray(dropped != tokens)
     assert not changed[~words].any()
     assert set(np.asarray(dropped)[changed]) == {2}

@@ -72,7 +72,7 @@ def run(directory: Path, poison: int, factor: float, monkeypatch: pytest.MonkeyP
 
     def make_model(*arguments: Any) -> Transformer:
         sound = real(*arguments)
-        return Poisoned(sound.config, sound.source_vocab, sound.target_vocab, sound.unused, poison, factor)
+        return Poisoned(sound.config, sound.source_vocab, sound.target_vocab, sound.unused, sound.tags, poison, factor)
 
     real = loop.make_model
     with monkeypatch.context() as patch:

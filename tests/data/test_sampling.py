@@ -1,0 +1,86 @@
+"""Subword regularisation: pieces are drawn as SentencePiece itself draws them, and by the line's number alone."""
+
+import dataclasses
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from branchnorm_jax.data.batches import make_plans
+from branchnorm_jax.data.numerals import pairs
+from branchnorm_jax.data.prepare import prepare
+from branchnorm_jax.data.sampling import Sampler
+from branchnorm_jax.data.tokenizer import Tokenizer, train_tokenizer
+from branchnorm_jax.options import DataConfig
+
+CONFIG = DataConfig(vocab_size=300, numerals_pairs=400)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    return train_tokenizer(CONFIG, pairs("train", "en", "de", 400), tmp_path_factory.mktemp("sampling") / "v")
+
+
+@pytest.fixture(scope="module")
+def lines() -> list[str]:
+    return [target for _, target in pairs("train", "en", "de", 200)]
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.text(max_size=20), max_size=5), st.integers(0, 9))
+def test_the_text_stays_the_same(tokenizer: Tokenizer, texts: list[str], seed: int) -> None:
+    drawn = Sampler(tokenizer.source_processor, 0.0, (seed,)).encode(texts, 0)
+    best = tokenizer.encode_source(texts)
+    # Of an unknown character the likeliest piece is <unk>; pieces that spell it are the same in both.
+    assert [tokenizer.decode_source(ids) for ids in drawn] == [tokenizer.decode_source(ids) for ids in best]
+
+
+def test_a_large_alpha_takes_the_best(tokenizer: Tokenizer, lines: list[str]) -> None:
+    assert Sampler(tokenizer.source_processor, 1e4, (0,)).encode(lines, 0) == tokenizer.encode_source(lines)
+
+
+@pytest.mark.parametrize("alpha", [0.2, 0.7])
+def test_words_are_drawn_as_sentencepiece_draws_them(tokenizer: Tokenizer, alpha: float) -> None:
+    word, count = "hundert", 20_000
+    ours = Counter(
+        tuple(ids[:-1]) for ids in Sampler(tokenizer.source_processor, alpha, (3,)).encode([word] * count, 0)
+    )
+    theirs = Counter(
+        tuple(tokenizer.source_processor.encode(word, out_type=int, enable_sampling=True, alpha=alpha, nbest_size=64))
+        for _ in range(count)
+    )
+    usual = [pieces for pieces, number in theirs.items() if number > 50]
+    assert len(usual) > 3
+    for pieces in usual:
+        # Five standard errors of the difference of two counts.
+        assert abs(ours[pieces] - theirs[pieces]) < 5 * np.sqrt(2 * theirs[pieces]), pieces
+
+
+def test_a_draw_depends_on_the_number_of_the_line_alone(tokenizer: Tokenizer, lines: list[str]) -> None:
+    sampler = Sampler(tokenizer.source_processor, 0.2, (0, 1))
+    whole = sampler.encode(lines, 1000)
+    assert [ids for index, line in enumerate(lines) for ids in sampler.encode([line], 1000 + index)] == whole
+    assert Sampler(tokenizer.source_processor, 0.2, (0, 1)).encode(lines, 1000) == whole
+    assert Sampler(tokenizer.source_processor, 0.2, (1, 1)).encode(lines, 1000) != whole
+    assert sampler.encode(lines, 0) != whole
+
+
+def test_each_epoch_reads_every_sentence_in_other_pieces(tmp_path: Path) -> None:
+    config = dataclasses.replace(CONFIG, subword_samples=3)
+    corpus = prepare(config, tmp_path, lambda line: None)
+    stores = corpus.train.stores
+    assert [len(store) for store in stores] == [400] * 3
+    assert len({store.fingerprint for store in stores}) == 3
+    first = [[corpus.tokenizer.decode_target(store.target(i)) for i in range(20)] for store in stores]
+    assert first[0] == first[1] == first[2]
+    differ = sum(stores[0].target(i).tolist() != stores[1].target(i).tolist() for i in range(400))
+    assert differ > 200
+    plan, _ = make_plans(config, corpus.train, corpus.valid, 2048, 0)
+    seen = [index for step in range(plan.batches_per_epoch) for row in plan.ids_at(step)[1] for index in row]
+    assert sorted(seen) == list(range(1200))
+    # Validation is not drawn.
+    sentence = next(pairs("valid", "en", "de", 1))[1]
+    assert corpus.valid[0].stores[0].target(0).tolist() == corpus.tokenizer.encode_target([sentence])[0]

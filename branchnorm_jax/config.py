@@ -172,7 +172,8 @@ def _validate(config: Config) -> None:
 def _validate_directions(config: Config) -> None:
     """The pairs of languages."""
     data = config.data
-    for name, pairs in (("data.pairs", data.pairs), ("evaluate.pairs", config.evaluate.pairs)):
+    named = {"data.pairs": data.pairs, "data.valid_pairs": data.valid_pairs, "evaluate.pairs": config.evaluate.pairs}
+    for name, pairs in named.items():
         directions = [(direction.source_lang, direction.target_lang) for direction in data.directions(pairs)]
         if not pairs and directions[0][0] == directions[0][1]:
             raise UserError(f"config: data.source_lang and data.target_lang are both {data.source_lang!r}")

@@ -136,6 +136,7 @@ class DataConfig:
         "",
         "several pairs in one run instead: en-de,fr-de,...; en-de+fr is en-de,en-fr; en+de+fr is all six directions",
     )
+    valid_pairs: str = option("", "pairs: those that are validated; empty: all")
     tags: str = option(
         "source",
         "pairs: the tag of the target language, as >>de<<, comes before the source, the target, or both",
@@ -147,7 +148,7 @@ class DataConfig:
         minimum=1,
         maximum=1000,
     )
-    train_split: str = option("train", "name of the training split")
+    train_split: str = option("train", "name of the training split; tfds: also of another builder, as name/de-en:test")
     valid_split: str = option("valid", "name of the validation split")
     test_split: str = option("test", "name of the test split", free=True)
     numerals_pairs: int = option(40_000, "numerals: training pairs to generate", unit="pairs", minimum=100)

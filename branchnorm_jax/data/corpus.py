@@ -63,9 +63,9 @@ def corpus_key(config: DataConfig, split: str) -> dict[str, Any]:
     if config.source == "text":
         stats = [(path.resolve(), path.stat()) for files in _text_files(config, split) for path in files]
         return key | {"files": [[str(path), stat.st_size, stat.st_mtime_ns] for path, stat in stats]}
-    builder = _tfds_builder(config)
+    builder, name = _tfds_split(config, split)
     return key | {
-        "split": _split_name(config, split),
+        "split": name,
         "builder": builder.info.full_name,
         "folder": str(builder.data_path),
         "size": [builder.info.splits.total_num_examples, int(builder.info.dataset_size)],
@@ -234,8 +234,8 @@ def _zstandard_chunks(path: Path) -> Iterator[bytes]:
 
 
 def _tfds_pairs(config: DataConfig, split: str) -> Iterator[Pair]:
-    builder = _tfds_builder(config)
-    name, read = _split_name(config, split), _tfds_reader(builder, config)
+    builder, name = _tfds_split(config, split)
+    read = _tfds_reader(builder, config)
     try:
         examples = builder.as_data_source(split=name)
     except ValueError as error:  # also for a slice that is empty
@@ -248,15 +248,20 @@ def _tfds_pairs(config: DataConfig, split: str) -> Iterator[Pair]:
             raise UserError(f"{builder.info.full_name}, {name}, example {number}: not valid UTF-8") from error
 
 
-def _tfds_builder(config: DataConfig) -> Any:
-    """The builder that `data.path` names, prepared as array_record."""
-    folder = os.path.expanduser(config.tfds_dir) or None
+def _tfds_split(config: DataConfig, split: str) -> tuple[Any, str]:
+    """The builder, prepared as array_record, and the name of the split in it.
+
+    It is the builder that `data.path` names, but for a split of another one such as wmt14_translate/de-en:test.
+    """
+    folder, path, name = os.path.expanduser(config.tfds_dir) or None, config.path, _split_name(config, split)
+    if "/" in name:
+        path, _, name = name.partition(":")
     try:
-        builder = _tfds_named(config.path.replace("{pair}", config.pair), folder)
+        builder = _tfds_named(path.replace("{pair}", config.pair), folder)
     except UserError:
-        if "{pair}" not in config.path:
+        if "{pair}" not in path:
             raise
-        builder = _tfds_named(config.path.replace("{pair}", _reversed(config)), folder)
+        builder = _tfds_named(path.replace("{pair}", _reversed(config)), folder)
     found = builder.info.file_format.value if builder.is_prepared() else ""
     if found != "array_record":
         place = f", data_dir={folder!r}" if folder else ""
@@ -267,7 +272,7 @@ def _tfds_builder(config: DataConfig) -> Any:
         )
         fault = f"is prepared as {found}, which only tensorflow reads; remove it and" if found else "is not prepared;"
         raise UserError(f'{builder.info.full_name} {fault} run: python -c "{code}"')
-    return builder
+    return builder, name
 
 
 def _tfds_named(name: str, folder: str | None) -> Any:

@@ -12,14 +12,15 @@ from branchnorm_jax.data.corpus import read_pairs
 from branchnorm_jax.data.mixture import Mixture
 from branchnorm_jax.data.store import TokenStore, build_store, describe_counts
 from branchnorm_jax.data.tokenizer import UNUSED, Tokenizer, load_tokenizer, note_unused, train_tokenizer
+from branchnorm_jax.errors import UserError
 from branchnorm_jax.options import DataConfig
 
 
 class Corpus(NamedTuple):
-    """What a run learns from: its directions, all of them for training, and each by itself for validation."""
+    """What a run learns from: all its directions, and what is validated, each direction by itself."""
 
     tokenizer: Tokenizer
-    directions: Sequence[DataConfig]
+    validated: Sequence[DataConfig]
     train: Mixture
     valid: Sequence[Mixture]
 
@@ -41,6 +42,11 @@ def prepare(config: DataConfig, directory: Path, say: Callable[[str], None]) -> 
     With several pairs, each has a folder of its own under `corpus/`.
     """
     vocabulary, directions = directory / "vocabulary", config.directions()
+    validated = [direction for direction in directions if direction in config.directions(config.valid_pairs)]
+    if not validated:
+        raise UserError(
+            f"config: data.valid_pairs={config.valid_pairs}: none of them is among data.pairs={config.pairs}"
+        )
     if vocabulary.exists():
         tokenizer = load_tokenizer(vocabulary)
     else:
@@ -60,8 +66,9 @@ def prepare(config: DataConfig, directory: Path, say: Callable[[str], None]) -> 
             where = folder / f"sample-{sample}"
             train.append(build_store(direction, tokenizer, "train", where, filter=True, tags=tags, sample=sample))
             say(describe_counts(f"{name}, tokenisation {sample + 1}", train[-1]))
-        valid.append(build_store(direction, tokenizer, "valid", folder, filter=False, tags=tags))
-        say(describe_counts(name.replace("train", "valid"), valid[-1]))
+        if direction in validated:
+            valid.append(build_store(direction, tokenizer, "valid", folder, filter=False, tags=tags))
+            say(describe_counts(name.replace("train", "valid"), valid[-1]))
     if not (vocabulary / UNUSED).exists() or not all(store.reused for store in train):
         used = np.unique(np.concatenate([np.unique(store.target_tokens) for store in train]))
         tokenizer = note_unused(tokenizer, used, vocabulary)
@@ -69,4 +76,4 @@ def prepare(config: DataConfig, directory: Path, say: Callable[[str], None]) -> 
     if config.pairs:
         drawn = np.array(mixture.draws).reshape(len(directions), -1)[:, 0]
         say("an epoch draws " + ", ".join(f"{n:,} of {d.pair}" for n, d in zip(drawn, directions, strict=True)))
-    return Corpus(tokenizer, directions, mixture, [Mixture([store]) for store in valid])
+    return Corpus(tokenizer, validated, mixture, [Mixture([store]) for store in valid])

@@ -292,13 +292,13 @@ class Run:
     def _validate(self) -> str:
         """Validates the current state and remembers the result; returns why to stop, or ""."""
         c = self.config.train
-        plans = zip(self.corpus.directions, self.valid_plans, strict=True)
+        plans = zip(self.corpus.validated, self.valid_plans, strict=True)
         each = {direction.pair: self._losses(plan) for direction, plan in plans}
         line: dict[str, Any] = {"step": self.step, **per_token(list(each.values()))}
         check_finite(self.step, "validation loss", line["loss"])
         pairs = {pair: per_token([sums]) for pair, sums in each.items()}
         if c.eval_bleu_sentences:
-            for direction in self.corpus.directions:
+            for direction in self.corpus.validated:
                 pairs[direction.pair]["bleu"] = self._bleu(direction, c.eval_bleu_sentences)
             line["bleu"] = statistics.mean(found["bleu"] for found in pairs.values())
         if self.config.data.pairs:

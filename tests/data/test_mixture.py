@@ -144,8 +144,8 @@ def test_tags_come_before_what_they_are_for(tmp_path: Path, tags: str) -> None:
     said: list[str] = []
     corpus = prepare(_small(config), tmp_path / "run", said.append)
     pieces = corpus.tokenizer.source_pieces
-    assert [direction.pair for direction in corpus.directions] == ["de-en", "fr-en", "en-de", "en-fr"]
-    for direction, store in zip(corpus.directions, corpus.train.stores, strict=True):
+    assert [direction.pair for direction in corpus.validated] == ["de-en", "fr-en", "en-de", "en-fr"]
+    for direction, store in zip(corpus.validated, corpus.train.stores, strict=True):
         pairs = list(read_pairs(direction, "train"))
         for side, found, lines in (
             ("source", store.source(0), [pairs[0][0]]),

@@ -1,0 +1,58 @@
+"""TED talks, low-resource pairs: "Transformers without Tears", Tables 1 and 4 (sk-en, ar-en, en-he, gl-en).
+
+    python main.py --config=configs/ted.py:6L-6L --workdir=runs/sk-en --config.data.tfds_dir=<folder>
+
+Another pair: --config.data.source_lang=ar --config.data.target_lang=en --config.train.eval_every=2000
+--config.train.checkpoint_every=2000 --config.train.steps=400000. Galician, 10,000 pairs, as the paper has it:
+configs/ted.py:4L-4L --config.data.source_lang=gl --config.model.heads=4 --config.model.dropout=0.4
+--config.data.vocab_size=3000 --config.train.eval_every=100 --config.train.checkpoint_every=100
+--config.train.steps=100000 --config.train.patience=50
+
+Prepare the text once, <folder> as above:
+
+    python -c "import tensorflow_datasets as tfds;
+        tfds.builder('ted_multi_translate', data_dir='<folder>', file_format='array_record').download_and_prepare()"
+
+Not trained here; the paper's test BLEU (multi-bleu), Pre-LN with ScaleNorm and FixNorm: gl-en 20.91, sk-en 30.25, en-he
+28.44, ar-en 34.15; Post-LN (--config.model.method=post_ln): 18.47, 29.37, 27.85, 33.39.
+"""
+
+import ml_collections
+
+from branchnorm_jax.config import default_config, set_depth
+
+
+def get_config(depth: str = "") -> ml_collections.ConfigDict:
+    """Slovak-English with the options of the paper's Appendix A."""
+    config = default_config()
+    config.model.method = "pre_scale_norm"
+    config.model.dropout = 0.3
+    config.model.attention_dropout = 0.3
+    config.model.activation_dropout = 0.3
+    config.model.word_dropout = 0.1
+    config.model.mask_unused = True
+    config.data.source = "tfds"
+    config.data.path = "ted_multi_translate"
+    config.data.source_lang = "sk"
+    config.data.target_lang = "en"
+    config.data.valid_split = "validation"
+    config.data.vocab_size = 8000
+    config.data.max_length = 200
+    config.train.steps = 120_000
+    config.train.batch_tokens = 4096
+    config.train.adam_b2 = 0.999
+    config.train.weight_decay = 0.0
+    config.train.clip_norm = 1.0
+    config.train.learning_rate = 3e-4
+    config.train.schedule = "val_decay"
+    config.train.warmup_steps = 8000
+    config.train.decay_factor = 0.8
+    config.train.decay_patience = 3
+    config.train.eval_every = 600
+    config.train.checkpoint_every = 600
+    config.train.eval_bleu_sentences = 2000
+    config.train.patience = 20
+    config.decode.beam_size = 4
+    config.decode.length_penalty = 0.6
+    set_depth(config, depth)
+    return config

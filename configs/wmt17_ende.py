@@ -1,0 +1,37 @@
+"""WMT17 English-German, tested on newstest2014: the BranchNorm paper's Table 1, with its Table 4's options.
+
+    python main.py --config=configs/wmt17_ende.py:18L-18L --workdir=runs/wmt17 --config.data.tfds_dir=<folder>
+
+Prepare the text once (5.9 million pairs; a download of some gigabytes), <folder> as above:
+
+    python -c "import tensorflow_datasets as tfds, tensorflow_datasets.translate;
+        [tfds.builder(name + '_translate/de-en', data_dir='<folder>', file_format='array_record').download_and_prepare()
+        for name in ('wmt17', 'wmt14')]"
+
+The paper: 32 A100, 524,288 tokens an update. On fewer devices --config.train.accumulation splits an update; what fits,
+--mode=plan says. Not trained here; the paper's BLEU (multi-bleu): 29.3 at 6L-6L, 30.3 at 18L-18L, 30.7 at 50L-50L.
+"""
+
+import ml_collections
+
+from branchnorm_jax.config import default_config, set_depth
+
+
+def get_config(depth: str = "") -> ml_collections.ConfigDict:
+    """Transformer base; the paper's options where they differ from the defaults, fairseq's of its WMT17 script."""
+    config = default_config()
+    config.model.dropout = 0.4
+    config.data.source = "tfds"
+    config.data.path = "wmt17_translate/de-en"
+    config.data.valid_split = "wmt14_translate/de-en:validation"  # newstest2013
+    config.data.test_split = "wmt14_translate/de-en:test"  # newstest2014
+    config.data.vocab_size = 40_000
+    config.data.max_length = 250
+    config.data.max_ratio = 1.5
+    config.data.row_multiple = 128
+    config.train.batch_tokens = 128 * 4096
+    config.train.accumulation = 16
+    config.decode.beam_size = 4
+    config.decode.length_penalty = 0.6
+    set_depth(config, depth)
+    return config

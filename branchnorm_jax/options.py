@@ -200,6 +200,11 @@ class DataConfig:
         return list(found.values())
 
     @property
+    def languages(self) -> list[str]:
+        """All languages of the run, sources and targets."""
+        return sorted({lang for found in self.directions() for lang in (found.source_lang, found.target_lang)})
+
+    @property
     def pair(self) -> str:
         """Of a single direction: as en-de."""
         return f"{self.source_lang}-{self.target_lang}"

@@ -6,7 +6,7 @@ The folder holds {train,valid,test}.{de,en}, as fairseq's prepare-iwslt14.sh lea
 training, 7,283 validation and 6,750 test pairs, tokenised and in lower case. Published scores are of that text, and are
 comparable with `multi_bleu`.
 
-The paper's batch, 524,288 tokens, is an eighth of this corpus; on one device the 4096 of fairseq's own recipe are usual:
+The paper's batch, 524,288 tokens, is an eighth of this corpus; on one device 4096 are usual:
 --config.train.batch_tokens=4096 --config.train.accumulation=1 --config.data.row_multiple=8 --config.model.dropout=0.3
 """
 

@@ -54,6 +54,7 @@ def evaluate(config: Config, workdir: Workdir) -> None:
                     direction.target_lang,
                     bar.update,
                     trained.translator.tokenizer.tags(config.data, direction.target_lang),
+                    config.data.languages if config.data.pairs else (),
                 )
         results |= each
         if config.data.pairs:

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from branchnorm_jax.errors import UserError
 from branchnorm_jax.evaluation import bleu
+from branchnorm_jax.evaluation.language import right_language
 
 # Words that every tokeniser here leaves alone, with and without hyphens.
 WORDS = ("a", "b", "c", "Haus", "Tür")
@@ -181,3 +182,11 @@ def test_bad_input(function):
         function(["a", "b"], ["a"], "de")
     with pytest.raises(UserError, match="empty"):
         function([], [], "de")
+
+
+def test_right_language_is_the_share_in_the_language_asked_for() -> None:
+    lines = ["Ein Hund läuft durch den Schnee.", "A dog runs through the snow.", "Ein Mann liest ein Buch.", ""]
+    (score,) = right_language(lines, "de", ["en", "de", "fr"])
+    assert (score.name, score.score) == ("right_language", 50.0)
+    assert score.signature.endswith("among:de,en,fr")
+    assert right_language(lines, "de", ["en", "tlh"]) == []

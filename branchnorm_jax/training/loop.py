@@ -92,7 +92,7 @@ class Run:
         self.total = train.steps or math.ceil(train.epochs * self.plan.batches_per_epoch)
         self.model = make_model(config.model, corpus.tokenizer)
         self.optimizer = make_optimizer(train)
-        self.abstract = abstract_state(self.model, self.optimizer, self.mesh)
+        self.abstract = abstract_state(self.model, self.optimizer, self.mesh, bool(train.ema_decay))
         self.translator = Translator(self.model, corpus.tokenizer, config.decode)
         self.eval_step = jax.jit(make_eval_step(self.model, config))
         self.compiled: dict[Shape, Any] = {}
@@ -114,8 +114,8 @@ class Run:
         """Goes to the newest good checkpoint of at most `until` updates, or to the start if there is none."""
         restored = self.checkpoints.restore_latest(self.abstract, until)
         if restored is None:
-            first = Batch(*to_devices(self.mesh, self.plan.batch_at(0)))
-            self.state = init_state(self.model, self.optimizer, self.mesh, self.config.train.seed, first)
+            first, train = Batch(*to_devices(self.mesh, self.plan.batch_at(0))), self.config.train
+            self.state = init_state(self.model, self.optimizer, self.mesh, train.seed, first, bool(train.ema_decay))
             self.memory = Memory()
         else:
             self.state, memory = restored
@@ -315,7 +315,7 @@ class Run:
     def _bleu(self, count: int) -> float:
         pairs = [pair for pair, _ in zip(read_pairs(self.config.data, "valid"), range(count), strict=False)]
         alpha = self.alpha(self.state.clock)
-        found = self.translator.translate(self.state.params, alpha, [source for source, _ in pairs])
+        found = self.translator.translate(self.state.eval_params, alpha, [source for source, _ in pairs])
         return corpus_bleu([best[0].text for best in found], [ref for _, ref in pairs], self.config.data.target_lang)
 
     def _save(self) -> None:

@@ -286,6 +286,13 @@ class TrainConfig:
         free=True,
     )
     label_smoothing: float = option(0.1, "probability given to the other words", minimum=0, maximum=0.99)
+    ema_decay: float = option(
+        0.0,
+        "decay of an exponential moving average of the parameters, say 0.9999, which validates, translates and is "
+        "exported in their place; 0: none is kept",
+        minimum=0,
+        maximum=0.999999,
+    )
     log_every: int = option(10, "interval of metrics.jsonl lines; 0: never", unit="updates", minimum=0, free=True)
     watch_every: int = option(
         100,

@@ -88,7 +88,7 @@ def update(config: Config, rows: int, length: int) -> tuple[Any, TrainState, Bat
     model = Transformer(config.model, config.data.vocab_size, config.data.vocab_size)
     optimizer = make_optimizer(config.train)
     params = model.abstract_params()
-    state = jax.eval_shape(lambda params: first_state(params, optimizer), params)
+    state = jax.eval_shape(lambda params: first_state(params, optimizer, bool(config.train.ema_decay)), params)
     tokens: Any = jax.ShapeDtypeStruct((rows, length), jnp.int32)
     return make_train_step(model, optimizer, alone), state, Batch(tokens, tokens)
 
@@ -189,7 +189,7 @@ def measured_seconds(config: Config, rows: int, length: int, repetitions: int = 
     tokens = jax.random.randint(jax.random.key(0), (2, rows, length), UNK + 1, config.data.vocab_size)
 
     def start() -> TrainState:
-        return first_state(model.init(jax.random.key(0)), optimizer)
+        return first_state(model.init(jax.random.key(0)), optimizer, bool(config.train.ema_decay))
 
     state, run = jax.jit(start)(), jax.jit(step, donate_argnums=0)
     times = []
@@ -218,6 +218,7 @@ def make_plan(config: Config, progress: Callable[[], Any] = lambda: None) -> dic
     model = Transformer(config.model, vocabulary, vocabulary)
     params = model.abstract_params()
     opt_state = jax.eval_shape(make_optimizer(config.train).init, params)
+    ema_bytes = size_of(params) if config.train.ema_decay else 0
     by_part = {name: _count(part) for name, part in params.items()}
     sentence = min(config.plan.sentence_length, config.data.max_length)
     flops = forward_flops(config, sentence, sentence, vocabulary)
@@ -256,7 +257,8 @@ def make_plan(config: Config, progress: Callable[[], Any] = lambda: None) -> dic
         "parameter_bytes": size_of(params),
         "optimizer_bytes": size_of(opt_state),
         "gradient_bytes": 0 if config.train.update_in_backward else size_of(params),
-        "state_bytes": size_of(params) + size_of(opt_state),
+        "ema_bytes": ema_bytes,
+        "state_bytes": size_of(params) + size_of(opt_state) + ema_bytes,
         "carry_bytes": carry * (config.model.encoder_layers + config.model.decoder_layers),
         "logit_block_bytes": min(config.model.logits_mb * 2**20, 4 * rows * length * vocabulary),
         "group": {
@@ -325,7 +327,9 @@ def format_plan(config: Config, plan: Mapping[str, Any]) -> str:
     m, batch_tokens = config.model, config.train.batch_tokens
     depth, length = f"{m.encoder_layers}L-{m.decoder_layers}L", plan["sentence_length"]
     flops = plan["flops_per_target_token"]
-    gb = {name: plan[f"{name}_bytes"] / 1e9 for name in ("state", "parameter", "optimizer", "gradient", "carry")}
+    sizes = ("state", "parameter", "optimizer", "ema", "gradient", "carry")
+    gb = {name: plan[f"{name}_bytes"] / 1e9 for name in sizes}
+    optimiser = f"{gb['optimizer']:,.3f}" + (f", average {gb['ema']:,.3f}" if gb["ema"] else "")
     parts = ", ".join(f"{name} {number:,}" for name, number in plan["parameters_by_part"].items())
     rows = [
         ("model", f"{m.method} {depth}, width {m.width}/{m.ffn_width}, {m.heads} heads"),
@@ -333,7 +337,7 @@ def format_plan(config: Config, plan: Mapping[str, Any]) -> str:
         ("", parts),
         ("training", f"{flops / 1e6:,.1f} MFLOP per target token at {length:g} tokens a sentence"),
         ("", f"{flops * batch_tokens / 1e12:,.3f} TFLOP per update of {batch_tokens:,} tokens"),
-        ("state", f"{gb['state']:,.3f} GB: parameters {gb['parameter']:,.3f}, optimiser {gb['optimizer']:,.3f}"),
+        ("state", f"{gb['state']:,.3f} GB: parameters {gb['parameter']:,.3f}, optimiser {optimiser}"),
         ("update", f"gradients {gb['gradient']:,.3f} GB, carries of all layers {gb['carry']:,.3f} GB"),
         ("device", f"{plan['devices']} x {plan['device']}, {plan['usable_bytes'] / 1e9:,.1f} GB to use"),
     ]

@@ -1,7 +1,8 @@
 """Checkpoints: asynchronous, atomic, checked. Orbax writes them; this file decides what is in one and which to trust.
 
-A checkpoint of step t holds the parameters, the rest of the train state, and JSON with checksums of both and with what
-the loop remembers. Nothing is restored whose checksums differ: Orbax itself does not notice flipped bits.
+A checkpoint of step t holds the parameters that are used (of a run that averages them, the average), the rest of the
+train state, and JSON with checksums of both and with what the loop remembers. Nothing is restored whose checksums
+differ: Orbax itself does not notice flipped bits.
 """
 
 import dataclasses
@@ -23,9 +24,6 @@ from branchnorm_jax.model.parameters import Params
 from branchnorm_jax.model.transformer import BranchScale
 from branchnorm_jax.options import TrainConfig
 from branchnorm_jax.training.state import TrainState, checksums
-
-TRAINING = tuple(field.name for field in dataclasses.fields(TrainState) if field.name != "params")
-"""Fields of the train state beside the parameters."""
 
 Memory = dict[str, Any]
 """What the loop remembers between runs, JSON."""
@@ -131,9 +129,9 @@ class Checkpoints:
           score: validation score of exactly this state (more is better), if there is one.
         """
         step = int(state.step)
-        rest = {name: getattr(state, name) for name in TRAINING}
+        rest = _rest(state)
         sums = {
-            "params": checksums(state.params).tolist(),
+            "params": checksums(state.eval_params).tolist(),
             "training": checksums(rest).tolist(),
         }
         values = jax.tree.map(lambda leaf: np.asarray(leaf).tolist(), alpha)
@@ -144,7 +142,7 @@ class Checkpoints:
             saved = self._manager.save(
                 step,
                 args=ocp.args.Composite(
-                    params=ocp.args.StandardSave(state.params),
+                    params=ocp.args.StandardSave(state.eval_params),
                     training=ocp.args.StandardSave(rest),
                     memory=ocp.args.JsonSave({"checksums": sums, "memory": memory, "alpha": values}),
                 ),
@@ -233,20 +231,19 @@ class Checkpoints:
         raise UserError(f"{self._directory}: checkpoint {which!r} cannot be read")
 
     def _restore(self, step: int, abstract: TrainState) -> tuple[TrainState, Memory]:
-        rest = {name: getattr(abstract, name) for name in TRAINING}
         restored = self._manager.restore(
             step,
             args=ocp.args.Composite(
-                params=ocp.args.StandardRestore(abstract.params),
-                training=ocp.args.StandardRestore(rest),
+                params=ocp.args.StandardRestore(abstract.eval_params),
+                training=ocp.args.StandardRestore(_rest(abstract)),
                 memory=ocp.args.JsonRestore(),
             ),
         )
         saved = restored["memory"]
         _check("parameters", restored["params"], saved["checksums"]["params"])
         _check("optimiser state", restored["training"], saved["checksums"]["training"])
-        training = restored["training"]
-        return TrainState(params=restored["params"], **training), saved["memory"]
+        used = {"params" if abstract.ema is None else "ema": restored["params"]}
+        return TrainState(**restored["training"], **used), saved["memory"]
 
     def forget_after(self, step: int) -> None:
         """Deletes checkpoints newer than `step`, damaged or rolled back, so that they can be written again."""
@@ -258,6 +255,12 @@ class Checkpoints:
         full = getattr(error, "errno", None) == errno.ENOSPC or "No space" in str(error)
         reason = "no space left on the device" if full else _summary(error)
         return StorageError(f"{self._directory}: {what} could not be written: {reason}; earlier checkpoints are kept")
+
+
+def _rest(state: TrainState) -> dict[str, Any]:
+    """By field, the train state without `eval_params`."""
+    fields = {field.name: getattr(state, field.name) for field in dataclasses.fields(state)}
+    return {name: value for name, value in fields.items() if value is not None and value is not state.eval_params}
 
 
 def _check(what: str, tree: Any, expected: list[int]) -> None:

@@ -98,7 +98,7 @@ class Run:
         self.total = train.steps or math.ceil(train.epochs * self.epoch)
         self.model = make_model(config.model, corpus.tokenizer)
         self.optimizer = make_optimizer(train)
-        self.abstract = abstract_state(self.model, self.optimizer, self.mesh)
+        self.abstract = abstract_state(self.model, self.optimizer, self.mesh, bool(train.ema_decay))
         self.translator = Translator(self.model, corpus.tokenizer, config.decode)
         self.eval_step = jax.jit(make_eval_step(self.model, config))
         self.compiled: dict[Shape, Any] = {}
@@ -120,8 +120,8 @@ class Run:
         """Goes to the newest good checkpoint of at most `until` updates, or to the start if there is none."""
         restored = self.checkpoints.restore_latest(self.abstract, until)
         if restored is None:
-            first = Batch(*to_devices(self.mesh, self.plan.batch_at(0)))
-            self.state = init_state(self.model, self.optimizer, self.mesh, self.config.train.seed, first)
+            first, train = Batch(*to_devices(self.mesh, self.plan.batch_at(0))), self.config.train
+            self.state = init_state(self.model, self.optimizer, self.mesh, train.seed, first, bool(train.ema_decay))
             self.memory = Memory()
         else:
             self.state, memory = restored
@@ -332,7 +332,7 @@ class Run:
         pairs = [pair for pair, _ in zip(read_pairs(direction, "valid"), range(count), strict=False)]
         tags = [self.corpus.tokenizer.tags(self.config.data, direction.target_lang)] * len(pairs)
         alpha = self.alpha(self.state.clock)
-        found = self.translator.translate(self.state.params, alpha, [source for source, _ in pairs], tags=tags)
+        found = self.translator.translate(self.state.eval_params, alpha, [source for source, _ in pairs], tags=tags)
         return corpus_bleu([best[0].text for best in found], [ref for _, ref in pairs], direction.target_lang)
 
     def _save(self) -> None:

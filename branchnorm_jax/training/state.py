@@ -40,6 +40,7 @@ class TrainState:
       clock: updates that BranchNorm's alpha has grown for, int32 []; see `schedules.alpha`.
       held: for how many updates that clock will stand, int32 []; see `schedules.tick`.
       usual: what losses and updates have been of late.
+      ema: moving average of the parameters, in their types; None where `train.ema_decay` asks for none.
     """
 
     step: jax.Array
@@ -49,12 +50,20 @@ class TrainState:
     clock: jax.Array
     held: jax.Array
     usual: Usual
+    ema: Params | None = None
+
+    @property
+    def eval_params(self) -> Params:
+        """The parameters that validate, translate and are exported."""
+        return self.params if self.ema is None else self.ema
 
 
-def first_state(params: Params, optimizer: optax.GradientTransformation) -> TrainState:
-    """The state before the first update of these parameters."""
+def first_state(params: Params, optimizer: optax.GradientTransformation, ema: bool = False) -> TrainState:
+    """The state before the first update of these parameters; `ema`: with a moving average of them."""
     zero = jnp.zeros((), jnp.int32)
-    return TrainState(zero, params, optimizer.init(params), jnp.ones(()), zero, zero, nothing_seen())
+    # Copies: an array that is in the state twice could not be given up to the update.
+    average = jax.tree.map(jnp.copy, params) if ema else None
+    return TrainState(zero, params, optimizer.init(params), jnp.ones(()), zero, zero, nothing_seen(), average)
 
 
 def abstract_params(model: Transformer, mesh: Mesh) -> Params:
@@ -68,19 +77,24 @@ def _place(leaf: jax.ShapeDtypeStruct, split: NamedSharding) -> Any:
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=split)
 
 
-def abstract_state(model: Transformer, optimizer: optax.GradientTransformation, mesh: Mesh) -> TrainState:
+def abstract_state(
+    model: Transformer, optimizer: optax.GradientTransformation, mesh: Mesh, ema: bool = False
+) -> TrainState:
     """Shapes, dtypes and shardings of the state; nothing is allocated.
 
-    The optimiser's moments are split as the parameters that they belong to; all else is on every device.
+    The optimiser's moments and the average are split as the parameters that they belong to; all else is on every
+    device.
     """
     params = abstract_params(model, mesh)
-    state = jax.eval_shape(lambda params: first_state(params, optimizer), params)
+    state = jax.eval_shape(lambda params: first_state(params, optimizer, ema), params)
     whole = sharding(mesh)
     by_param = jax.tree.map(lambda leaf: leaf.sharding, params)
     by_moment = optax.tree.map_params(
         optimizer.init, lambda _, split: split, state.opt_state, by_param, transform_non_params=lambda _: whole
     )
-    splits = jax.tree.map(lambda _: whole, state).replace(params=by_param, opt_state=by_moment)
+    splits = jax.tree.map(lambda _: whole, state).replace(
+        params=by_param, opt_state=by_moment, ema=by_param if ema else None
+    )
     return jax.tree.map(_place, state, splits)
 
 
@@ -94,21 +108,26 @@ def init_params(model: Transformer, seed: int, first: Batch) -> Params:
 
 
 def init_state(
-    model: Transformer, optimizer: optax.GradientTransformation, mesh: Mesh, seed: int, first: Batch
+    model: Transformer,
+    optimizer: optax.GradientTransformation,
+    mesh: Mesh,
+    seed: int,
+    first: Batch,
+    ema: bool = False,
 ) -> TrainState:
     """The state at step 0, made in place on the devices that hold it. The numbers do not depend on the mesh."""
 
     def create(first: Batch) -> TrainState:
-        return first_state(init_params(model, seed, first), optimizer)
+        return first_state(init_params(model, seed, first), optimizer, ema)
 
-    shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract_state(model, optimizer, mesh))
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract_state(model, optimizer, mesh, ema))
     return jax.jit(create, out_shardings=shardings)(first)
 
 
 def sha256(state: TrainState) -> str:
-    """Hex digest of the parameters and the optimiser's state, leaf by leaf in the order of their sorted paths."""
+    """Hex digest of parameters, optimiser's state and average, leaf by leaf in the order of their sorted paths."""
     digest = hashlib.sha256()
-    leaves = jax.tree_util.tree_leaves_with_path((state.params, state.opt_state))
+    leaves = jax.tree_util.tree_leaves_with_path((state.params, state.opt_state, state.ema))
     for path, leaf in sorted((jax.tree_util.keystr(path), leaf) for path, leaf in leaves):
         digest.update(path.encode())
         digest.update(np.ascontiguousarray(jax.device_get(leaf)).tobytes())

@@ -134,18 +134,30 @@ def make_train_step(
             good &= jnp.isfinite(loss + grad_norm + update_norm)
         if train.spike == "skip":
             good &= ~(above > train.spike_deviations).any()
-        kept = made.params, made.opt_state
+        ema = None if state.ema is None else moved_average(state.ema, made.params, train.ema_decay, state.step)
+        kept = made.params, made.opt_state, ema
         if "skip" in (train.nonfinite, train.spike):
-            kept = jax.tree.map(lambda new, old: jnp.where(good, new, old), kept, (state.params, state.opt_state))
+            before = state.params, state.opt_state, state.ema
+            kept = jax.tree.map(lambda new, old: jnp.where(good, new, old), kept, before)
         if sown:
             layers = layer_statistics(layers, made.gradient, made.change, made.before, alpha_t)
         mean_alpha = jnp.concatenate([jnp.ravel(leaf) for leaf in jax.tree.leaves(alpha_t)]).mean()
         metrics = Metrics(loss, nll, rate, mean_alpha, grad_norm, update_norm, above[0], above[1], tokens, layers)
         clock, held = tick(state.clock, state.held, made.gradient)
         usual = remember(state.usual, figures, train.spike_deviations)
-        return TrainState(state.step + 1, *kept, state.rate_scale, clock, held, usual), metrics
+        params, opt_state, ema = kept
+        return TrainState(state.step + 1, params, opt_state, state.rate_scale, clock, held, usual, ema), metrics
 
     return train_step
+
+
+def moved_average(ema: Params, params: Params, decay: float, step: jax.Array) -> Params:
+    """d ema + (1 - d) params with d = min(decay, (1 + t) / (10 + t)), for the parameters that update t = `step` made.
+
+    The average begins with the untrained parameters: as in TensorFlow and Marian, a decay that grows forgets them soon.
+    """
+    share = jnp.maximum(1 - decay, 9 / (10 + step.astype(jnp.float32)))
+    return jax.tree.map(lambda mean, new: mean + share * (new - mean), ema, params)
 
 
 def loss_scale(tokens: jax.Array) -> jax.Array:
@@ -234,10 +246,10 @@ def _total(found: Norms) -> jax.Array:
 
 
 def make_eval_step(model: Transformer, config: Config) -> Callable[[TrainState, Batch], LossSums]:
-    """Loss sums of a validation batch, without dropout, at the state's own alpha."""
+    """Loss sums of a validation batch, without dropout, of `TrainState.eval_params` at the state's own alpha."""
     alpha = schedules.alpha(config.model)
 
     def eval_step(state: TrainState, batch: Batch) -> LossSums:
-        return loss_sums(model, state.params, batch, alpha(state.clock), config.train.label_smoothing)[0]
+        return loss_sums(model, state.eval_params, batch, alpha(state.clock), config.train.label_smoothing)[0]
 
     return eval_step

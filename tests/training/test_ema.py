@@ -148,7 +148,7 @@ def test_it_is_what_validates_and_what_others_read(straight: Workdir) -> None:
         np.testing.assert_array_equal(flat(params), flat(state.ema))
         assert (alpha, step) == (20 / 40, 20)
     corpus = prepare(RUN.data, straight.path, logs.say)
-    _, valid = make_plans(RUN.data, corpus.train, corpus.valid, RUN.train.batch_tokens, RUN.train.seed)
+    _, (valid,) = make_plans(RUN.data, corpus.train, corpus.valid, RUN.train.batch_tokens, RUN.train.seed)
     sums = jax.jit(lambda params, batch: loss_sums(model, params, batch, alpha, 0.1)[0])
 
     def loss(params: Any) -> float:
@@ -164,7 +164,7 @@ def test_nothing_else_is_needed_to_translate(straight: Workdir) -> None:
     """The run's own translations, which BLEU is of, are those of the restored model."""
     run = loop.Run(RUN, straight, prepare(RUN.data, straight.path, logs.say))
     run.state = dataclasses.replace(run.state, params={})
-    assert np.isfinite(run._bleu(2))
+    assert np.isfinite(run._bleu(RUN.data, 2))
     trained = load(RUN, straight)
     np.testing.assert_array_equal(flat(trained.params), flat(run.state.ema))
 

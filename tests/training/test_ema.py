@@ -48,11 +48,10 @@ def flat(tree: Any) -> np.ndarray:
 @pytest.mark.parametrize(
     ("model", "train", "empty"),
     [
-        ({}, {"accumulation": 2, "clip_norm": 1.0}, ()),
-        ({}, {"nonfinite": "skip"}, (4, 9)),
-        ({"remat": "nested"}, {"update_in_backward": True}, ()),
+        pytest.param({}, {"accumulation": 2, "clip_norm": 1.0}, (), id="accumulation", marks=pytest.mark.slow),
+        pytest.param({}, {"nonfinite": "skip"}, (4, 9), id="skip"),
+        pytest.param({"remat": "nested"}, {"update_in_backward": True}, (), id="in_backward", marks=pytest.mark.slow),
     ],
-    ids=["accumulation", "skip", "in_backward"],
 )
 def test_closed_form(model: dict[str, Any], train: dict[str, Any], empty: tuple[int, ...]) -> None:
     """sum_k share_k prod_(j > k) (1 - share_j) theta_k over the parameters of all times, the first ones' share 1.
@@ -169,6 +168,7 @@ def test_nothing_else_is_needed_to_translate(straight: Workdir) -> None:
     np.testing.assert_array_equal(flat(trained.params), flat(run.state.ema))
 
 
+@pytest.mark.slow
 def test_the_plan_counts_it() -> None:
     run = Config(
         model=dataclasses.replace(MODEL, width=64, ffn_width=256, remat="full"),

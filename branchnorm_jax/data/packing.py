@@ -12,7 +12,7 @@ import numpy as np
 
 from branchnorm_jax.errors import UserError
 
-SENTENCES = 6
+SENTENCES = 4
 """A short row holds so many sentences of average length: rather more fill it no better and cost more attention."""
 
 _BALANCE = 2.0

@@ -63,7 +63,7 @@ def test_shapes_grow_by_two_and_keep_to_the_budget(lengths: list[tuple[int, int]
 def test_sides_are_as_long_as_the_sentences_are() -> None:
     kinds = np.array([[10, 20]] * 50)
     (shape,) = choose_shapes(kinds, kinds.max(0), 4096, 4, 8)
-    assert shape == Shape(32, 60, 120)
+    assert shape == Shape(48, 40, 80)
 
 
 def test_too_small_a_batch_is_the_users_mistake() -> None:
@@ -141,7 +141,7 @@ def test_each_epoch_has_other_sentences_in_a_row() -> None:
         {frozenset(row.tolist()) for step in range(plan.batches_per_epoch) for row in plan.ids_at(first + step)[1]}
         for first in (0, plan.batches_per_epoch)
     ]
-    assert len(rows[0]) == len(rows[1]) == 10
+    assert len(rows[0]) == len(rows[1]) == 15
     assert not rows[0] & rows[1]
 
 
@@ -176,10 +176,10 @@ def test_fill_counts_real_tokens() -> None:
 
 def test_a_few_batches_are_made_equal() -> None:
     """10 rows in batches of up to 8: two of 6, for rows are a multiple of 2, rather than 8 and 2."""
-    sentences = Text(np.array([Kind(10, 10)] * 60))
-    plan, _ = make_plans(DataConfig(row_multiple=2), sentences, [sentences], 8 * 64, 0)
+    sentences = Text(np.array([Kind(10, 10)] * 40))
+    plan, _ = make_plans(DataConfig(row_multiple=2), sentences, [sentences], 8 * 40, 0)
     assert plan.rows == [10]
-    assert plan.shapes == [Shape(6, 64, 64)]
+    assert plan.shapes == [Shape(6, 40, 40)]
 
 
 def test_validation_sees_each_sentence_once() -> None:

@@ -1,0 +1,85 @@
+"""The commands of the documents do what the documents say."""
+
+import os
+import re
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+from branchnorm_jax.data import numerals
+from tests.conftest import ROOT
+
+SMALLER = (
+    "--config.model.encoder_layers=2 --config.model.decoder_layers=2 --config.model.width=16 "
+    "--config.model.ffn_width=32 --config.model.heads=2 --config.data.vocab_size=300 --config.train.batch_tokens=1024 "
+    "--config.train.warmup_steps=9 --config.train.learning_rate=5e-3 --config.train.checkpoint_every=5 "
+    "--config.train.eval_bleu_sentences=2 --config.decode.max_length_a=0.5 --config.train.epochs=1"
+)
+"""Appended to the commands that train."""
+
+
+def blocks(document: str, language: str) -> list[str]:
+    """Code blocks of a document."""
+    text = (ROOT / "docs" / document).read_text(encoding="utf-8")
+    return re.findall(rf"^```{language}\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+
+
+@pytest.fixture
+def house(tmp_path: Path) -> Path:
+    """A folder that looks like a checkout, with text of a user's own."""
+    for name in ("main.py", "configs", "branchnorm_jax"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    (tmp_path / "text").mkdir()
+    for split, count in (("train", 300), ("valid", 20), ("test", 20)):
+        for lang, lines in zip(("en", "de"), zip(*numerals.pairs(split, "en", "de", count), strict=True), strict=True):
+            (tmp_path / "text" / f"{split}.{lang}").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return tmp_path
+
+
+@pytest.mark.slow
+def test_from_two_text_files_to_a_served_model(house: Path) -> None:
+    """docs/translation.md, from top to bottom."""
+    environment = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "JAX_PLATFORMS": "cpu"}
+    server: subprocess.Popen[bytes] | None = None
+    try:
+        for block in blocks("translation.md", "bash"):
+            commands = re.sub(r"\\\n\s*", "", block).strip()
+            commands = re.sub(r"(?m)^python main\.py --config=.*$", lambda found: f"{found[0]} {SMALLER}", commands)
+            if "--mode=serve" in commands:
+                server = subprocess.Popen(commands.split(), cwd=house, env=environment)
+                wait_for("http://localhost:8000/health")
+                continue
+            done = subprocess.run(
+                ["bash", "-euo", "pipefail", "-c", commands], cwd=house, env=environment, capture_output=True, text=True
+            )
+            assert done.returncode == 0, f"{commands}\n{done.stderr}"
+            if "curl" in commands:
+                assert done.stdout.count('"score"') == 4
+        for block in blocks("translation.md", "python"):
+            done = subprocess.run([sys.executable, "-c", block], cwd=house, capture_output=True, text=True)
+            assert done.returncode == 0, done.stderr
+    finally:
+        if server is not None:
+            server.terminate()
+            server.wait()
+    assert len((house / "test.hypothesis").read_text(encoding="utf-8").splitlines()) == 20
+    for name in ("runs/mine/curves.png", "runs/mine/results.json", "runs/both/compare.html", "runs/many/status.json"):
+        assert (house / name).stat().st_size > 0, name
+    for name in ("ctranslate2/model.bin", "ctranslate2-int8/model.bin", "huggingface/model.safetensors"):
+        assert (house / "runs/mine/export" / name).stat().st_size > 0, name
+
+
+def wait_for(address: str, seconds: float = 300) -> None:
+    """Until a server answers."""
+    until = time.monotonic() + seconds
+    while True:
+        try:
+            urllib.request.urlopen(address).read()
+            return
+        except OSError:
+            assert time.monotonic() < until, f"{address} does not answer"
+            time.sleep(1)

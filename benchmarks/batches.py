@@ -44,7 +44,7 @@ def main() -> None:
             begin, seen, tokens, positions = time.perf_counter(), np.zeros(len(corpus.train.lengths), int), 0, 0
             for step in range(epoch * plan.batches_per_epoch, (epoch + 1) * plan.batches_per_epoch):
                 batch = plan.batch_at(step)
-                tokens += np.count_nonzero(batch.source) + np.count_nonzero(batch.target)
+                tokens += int((batch.source != 0).sum() + (batch.target != 0).sum())
                 positions += batch.source.size + batch.target.size
                 np.add.at(seen, np.concatenate(plan.ids_at(step)[1]), 1)
             assert (seen == 1).all(), "a pair came not once"

@@ -320,6 +320,15 @@ class DecodeConfig:
     token_scores: bool = option(
         False, "translate: print the pieces of each translation with their log-probabilities", free=True
     )
+    alignments: bool = option(
+        False, "translate: print which source piece each piece of a translation looks at most: 0-0 2-1 ...", free=True
+    )
+    alignment_layer: int = option(
+        0,
+        "decoder layer whose cross-attention that is, from 1, the mean of its heads; 0: all layers'",
+        minimum=0,
+        free=True,
+    )
     batch_tokens: int = option(4096, "source positions x beam decoded at once", unit="tokens", minimum=1, free=True)
 
 

@@ -33,6 +33,10 @@ class Translation(NamedTuple):
     log_prob: float
     pieces: tuple[tuple[str, float], ...] = ()
     """Its tokens and their log-probabilities, EOS last."""
+    tokens: tuple[int, ...] = ()
+    """Their ids."""
+    attention: np.ndarray | None = None
+    """How much each of them looks at each source token, float32 [target tokens, source tokens], where asked for."""
 
 
 class Member(NamedTuple):
@@ -83,29 +87,62 @@ class Translator:
           progress: called with the number of lines that were finished.
           prefixes: what the translation of each line begins with.
         """
-        limit = self.config.max_input_length
+        sources, cut = self.sources(lines)
+        numbers = range(first_line, first_line + len(lines))
+        for index, warning in cut.items():
+            self.warn(f"line {numbers[index]}: {warning}")
+        results = self.search(params, branch_scale, sources, numbers, progress, prefixes)
+        for number, found in zip(numbers, results, strict=True):
+            if found[0].score == -math.inf:
+                self.warn(f"line {number}: no translation was found that begins as asked")
+        return self.attended(params, branch_scale, sources, results) if self.config.alignments else results
+
+    def sources(self, lines: Sequence[str]) -> tuple[list[list[int]], dict[int, str]]:
+        """Token ids of source text, EOS last, and by index a warning for each line that had to be cut."""
+        limit, cut = self.config.max_input_length, {}
         sources = self.tokenizer.encode_source(list(lines))
         for index, ids in enumerate(sources):
             if len(ids) > limit:
-                self.warn(f"line {first_line + index}: cut from {len(ids)} to {limit} tokens")
+                cut[index] = f"cut from {len(ids)} to {limit} tokens"
                 sources[index] = [*ids[: limit - 1], EOS]
-        results = [[Translation("", 0.0, 0.0)] * self.config.nbest for _ in lines]
-        begins = [ids[:-1] for ids in self.tokenizer.encode_target(list(prefixes))] if prefixes else [[]] * len(lines)
+        return sources, cut
+
+    def search(
+        self,
+        params: Params,
+        branch_scale: BranchScale,
+        sources: Sequence[Sequence[int]],
+        numbers: Sequence[int],
+        progress: Callable[[int], Any] = lambda done: None,
+        prefixes: Sequence[str] | None = None,
+    ) -> list[list[Translation]]:
+        """`translate` for token ids of lines with these numbers, without warnings and attention."""
+        results = [[Translation("", 0.0, 0.0)] * self.config.nbest for _ in sources]
+        begins = [ids[:-1] for ids in self.tokenizer.encode_target(list(prefixes))] if prefixes else [[]] * len(sources)
         # Of only EOS, nothing is to be translated.
         asked = [index for index, ids in enumerate(sources) if len(ids) > 1 or begins[index]]
-        progress(len(lines) - len(asked))
+        progress(len(sources) - len(asked))
         for place, found in self.engine.search(
             self._weights(params, branch_scale),
             [sources[index] for index in asked],
-            [first_line + index for index in asked],
+            [numbers[index] for index in asked],
             [begins[index] for index in asked],
         ):
-            index = asked[place]
-            results[index] = [self._translation(found, rank) for rank in range(self.config.nbest)]
-            if results[index][0].score == -math.inf:
-                self.warn(f"line {first_line + index}: no translation was found that begins as asked")
+            results[asked[place]] = [self._translation(found, rank) for rank in range(self.config.nbest)]
             progress(1)
         return results
+
+    def attended(
+        self,
+        params: Params,
+        branch_scale: BranchScale,
+        sources: Sequence[Sequence[int]],
+        found: Sequence[Sequence[Translation]],
+    ) -> list[list[Translation]]:
+        """Translations of token ids with their `attention`."""
+        flat = [(source, one) for source, each in zip(sources, found, strict=True) for one in each]
+        maps = iter(self.attention(params, branch_scale, [s for s, _ in flat], [one.tokens for _, one in flat]))
+        return [[one._replace(attention=next(maps)) for one in each] for each in found]
 
     def _translation(self, found: Hypotheses, rank: int) -> Translation:
         """The hypothesis of this rank, of those of one sentence."""
@@ -118,6 +155,7 @@ class Translator:
             float(found.scores[rank]),
             float(found.log_probs[rank]),
             tuple(zip(pieces, each, strict=True)),
+            tuple(tokens[:length]),
         )
 
     def score(
@@ -144,6 +182,27 @@ class Translator:
             log_probs = jax.device_get(self._forced(self._weights(params, branch_scale), *batch))
             for row, index in enumerate(indices):
                 results[index] = log_probs[row, : len(targets[index])]
+        return results
+
+    def attention(
+        self,
+        params: Params,
+        branch_scale: BranchScale,
+        sources: Sequence[Sequence[int]],
+        targets: Sequence[Sequence[int]],
+    ) -> list[np.ndarray]:
+        """How much each token of each target looks at each of its source: float32 [target tokens, source tokens].
+
+        The mean over heads of the cross-attention that predicts the token, of layer `decode.alignment_layer` or of all
+        layers, and of all models that vote: rows sum to 1. Token ids that end in EOS; a target may be empty.
+        """
+        results = [np.zeros((len(t), len(s)), np.float32) for s, t in zip(sources, targets, strict=True)]
+        longer = [max(len(s), len(t)) for s, t in zip(sources, targets, strict=True)]
+        for indices, length, rows in self._batches(longer):
+            batch = [pad([side[index] for index in indices], rows, length) for side in (sources, targets)]
+            looks = jax.device_get(self._looks(self._weights(params, branch_scale), *batch))
+            for row, index in enumerate(indices):
+                results[index] = looks[row, : len(targets[index]), : len(sources[index])]
         return results
 
     def _batches(self, lengths: Sequence[int]) -> Iterator[tuple[list[int], int, int]]:
@@ -178,3 +237,28 @@ class Translator:
             return jax.nn.logsumexp(jnp.stack(each), axis=0) - jnp.log(len(each))
 
         return forced
+
+    @functools.cached_property
+    def _looks(self) -> Callable[[Weights, np.ndarray, np.ndarray], jax.Array]:
+        models, layer = self.engine.models, self.config.alignment_layer
+
+        @jax.jit
+        def looks(weights: Weights, source: jax.Array, target: jax.Array) -> jax.Array:
+            each = []
+            for model, (params, branch_scale) in zip(models, weights, strict=True):
+                depth = model.config.decoder_layers
+                look_M = jnp.arange(1, depth + 1) == layer if layer else jnp.full(depth, 1 / depth)
+                inputs = decoder_inputs(target)
+                each.append(model.attention(params, source, inputs, branch_scale, look_M.astype(jnp.float32)))
+            return jnp.stack(each).mean(0)
+
+        return looks
+
+
+def pharaoh(attention: np.ndarray) -> list[tuple[int, int]]:
+    """(i, j): source token i is what target token j looks at most, counted from 0, EOS left out on both sides.
+
+    fairseq's `--print-alignment`. Of equals the first; `attention` as `Translator.attention` gives it.
+    """
+    inner = attention[:-1, :-1]
+    return [(int(row.argmax()), j) for j, row in enumerate(inner)] if inner.size else []

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from branchnorm_jax.decoding.translate import Translation
+from branchnorm_jax.decoding.translate import Translation, pharaoh
 from branchnorm_jax.errors import UserError
 from branchnorm_jax.modes.common import Trained, load, read_chunks
 from branchnorm_jax.options import Config, DecodeConfig
@@ -153,13 +153,16 @@ def format_hypotheses(index: int, hypotheses: list[Translation], config: DecodeC
     """What is printed for a line, of which `index` came before.
 
     The best translation; with n-best "line ||| text ||| score" for each, lines counted from 0 as Moses does. With
-    `decode.token_scores` pieces and their log-probabilities follow: "text ||| piece:-0.12 ...".
+    `decode.token_scores` pieces and their log-probabilities follow: "text ||| piece:-0.12 ...", and with
+    `decode.alignments` pairs of source and target piece: "text ||| 0-0 2-1 ...".
     """
     printed = []
     for found in hypotheses:
         fields = [found.text] if config.nbest == 1 else [str(index), found.text, f"{found.score:.4f}"]
         if config.token_scores:
             fields.append(" ".join(f"{piece}:{log_prob:.4f}" for piece, log_prob in found.pieces))
+        if found.attention is not None:
+            fields.append(" ".join(f"{i}-{j}" for i, j in pharaoh(found.attention)))
         printed.append(" ||| ".join(fields))
     return printed
 

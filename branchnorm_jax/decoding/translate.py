@@ -12,7 +12,7 @@ import numpy as np
 
 from branchnorm_jax.data.tokenizer import Tokenizer
 from branchnorm_jax.decoding.beam import Hypotheses
-from branchnorm_jax.decoding.engine import Engine, Weights, pad, padded_length
+from branchnorm_jax.decoding.engine import SHORTEST, Engine, Weights, coarse, pad, padded_length, rounded
 from branchnorm_jax.model.parameters import Params
 from branchnorm_jax.model.places import decoder_inputs
 from branchnorm_jax.model.transformer import BranchScale, Transformer
@@ -57,6 +57,7 @@ class Translator:
       config: the options of decoding.
       warn: receives one line for each input that had to be cut.
       others: models of the same vocabulary that vote with it.
+      rounding: see `Engine`.
     """
 
     model: Transformer
@@ -64,6 +65,7 @@ class Translator:
     config: DecodeConfig
     warn: Callable[[str], None] = lambda line: None
     others: tuple[Member, ...] = ()
+    rounding: Callable[[int], int] = rounded
 
     def translate(
         self,
@@ -158,6 +160,17 @@ class Translator:
             tuple(tokens[:length]),
         )
 
+    def warm_up(self, params: Params, branch_scale: BranchScale, longest: int) -> None:
+        """Compiles what lines and translations of up to `longest` tokens need, their attention included."""
+        weights = self._weights(params, branch_scale)
+        self.engine.warm_up(weights, longest)
+        length = SHORTEST
+        while length <= padded_length(longest):
+            full = max(1, self.config.batch_tokens // length)
+            for rows in {min(full, coarse(count)) for count in range(1, full + 1)}:
+                self._looks(weights, *[pad([], rows, length)] * 2)
+            length *= 2
+
     def score(
         self, params: Params, branch_scale: BranchScale, pairs: Sequence[tuple[str, str]]
     ) -> list[tuple[float, int]]:
@@ -213,13 +226,13 @@ class Translator:
             rows = max(1, self.config.batch_tokens // length)
             same = [index for index in order[-rows:] if padded_length(lengths[index]) == length]
             del order[-len(same) :]
-            # One line by itself (interactive use) is not worth a full batch.
-            yield same, length, 1 if len(same) == 1 else rows
+            # A few lines (interactive use) are not worth a full batch.
+            yield same, length, min(rows, coarse(len(same)))
 
     @functools.cached_property
     def engine(self) -> Engine:
         """What searches."""
-        return Engine((self.model, *(other.model for other in self.others)), self.config)
+        return Engine((self.model, *(other.model for other in self.others)), self.config, self.rounding)
 
     def _weights(self, params: Params, branch_scale: BranchScale) -> Weights:
         return (params, branch_scale), *((other.params, other.branch_scale) for other in self.others)

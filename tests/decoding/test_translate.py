@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from branchnorm_jax.data.tokenizer import Tokenizer, train_tokenizer
-from branchnorm_jax.decoding.engine import padded_length
+from branchnorm_jax.decoding.engine import coarse, padded_length, rounded
 from branchnorm_jax.decoding.translate import Translator, pharaoh
 from branchnorm_jax.model.transformer import Transformer
 from branchnorm_jax.options import EOS, DataConfig, DecodeConfig, ModelConfig
@@ -170,6 +170,38 @@ def test_pharaoh_leaves_out_eos_on_both_sides() -> None:
     assert pharaoh(np.ones((0, 1), np.float32)) == []
     assert pharaoh(np.ones((3, 1), np.float32)) == []
     assert pharaoh(np.ones((1, 3), np.float32)) == []
+
+
+def test_what_is_warmed_up_compiles_nothing_later(translator: tuple[Translator, dict]) -> None:
+    """Any number of lines, translations that outgrow the first ring of the cache, and their attention."""
+    engine, params = translator
+    config = dataclasses.replace(engine.config, beam_size=2, nbest=2, max_length_a=3.0, min_length=40, batch_tokens=256)
+    server = dataclasses.replace(engine, config=config, rounding=coarse)
+    plain = dataclasses.replace(engine, config=config)
+    expected = plain.translate(params, ALPHA, LINES * 3)
+    compiled: list[str] = []
+    jax.monitoring.register_event_duration_secs_listener(lambda event, *_, **__: compiled.append(event))
+    server.warm_up(params, ALPHA, 16)
+    assert any("backend_compile" in event for event in compiled)
+    compiled.clear()
+    for count in (1, 3, 7, 27):
+        sources, _ = server.sources((LINES * 3)[:count])
+        found = server.search(params, ALPHA, sources, range(count))
+        assert [[h.text for h in each] for each in found] == [[h.text for h in each] for each in expected[:count]]
+        if count < 4:
+            server.attended(params, ALPHA, sources, [each[:1] for each in found])
+    assert max(len(each[0].tokens) for each in expected) > 32
+    assert [event for event in compiled if "backend_compile" in event] == []
+
+
+def test_counts_of_rows() -> None:
+    """No fewer than asked for, and few different ones."""
+    for rounding, most in ((rounded, 20), (coarse, 6)):
+        counts = [rounding(count) for count in range(1, 1001)]
+        assert all(count <= rows <= 4 * count for count, rows in enumerate(counts, start=1))
+        assert counts == sorted(counts)
+        assert len(set(counts)) <= most
+    assert {coarse(count) for count in range(1, 1001)} == {1, 4, 16, 64, 256, 1024}
 
 
 def test_padded_lengths_hold_their_sentences() -> None:

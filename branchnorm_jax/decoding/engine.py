@@ -58,6 +58,11 @@ def padded_length(length: int) -> int:
     return max(SHORTEST, 1 << (length - 1).bit_length())
 
 
+def padded_lengths(longest: int) -> list[int]:
+    """Those of all sentences of up to `longest` tokens."""
+    return [SHORTEST << doubled for doubled in range((padded_length(longest) // SHORTEST).bit_length())]
+
+
 def rounded(count: int) -> int:
     """The smallest of 1, 2, 3, 4, 6, 8, 12, 16 ... that is no less than `count`: again, to compile few shapes."""
     power = 1 << (count - 1).bit_length()
@@ -173,8 +178,7 @@ class Engine:
 
     def warm_up(self, weights: Weights, longest: int) -> None:
         """Compiles what sources of up to `longest` tokens need without prefixes, however many come at a time."""
-        length = SHORTEST
-        while length <= padded_length(longest):
+        for length in padded_lengths(longest):
             full, rings = self._rows(length), self._rings(length, 0)
             for rows in {min(full, self.rounding(count)) for count in range(1, full + 1)}:
                 for ring, longer in zip(rings, [*rings[1:], None], strict=True):
@@ -185,7 +189,6 @@ class Engine:
                     self._look(search)
                     if longer:
                         self._resized(search, longer)
-            length *= 2
 
     def _new(self, given: Sequence[Asked], places: Sequence[int], rows: int, length: int, prefix: int) -> New:
         """Sentences that begin in these of so many rows."""

@@ -12,7 +12,7 @@ import numpy as np
 
 from branchnorm_jax.data.tokenizer import Tokenizer
 from branchnorm_jax.decoding.beam import Hypotheses
-from branchnorm_jax.decoding.engine import SHORTEST, Engine, Weights, coarse, pad, padded_length, rounded
+from branchnorm_jax.decoding.engine import Engine, Weights, coarse, pad, padded_length, padded_lengths, rounded
 from branchnorm_jax.model.parameters import Params
 from branchnorm_jax.model.places import decoder_inputs
 from branchnorm_jax.model.transformer import BranchScale, Transformer
@@ -164,12 +164,10 @@ class Translator:
         """Compiles what lines and translations of up to `longest` tokens need, their attention included."""
         weights = self._weights(params, branch_scale)
         self.engine.warm_up(weights, longest)
-        length = SHORTEST
-        while length <= padded_length(longest):
+        for length in padded_lengths(longest):
             full = max(1, self.config.batch_tokens // length)
             for rows in {min(full, coarse(count)) for count in range(1, full + 1)}:
                 self._looks(weights, *[pad([], rows, length)] * 2)
-            length *= 2
 
     def score(
         self, params: Params, branch_scale: BranchScale, pairs: Sequence[tuple[str, str]]

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from branchnorm_jax.data.tokenizer import Tokenizer, train_tokenizer
-from branchnorm_jax.decoding.engine import coarse, padded_length, rounded
+from branchnorm_jax.decoding.engine import coarse, padded_length, padded_lengths, rounded
 from branchnorm_jax.decoding.translate import Translator, pharaoh
 from branchnorm_jax.model.transformer import Transformer
 from branchnorm_jax.options import EOS, DataConfig, DecodeConfig, ModelConfig
@@ -208,3 +208,5 @@ def test_padded_lengths_hold_their_sentences() -> None:
     for length in (1, 8, 9, 1024, 1025, 3000):
         assert padded_length(length) >= length
     assert {padded_length(length) for length in range(1, 1025)} == {16, 32, 64, 128, 256, 512, 1024}
+    for longest in (1, 16, 17, 100, 1024):
+        assert padded_lengths(longest) == sorted({padded_length(length) for length in range(1, longest + 1)})

@@ -338,13 +338,15 @@ class ServeConfig:
 
     host: str = option("127.0.0.1", "address to listen at; 0.0.0.0: all of this machine's", free=True)
     port: int = option(8000, "port to listen at; 0: any that is free", minimum=0, maximum=65535, free=True)
-    max_lines: int = option(100, "lines of a request", unit="lines", minimum=1, free=True)
-    max_characters: int = option(5000, "characters of a line", unit="characters", minimum=1, free=True)
-    max_body_bytes: int = option(1_000_000, "size of a request's body", unit="bytes", minimum=1, free=True)
+    max_lines: int = option(100, "most lines of a request", unit="lines", minimum=1, free=True)
+    max_characters: int = option(5000, "most characters of a line", unit="characters", minimum=1, free=True)
+    max_body_bytes: int = option(1_000_000, "largest body of a request", unit="bytes", minimum=1, free=True)
     max_waiting: int = option(
-        256, "requests that wait for the device; one more is answered 503", unit="requests", minimum=1, free=True
+        256, "most requests that wait for the device; one more is answered 503", unit="requests", minimum=1, free=True
     )
-    batch_lines: int = option(64, "lines of waiting requests translated at once", unit="lines", minimum=1, free=True)
+    batch_lines: int = option(
+        64, "waiting requests are put together up to so many lines", unit="lines", minimum=1, free=True
+    )
     batch_wait_ms: float = option(
         5.0, "how long the first request waits for others", unit="ms", minimum=0, maximum=60_000, free=True
     )

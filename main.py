@@ -23,6 +23,7 @@ MODES = {
     "train": "train, or resume what the workdir holds",
     "evaluate": "translate the test split and score it: <workdir>/results.json",
     "translate": "translate stdin to stdout or file to file, line by line",
+    "serve": "answer HTTP requests, and a page to type into, until Ctrl-C: see serve.port",
     "average": "the mean of several checkpoints of a run: <workdir>/average, see decode.checkpoint",
     "compare": "two or more systems on one test set: <workdir>/compare.html, compare.json; needs no run of its own",
     "export": "the model in the format of CTranslate2 or Hugging Face, compared with ours: <workdir>/export/",

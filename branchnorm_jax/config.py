@@ -164,6 +164,11 @@ def _validate(config: Config) -> None:
         )
     if not config.decode.temperature and (config.decode.top_k or config.decode.top_p < 1):
         raise UserError("config: decode.top_k and decode.top_p are for drawing; set decode.temperature, say to 1")
+    if config.decode.alignment_layer > model.decoder_layers:
+        raise UserError(
+            f"config: decode.alignment_layer={config.decode.alignment_layer} is more than model.decoder_layers="
+            f"{model.decoder_layers}"
+        )
     for split in config.evaluate.split_names:
         if split not in ("valid", "test"):
             raise UserError(f"config: evaluate.splits names {split!r}; it takes valid and test, comma-separated")

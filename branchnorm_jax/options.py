@@ -384,7 +384,39 @@ class DecodeConfig:
     token_scores: bool = option(
         False, "translate: print the pieces of each translation with their log-probabilities", free=True
     )
+    alignments: bool = option(
+        False, "translate: print which source piece each piece of a translation looks at most: 0-0 2-1 ...", free=True
+    )
+    alignment_layer: int = option(
+        0,
+        "decoder layer whose cross-attention that is, from 1, the mean of its heads; 0: all layers'",
+        minimum=0,
+        free=True,
+    )
     batch_tokens: int = option(4096, "source positions x beam decoded at once", unit="tokens", minimum=1, free=True)
+
+
+@dataclasses.dataclass(frozen=True)
+class ServeConfig:
+    """Translation over HTTP."""
+
+    host: str = option("127.0.0.1", "address to listen at; 0.0.0.0: all of this machine's", free=True)
+    port: int = option(8000, "port to listen at; 0: any that is free", minimum=0, maximum=65535, free=True)
+    max_lines: int = option(100, "most lines of a request", unit="lines", minimum=1, free=True)
+    max_characters: int = option(5000, "most characters of a line", unit="characters", minimum=1, free=True)
+    max_body_bytes: int = option(1_000_000, "largest body of a request", unit="bytes", minimum=1, free=True)
+    max_waiting: int = option(
+        256, "most requests that wait for the device; one more is answered 503", unit="requests", minimum=1, free=True
+    )
+    batch_lines: int = option(
+        64, "waiting requests are put together up to so many lines", unit="lines", minimum=1, free=True
+    )
+    batch_wait_ms: float = option(
+        5.0, "how long the first request waits for others", unit="ms", minimum=0, maximum=60_000, free=True
+    )
+    warm_up_length: int = option(
+        32, "programs for lines of up to so many tokens are compiled at the start", unit="tokens", minimum=0, free=True
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -503,6 +535,7 @@ class Config:
     train: TrainConfig = dataclasses.field(default_factory=TrainConfig)
     parallel: ParallelConfig = dataclasses.field(default_factory=ParallelConfig)
     decode: DecodeConfig = dataclasses.field(default_factory=DecodeConfig)
+    serve: ServeConfig = dataclasses.field(default_factory=ServeConfig)
     evaluate: EvaluateConfig = dataclasses.field(default_factory=EvaluateConfig)
     average: AverageConfig = dataclasses.field(default_factory=AverageConfig)
     compare: CompareConfig = dataclasses.field(default_factory=CompareConfig)

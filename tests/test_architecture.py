@@ -23,11 +23,12 @@ MAY_IMPORT = {
     "parallel": set(),
     "export": {"model"},
     "decoding": {"model", "data"},
+    "serving": {"decoding", "model"},
     "evaluation": {"decoding", "model", "data", "parallel"},
     "training": {"evaluation", "decoding", "model", "data", "parallel"},
     "analysis": {"training", "evaluation", "decoding", "model", "data", "parallel"},
     # What main.py's modes do: it may use every room, and no room may use it.
-    "modes": {"analysis", "training", "evaluation", "decoding", "model", "data", "parallel", "export"},
+    "modes": {"analysis", "training", "evaluation", "decoding", "model", "data", "parallel", "export", "serving"},
 }
 FOR_ALL = {"options", "config", "errors", "workdir"}
 
@@ -38,7 +39,10 @@ MUST_NOT_IMPORT = {
 }
 
 # Only inside a function: slow to import, or not installed everywhere.
-HEAVY = {"tensorflow", "tensorflow_datasets", "matplotlib", "ctranslate2", "torch", "transformers", "tensorboardX"}
+HEAVY = {
+    *("tensorflow", "tensorflow_datasets", "matplotlib", "ctranslate2", "torch", "transformers", "tensorboardX"),
+    "uvicorn",
+}
 
 MOST_LINES = 400
 LISTS = {"options.py"}  # one entry after the other, read by looking up

@@ -192,6 +192,7 @@ def test_steps_xor_epochs():
         ({"train": {"accumulation": 3}}, ["train.accumulation=3", "data.row_multiple=8"]),
         ({"train": {"eval_bleu_sentences": 0}}, ["best_metric=bleu", "eval_bleu_sentences"]),
         ({"decode": {"nbest": 5}}, ["decode.nbest=5", "decode.beam_size=4"]),
+        ({"decode": {"alignment_layer": 7}}, ["decode.alignment_layer=7", "model.decoder_layers=6"]),
         ({"evaluate": {"splits": "test,train"}}, ["evaluate.splits", "'train'"]),
         ({"evaluate": {"splits": ""}}, ["evaluate.splits"]),
     ],

@@ -83,6 +83,10 @@ class Tokenizer:
         """The pieces of the target vocabulary, by id."""
         return _pieces(self.target_processor)
 
+    def source_pieces_of(self, ids: list[int]) -> list[str]:
+        """The pieces of token ids."""
+        return self.source_processor.id_to_piece(ids)
+
     def target_pieces_of(self, ids: list[int]) -> list[str]:
         """The pieces of token ids."""
         return self.target_processor.id_to_piece(ids)

@@ -109,7 +109,8 @@ def nothing(cache: Any, rows: int, beam_size: int, longest: int, ring: int, pref
       prefix: P, tokens of the longest prefix.
     """
     k = beam_size
-    tokens, log_probs = jnp.full((rows, k, longest), PAD, jnp.int32), jnp.full((rows, k), -jnp.inf)
+    # With its type: what goes on with a search would be compiled again for one whose numbers are weakly typed.
+    tokens, log_probs = jnp.full((rows, k, longest), PAD, jnp.int32), jnp.full((rows, k), -jnp.inf, jnp.float32)
     each, count = jnp.zeros((rows, k, longest)), jnp.zeros(rows, jnp.int32)
     live = Live(tokens, each, log_probs, jnp.zeros((rows, k, ring), jnp.int32))
     return Search(

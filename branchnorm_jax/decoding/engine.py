@@ -58,10 +58,20 @@ def padded_length(length: int) -> int:
     return max(SHORTEST, 1 << (length - 1).bit_length())
 
 
+def padded_lengths(longest: int) -> list[int]:
+    """Those of all sentences of up to `longest` tokens."""
+    return [SHORTEST << doubled for doubled in range((padded_length(longest) // SHORTEST).bit_length())]
+
+
 def rounded(count: int) -> int:
     """The smallest of 1, 2, 3, 4, 6, 8, 12, 16 ... that is no less than `count`: again, to compile few shapes."""
     power = 1 << (count - 1).bit_length()
     return power * 3 // 4 if count <= power * 3 // 4 else power
+
+
+def coarse(count: int) -> int:
+    """The smallest of 1, 4, 16, 64 ... that is no less than `count`: so few that all can be compiled beforehand."""
+    return 1 << ((count - 1).bit_length() + 1) // 2 * 2
 
 
 def column(values: Sequence[int], rows: int) -> np.ndarray:
@@ -90,10 +100,16 @@ class Engine:
     """Beam search with models whose parameters are given at each call, so that nothing compiles twice.
 
     Several models vote: a word's probability is the mean of theirs.
+
+    Attributes:
+      models: at least one.
+      config: the options of decoding.
+      rounding: rows for so many sentences, if the batch does not get full.
     """
 
     models: tuple[Transformer, ...]
     config: DecodeConfig
+    rounding: Callable[[int], int] = rounded
 
     def search(
         self,
@@ -133,12 +149,12 @@ class Engine:
         length: int,
     ) -> Iterator[tuple[int, Hypotheses]]:
         """Texts of at most `length` tokens, `waiting` in the order from the last to the first."""
-        rows = min(self._rows(length), rounded(len(waiting)))
+        rows = min(self._rows(length), self.rounding(len(waiting)))
         chunk = max(1, rows // REFILL)
         prefix = max(len(texts[index].prefix) for index in waiting)
         prefix = padded_length(prefix) if prefix else 0
-        longest = self.limit(length) + 1 + prefix
-        ring = small = min(max(32, length), longest)
+        rings = self._rings(length, prefix)
+        ring = rings[0]
         search = self._start(weights, rows, length, ring, prefix)
         inside: dict[int, int] = {}
         while waiting or inside:
@@ -148,24 +164,42 @@ class Engine:
                 taken = {free.pop(): waiting.pop() for _ in range(count)}
                 inside |= taken
                 given = [texts[index] for index in taken.values()]
-                new = New(
-                    pad([text.source for text in given], chunk, length),
-                    np.array([*taken, *[rows] * (chunk - count)], np.int32),
-                    column([self.limit(len(text.source)) + len(text.prefix) for text in given], chunk),
-                    column([text.number for text in given], chunk),
-                    pad([text.prefix for text in given], chunk, prefix, -1),
-                )
-                search = self._begin(weights, search, new)
+                search = self._begin(weights, search, self._new(given, list(taken), rows, length, prefix))
             until = rows - len(inside) + min(chunk, len(inside)) if waiting else rows
             search = self._run(weights, search, np.int32(until))
             done, positions, found = jax.device_get(self._look(search))
             for row in [row for row in inside if done[row]]:
                 yield inside.pop(row), jax.tree.map(lambda leaf, row=row: leaf[row], found)
             needed = max((int(positions[row]) for row in inside), default=0)
-            wanted = next(size for size in self._rings(small, longest) if size > needed)
+            wanted = next(size for size in rings if size > needed)
             if wanted > ring or wanted * 2 < ring:
                 ring = wanted
                 search = self._resized(search, ring)
+
+    def warm_up(self, weights: Weights, longest: int) -> None:
+        """Compiles what sources of up to `longest` tokens need without prefixes, however many come at a time."""
+        for length in padded_lengths(longest):
+            full, rings = self._rows(length), self._rings(length, 0)
+            for rows in {min(full, self.rounding(count)) for count in range(1, full + 1)}:
+                for ring, longer in zip(rings, [*rings[1:], None], strict=True):
+                    # Of nothing asked for all is done, so this takes no time once it is compiled.
+                    search = self._start(weights, rows, length, ring, 0)
+                    search = self._begin(weights, search, self._new([], [], rows, length, 0))
+                    search = self._run(weights, search, np.int32(rows))
+                    self._look(search)
+                    if longer:
+                        self._resized(search, longer)
+
+    def _new(self, given: Sequence[Asked], places: Sequence[int], rows: int, length: int, prefix: int) -> New:
+        """Sentences that begin in these of so many rows."""
+        chunk = max(1, rows // REFILL)
+        return New(
+            pad([text.source for text in given], chunk, length),
+            np.array([*places, *[rows] * (chunk - len(places))], np.int32),
+            column([self.limit(len(text.source)) + len(text.prefix) for text in given], chunk),
+            column([text.number for text in given], chunk),
+            pad([text.prefix for text in given], chunk, prefix, -1),
+        )
 
     def _rows(self, length: int) -> int:
         """Sentences of this padded length that are decoded at once."""
@@ -175,11 +209,13 @@ class Engine:
         """Tokens of the longest translation of a source of `length` tokens, EOS not counted."""
         return int(self.config.max_length_a * length + self.config.max_length_b)
 
-    def _rings(self, small: int, longest: int) -> Iterator[int]:
-        while small < longest:
-            yield small
-            small *= 2
-        yield longest
+    def _rings(self, length: int, prefix: int) -> list[int]:
+        """Times of the ring that sources and prefixes of these padded lengths may come to need, ascending."""
+        longest = self.limit(length) + 1 + prefix
+        sizes = [min(max(32, length), longest)]
+        while sizes[-1] < longest:
+            sizes.append(min(2 * sizes[-1], longest))
+        return sizes
 
     @functools.cached_property
     def _start(self) -> Callable[[Weights, int, int, int, int], Search]:

@@ -12,7 +12,7 @@ import numpy as np
 
 from branchnorm_jax.data.tokenizer import NO_TAGS, Tags, Tokenizer
 from branchnorm_jax.decoding.beam import Hypotheses
-from branchnorm_jax.decoding.engine import Engine, Weights, pad, padded_length
+from branchnorm_jax.decoding.engine import Engine, Weights, coarse, pad, padded_length, padded_lengths, rounded
 from branchnorm_jax.model.parameters import Params
 from branchnorm_jax.model.places import decoder_inputs
 from branchnorm_jax.model.transformer import BranchScale, Transformer
@@ -33,6 +33,10 @@ class Translation(NamedTuple):
     log_prob: float
     pieces: tuple[tuple[str, float], ...] = ()
     """Its tokens and their log-probabilities, EOS last."""
+    tokens: tuple[int, ...] = ()
+    """Their ids."""
+    attention: np.ndarray | None = None
+    """How much each of them looks at each source token, float32 [target tokens, source tokens], where asked for."""
 
 
 class Member(NamedTuple):
@@ -53,6 +57,7 @@ class Translator:
       config: the options of decoding.
       warn: receives one line for each input that had to be cut.
       others: models of the same vocabulary that vote with it.
+      rounding: see `Engine`.
     """
 
     model: Transformer
@@ -60,6 +65,7 @@ class Translator:
     config: DecodeConfig
     warn: Callable[[str], None] = lambda line: None
     others: tuple[Member, ...] = ()
+    rounding: Callable[[int], int] = rounded
 
     def translate(
         self,
@@ -85,44 +91,92 @@ class Translator:
           prefixes: what the translation of each line begins with.
           tags: what asks for the language of each line's translation, where there are several.
         """
-        limit, tags = self.config.max_input_length, tags or [NO_TAGS] * len(lines)
+        sources, cut = self.sources(lines)
+        numbers = range(first_line, first_line + len(lines))
+        for index, warning in cut.items():
+            self.warn(f"line {numbers[index]}: {warning}")
+        results = self.search(params, branch_scale, sources, numbers, progress, prefixes, tags)
+        for number, found in zip(numbers, results, strict=True):
+            if found[0].score == -math.inf:
+                self.warn(f"line {number}: no translation was found that begins as asked")
+        return self.attended(params, branch_scale, sources, results, tags) if self.config.alignments else results
+
+    def sources(self, lines: Sequence[str]) -> tuple[list[list[int]], dict[int, str]]:
+        """Token ids of source text, EOS last, and by index a warning for each line that had to be cut."""
+        limit, cut = self.config.max_input_length, {}
         sources = self.tokenizer.encode_source(list(lines))
         for index, ids in enumerate(sources):
             if len(ids) > limit:
-                self.warn(f"line {first_line + index}: cut from {len(ids)} to {limit} tokens")
+                cut[index] = f"cut from {len(ids)} to {limit} tokens"
                 sources[index] = [*ids[: limit - 1], EOS]
-        results = [[Translation("", 0.0, 0.0)] * self.config.nbest for _ in lines]
-        begins = [ids[:-1] for ids in self.tokenizer.encode_target(list(prefixes))] if prefixes else [[]] * len(lines)
+        return sources, cut
+
+    def search(
+        self,
+        params: Params,
+        branch_scale: BranchScale,
+        sources: Sequence[Sequence[int]],
+        numbers: Sequence[int],
+        progress: Callable[[int], Any] = lambda done: None,
+        prefixes: Sequence[str] | None = None,
+        tags: Sequence[Tags] | None = None,
+    ) -> list[list[Translation]]:
+        """`translate` for token ids of lines with these numbers, without warnings and attention."""
+        tags = tags or [NO_TAGS] * len(sources)
+        results = [[Translation("", 0.0, 0.0)] * self.config.nbest for _ in sources]
+        begins = [ids[:-1] for ids in self.tokenizer.encode_target(list(prefixes))] if prefixes else [[]] * len(sources)
         # Of only EOS, nothing is to be translated.
         asked = [index for index, ids in enumerate(sources) if len(ids) > 1 or begins[index]]
-        sources = [[*tag.source, *ids] for tag, ids in zip(tags, sources, strict=True)]
-        begins = [[*tag.target, *ids] for tag, ids in zip(tags, begins, strict=True)]
-        progress(len(lines) - len(asked))
+        progress(len(sources) - len(asked))
         for place, found in self.engine.search(
             self._weights(params, branch_scale),
-            [sources[index] for index in asked],
-            [first_line + index for index in asked],
-            [begins[index] for index in asked],
+            [[*tags[index].source, *sources[index]] for index in asked],
+            [numbers[index] for index in asked],
+            [[*tags[index].target, *begins[index]] for index in asked],
         ):
-            index = asked[place]
-            results[index] = [self._translation(found, rank) for rank in range(self.config.nbest)]
-            if results[index][0].score == -math.inf:
-                self.warn(f"line {first_line + index}: no translation was found that begins as asked")
+            start = len(tags[asked[place]].target)
+            results[asked[place]] = [self._translation(found, rank, start) for rank in range(self.config.nbest)]
             progress(1)
         return results
 
-    def _translation(self, found: Hypotheses, rank: int) -> Translation:
-        """The hypothesis of this rank, of those of one sentence."""
+    def attended(
+        self,
+        params: Params,
+        branch_scale: BranchScale,
+        sources: Sequence[Sequence[int]],
+        found: Sequence[Sequence[Translation]],
+        tags: Sequence[Tags] | None = None,
+    ) -> list[list[Translation]]:
+        """Translations of token ids with their `attention`, that to and of tags left out."""
+        asked = zip(sources, tags or [NO_TAGS] * len(sources), found, strict=True)
+        flat = [(tag, source, one.tokens) for source, tag, each in asked for one in each]
+        given = [[*tag.source, *source] for tag, source, _ in flat], [[*tag.target, *ids] for tag, _, ids in flat]
+        maps = zip(self.attention(params, branch_scale, *given), flat, strict=True)
+        looks = (whole[len(tag.target) :, len(tag.source) :] for whole, (tag, _, _) in maps)
+        return [[one._replace(attention=next(looks)) for one in each] for each in found]
+
+    def _translation(self, found: Hypotheses, rank: int, start: int) -> Translation:
+        """The hypothesis of this rank, of those of one sentence, without the tags at its start."""
         tokens = found.tokens[rank].tolist()
-        length = tokens.index(EOS) + 1 if EOS in tokens else 0
-        pieces = self.tokenizer.target_pieces_of(tokens[:length])
-        each = found.token_log_probs[rank, :length].tolist()
+        length = tokens.index(EOS) + 1 if EOS in tokens else start
+        pieces = self.tokenizer.target_pieces_of(tokens[start:length])
+        each = found.token_log_probs[rank, start:length].tolist()
         return Translation(
             self.tokenizer.decode_target(tokens),
             float(found.scores[rank]),
             float(found.log_probs[rank]),
             tuple(zip(pieces, each, strict=True)),
+            tuple(tokens[start:length]),
         )
+
+    def warm_up(self, params: Params, branch_scale: BranchScale, longest: int) -> None:
+        """Compiles what lines and translations of up to `longest` tokens need, their attention included."""
+        weights = self._weights(params, branch_scale)
+        self.engine.warm_up(weights, longest)
+        for length in padded_lengths(longest):
+            full = max(1, self.config.batch_tokens // length)
+            for rows in {min(full, coarse(count)) for count in range(1, full + 1)}:
+                self._looks(weights, *[pad([], rows, length)] * 2)
 
     def score(
         self,
@@ -165,6 +219,27 @@ class Translator:
                 results[index] = log_probs[row, : len(targets[index])]
         return results
 
+    def attention(
+        self,
+        params: Params,
+        branch_scale: BranchScale,
+        sources: Sequence[Sequence[int]],
+        targets: Sequence[Sequence[int]],
+    ) -> list[np.ndarray]:
+        """How much each token of each target looks at each of its source: float32 [target tokens, source tokens].
+
+        The mean over heads of the cross-attention that predicts the token, of layer `decode.alignment_layer` or of all
+        layers, and of all models that vote: rows sum to 1. Token ids that end in EOS; a target may be empty.
+        """
+        results = [np.zeros((len(t), len(s)), np.float32) for s, t in zip(sources, targets, strict=True)]
+        longer = [max(len(s), len(t)) for s, t in zip(sources, targets, strict=True)]
+        for indices, length, rows in self._batches(longer):
+            batch = [pad([side[index] for index in indices], rows, length) for side in (sources, targets)]
+            looks = jax.device_get(self._looks(self._weights(params, branch_scale), *batch))
+            for row, index in enumerate(indices):
+                results[index] = looks[row, : len(targets[index]), : len(sources[index])]
+        return results
+
     def _batches(self, lengths: Sequence[int]) -> Iterator[tuple[list[int], int, int]]:
         """(indices, padded length, padded rows) of batches that cover all sentences."""
         order = sorted(range(len(lengths)), key=lengths.__getitem__)
@@ -173,13 +248,13 @@ class Translator:
             rows = max(1, self.config.batch_tokens // length)
             same = [index for index in order[-rows:] if padded_length(lengths[index]) == length]
             del order[-len(same) :]
-            # One line by itself (interactive use) is not worth a full batch.
-            yield same, length, 1 if len(same) == 1 else rows
+            # A few lines (interactive use) are not worth a full batch.
+            yield same, length, min(rows, coarse(len(same)))
 
     @functools.cached_property
     def engine(self) -> Engine:
         """What searches."""
-        return Engine((self.model, *(other.model for other in self.others)), self.config)
+        return Engine((self.model, *(other.model for other in self.others)), self.config, self.rounding)
 
     def _weights(self, params: Params, branch_scale: BranchScale) -> Weights:
         return (params, branch_scale), *((other.params, other.branch_scale) for other in self.others)
@@ -197,3 +272,28 @@ class Translator:
             return jax.nn.logsumexp(jnp.stack(each), axis=0) - jnp.log(len(each))
 
         return forced
+
+    @functools.cached_property
+    def _looks(self) -> Callable[[Weights, np.ndarray, np.ndarray], jax.Array]:
+        models, layer = self.engine.models, self.config.alignment_layer
+
+        @jax.jit
+        def looks(weights: Weights, source: jax.Array, target: jax.Array) -> jax.Array:
+            each = []
+            for model, (params, branch_scale) in zip(models, weights, strict=True):
+                depth = model.config.decoder_layers
+                look_M = jnp.arange(1, depth + 1) == layer if layer else jnp.full(depth, 1 / depth)
+                inputs = decoder_inputs(target)
+                each.append(model.attention(params, source, inputs, branch_scale, look_M.astype(jnp.float32)))
+            return jnp.stack(each).mean(0)
+
+        return looks
+
+
+def pharaoh(attention: np.ndarray) -> list[tuple[int, int]]:
+    """(i, j): source token i is what target token j looks at most, counted from 0, EOS left out on both sides.
+
+    fairseq's `--print-alignment`. Of equals the first; `attention` as `Translator.attention` gives it.
+    """
+    inner = attention[:-1, :-1]
+    return [(int(row.argmax()), j) for j, row in enumerate(inner)] if inner.size else []

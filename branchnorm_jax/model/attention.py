@@ -34,12 +34,16 @@ def attend(
     Returns:
       [B, T, H, K] in the values' dtype.
     """
+    probabilities_BHTS = dropout(probabilities(q_BTHK, k_BSHK, mask_BTS), rate, key).astype(v_BSHK.dtype)
+    return jnp.einsum("bhts,bshk->bthk", probabilities_BHTS, v_BSHK)
+
+
+def probabilities(q_BTHK: jax.Array, k_BSHK: jax.Array, mask_BTS: jax.Array) -> jax.Array:
+    """softmax(q k^T / sqrt(K)), float32 [B, H, T, S]; arguments as those of `attend`."""
     q_BTHK = q_BTHK * q_BTHK.shape[-1] ** -0.5
     exact = jnp.promote_types(q_BTHK.dtype, jnp.float32)
     scores_BHTS = jnp.einsum("bthk,bshk->bhts", q_BTHK, k_BSHK, preferred_element_type=exact)
-    scores_BHTS = jnp.where(mask_BTS[:, None], scores_BHTS, MASKED)
-    probabilities_BHTS = dropout(jax.nn.softmax(scores_BHTS), rate, key).astype(v_BSHK.dtype)
-    return jnp.einsum("bhts,bshk->bthk", probabilities_BHTS, v_BSHK)
+    return jax.nn.softmax(jnp.where(mask_BTS[:, None], scores_BHTS, MASKED))
 
 
 class Kept(NamedTuple):
@@ -124,6 +128,10 @@ class Attention(nn.Module):
         """Attends from x to given keys and values: [B, T, D] -> [B, T, D]."""
         q_BTHK = self._heads(checkpoint_name(self.q(x_BTD), "projection"))
         return self._out(attend(q_BTHK, *keys_values, mask_BTS, self.dropout, key))
+
+    def looks(self, x_BTD: jax.Array, k_BSHK: jax.Array, mask_BTS: jax.Array) -> jax.Array:
+        """How much of its attention x pays to each key: the mean over heads, float32 [B, T, S]."""
+        return probabilities(self._heads(self.q(x_BTD)), k_BSHK, mask_BTS).mean(1)
 
     def decode(
         self,

@@ -34,6 +34,8 @@ class LayerInput(NamedTuple):
     """Dropout key [] (in the stack [L]); None switches dropout off."""
     probe: jax.Array | None = None
     """Added to the layer's input, [B, T, D] (in the stack [L, B, T, D])."""
+    look: jax.Array | None = None
+    """Weight of the layer in `Stream.looks`: float32 [] (in the stack [L])."""
 
 
 class Stream(NamedTuple):
@@ -45,6 +47,8 @@ class Stream(NamedTuple):
     """Sum of the embedding and of all branches so far, float32 [B, T, D], in a dual stream."""
     spread: jax.Array | None = None
     """Standard deviation of that sum, float32 [], while profiling."""
+    looks: jax.Array | None = None
+    """Cross-attention so far, summed over layers by their weights, float32 [B, T, S], where it is asked for."""
 
 
 def make_attention(config: ModelConfig, recipe: Recipe, name: str) -> Attention:
@@ -212,6 +216,7 @@ class DecoderBlock(Block):
         cross_attention = make_attention(self.config, self.recipe, "cross")
         feed_forward = make_feed_forward(self.config, self.recipe)
         new: list[KeysValues] = []
+        looks: list[jax.Array] = []
 
         def attend_self(z: jax.Array) -> jax.Array:
             keys_values = self_attention.keys_values(z)
@@ -224,11 +229,15 @@ class DecoderBlock(Block):
             if cache is not None:
                 return cross_attention.decode(z, cache.cross, cross_mask)
             assert memory_BSD is not None
-            key = site_key(layer.key, Site.CROSS_PROBABILITIES)
-            return cross_attention(z, cross_attention.keys_values(memory_BSD), cross_mask, key)
+            keys_values = cross_attention.keys_values(memory_BSD)
+            if stream.looks is not None:
+                looks.append(cross_attention.looks(z, keys_values[0], cross_mask))
+            return cross_attention(z, keys_values, cross_mask, site_key(layer.key, Site.CROSS_PROBABILITIES))
 
         stream = self._residual("self", stream, attend_self, layer, Site.SELF_BRANCH)
         stream = self._residual("cross", stream, attend_cross, layer, Site.CROSS_BRANCH)
+        if stream.looks is not None and layer.look is not None:
+            stream = stream._replace(looks=stream.looks + layer.look * looks[0])
         ffn_key = site_key(layer.key, Site.FFN_ACTIVATION)
         stream = self._residual("ffn", stream, lambda z: feed_forward(z, ffn_key), layer, Site.FFN_BRANCH, bottom)
         c, (rows, length, _) = self.config, stream.x.shape

@@ -27,7 +27,7 @@ def init_combination(layers: int, width: int, norm: str) -> dict[str, Any]:
 def combined(
     layer: Callable[[Stream, Any], tuple[Stream, Any]],
     params: dict[str, Any],
-    embedded: jax.Array,
+    start: Stream,
     per_layer: Any,
     *,
     norm: str,
@@ -38,24 +38,25 @@ def combined(
     Args:
       layer: x_l, per_layer_l -> y_(l+1), output; plain streams.
       params: of `init_combination`.
-      embedded: y_0, [B, T, D].
+      start: y_0, [B, T, D], and what else runs along.
       per_layer: tree of [L, ...] leaves for `layer`.
       norm: kind of the norms.
       post: normalise after combining instead of before.
     """
     # Row l is read when columns 0 .. l were pushed: what stands above the diagonal is never used.
-    weight = params["weight"].astype(embedded.dtype)
+    weight = params["weight"].astype(start.x.dtype)
 
     def combine(carry: Any, inputs: Any) -> tuple[Any, Any]:
         stream, sums = carry
         index, column, norm_params, layer_inputs = inputs
-        (y, *_), output = layer(stream, layer_inputs)
+        after, output = layer(stream, layer_inputs)
+        y = after.x
         pushed = y if post else apply_norm(norm, norm_params, y).astype(y.dtype)
         sums = sums + column[:, None, None, None] * pushed
         x = jax.lax.dynamic_index_in_dim(sums, index, keepdims=False)
-        return (Stream(apply_norm(norm, norm_params, x).astype(x.dtype) if post else x), sums), output
+        return (after._replace(x=apply_norm(norm, norm_params, x).astype(x.dtype) if post else x), sums), output
 
-    sums = weight[:, 0, None, None, None] * embedded
+    sums = weight[:, 0, None, None, None] * start.x
     layers = weight.shape[0] - 1
     inputs = (jnp.arange(1, layers + 1), weight[:, 1:].T, params["norm"], per_layer)
-    return combine, (Stream(sums[0]), sums), inputs
+    return combine, (start._replace(x=sums[0]), sums), inputs

@@ -127,13 +127,14 @@ class Transformer:
         probes: jax.Array | None = None,
         sown: str = "",
         update: LayerUpdate | None = None,
+        look: jax.Array | None = None,
     ) -> tuple[jax.Array, Any]:
         """Token ids through a whole stack: its output [B, T, D], and what its blocks return, stacked over layers.
 
         Tokens see those of their own sentence, in the decoder none that come later. `memory` is the encoder's output
         and its places, for the decoder. `sown` asks the blocks to return what they measure instead: "profile", the
         spread before each of their sub-layers (see `admin.py`), or "watch" (see `blocks.watched`). `update`: see
-        `stack.run_and_update`.
+        `stack.run_and_update`. `look` [M] asks the decoder for `attention` instead.
         """
         key = _fold(key, STACKS.index(stack))
         mask_BTT = same_sentence(places, places)
@@ -141,8 +142,9 @@ class Transformer:
         if memory is not None:
             arguments = memory[0], mask_BTT & causal_mask(tokens_BT.shape[1]), same_sentence(places, memory[1])
         x_BTD = self._embed(params, stack, tokens_BT, self.positions(tokens_BT.shape[1])[places.position], key)
-        inputs = self._layer_inputs(stack, branch_scale, key, probes)
-        return self._run_layers(params, stack, x_BTD, inputs, lambda _: arguments, sown=sown, update=update)
+        inputs = self._layer_inputs(stack, branch_scale, key, probes)._replace(look=look)
+        looks = None if look is None else jnp.zeros(arguments[2].shape)
+        return self._run_layers(params, stack, x_BTD, inputs, lambda _: arguments, None, sown, update, looks)
 
     def output(self, params: Params) -> Output:
         """The last layer."""
@@ -189,6 +191,22 @@ class Transformer:
     ) -> jax.Array:
         """Logits [B, T, V] float32 of the next target tokens (teacher forcing)."""
         return self.logits(params, self.hidden(params, source_BS, inputs_BT, branch_scale, key)[0])
+
+    def attention(
+        self, params: Params, source_BS: jax.Array, inputs_BT: jax.Array, branch_scale: BranchScale, look_M: jax.Array
+    ) -> jax.Array:
+        """How much the decoder looks at each source token, float32 [B, T, S] (teacher forcing).
+
+            sum over layers l of look_l mean over heads h of softmax(q_lh k_lh^T / sqrt(K))
+
+        Row t is what the prediction of target token t comes from; it sums to that of `look_M`, and is 0 at padding. One
+        sum runs along with the residual stream, so memory does not grow with depth.
+        """
+        places = source_places(source_BS)
+        memory_BSD, _ = self.run_tokens(params, "encoder", source_BS, places, None, branch_scale)
+        memory = memory_BSD, places
+        target = target_places(inputs_BT)
+        return self.run_tokens(params, "decoder", inputs_BT, target, memory, branch_scale, look=look_M)[1]
 
     # Decoding, one token at a time
 
@@ -256,11 +274,12 @@ class Transformer:
         per_layer: Any = None,
         sown: str = "",
         update: LayerUpdate | None = None,
+        looks: jax.Array | None = None,
     ) -> tuple[jax.Array, Any]:
         """Runs embeddings x [B, T, D] through the layers of a stack and what follows them.
 
         `arguments` maps a layer's entry of `per_layer` to what its block takes beside stream and `LayerInput`. Returns
-        the stack's output, and its blocks' outputs stacked over layers.
+        the stack's output, and its blocks' outputs stacked over layers; if `looks` are given, what these come to.
         """
         c, recipe = self.config, self.recipe
 
@@ -273,7 +292,7 @@ class Transformer:
             return after, watched(stream.x, after.x, found[sown]) if sown == "watch" else found[sown]
 
         layer: Layer = functools.partial(apply, self._block(stack))
-        if c.alpha_order != "uniform" and recipe.branch.end is not None:
+        if c.alpha_order != "uniform" and recipe.branch.end is not None and looks is None:
             # A branch whose factor is 0 has no part in any number, and no gradient.
             awake, asleep = layer, functools.partial(apply, self._block(stack, asleep=True))
 
@@ -290,20 +309,21 @@ class Transformer:
             # The sums of all layers are a linear carry, which need not be kept: the layers alone are made again.
             kept = remembering(layer, "full" if remat == "nested" else remat)
             run = functools.partial(run, remat="none")
+            start = Stream(x, looks=looks)
             combine, carry, inputs = combined(
-                kept, params[f"{stack}_combination"], x, scanned, norm=c.norm, post=recipe.stream.endswith("post")
+                kept, params[f"{stack}_combination"], start, scanned, norm=c.norm, post=recipe.stream.endswith("post")
             )
             (stream, _), outputs = run(combine, carry, inputs)
         else:
             total = x.astype(jnp.promote_types(x.dtype, jnp.float32)) if recipe.stream == "dual" else None
-            start = Stream(x, total, jnp.ones(()) if sown == "profile" else None)
+            start = Stream(x, total, jnp.ones(()) if sown == "profile" else None, looks)
             if update is None:
                 stream, outputs = run(layer, start, scanned)
             else:
                 stream, outputs = run_and_update(
                     layer, start, params[stack], scanned[1:], update, remat=remat, group=c.group
                 )
-        return self._end(params, stack, stream), outputs
+        return self._end(params, stack, stream), outputs if looks is None else stream.looks
 
     def _end(self, params: Params, stack: str, stream: Stream) -> jax.Array:
         """What follows the last layer."""

@@ -2,6 +2,7 @@
 
 from branchnorm_jax.modes.lines import score, translate
 from branchnorm_jax.modes.runs import analyze, methods, plan, preflight, sweep, train
+from branchnorm_jax.modes.serve import serve
 from branchnorm_jax.modes.use import average, compare, evaluate, export
 
 __all__ = [
@@ -14,6 +15,7 @@ __all__ = [
     "plan",
     "preflight",
     "score",
+    "serve",
     "sweep",
     "train",
     "translate",

@@ -37,6 +37,11 @@ def load(config: Config, workdir: Workdir) -> Trained:
     tokenizer, model = network(config, workdir)
     params, alpha, step = restored(config, workdir, model, config.decode.checkpoint)
     others = tuple(member(path.strip(), tokenizer) for path in config.decode.ensemble.split(",") if path.strip())
+    for other in others:
+        if config.decode.alignment_layer > (depth := other.model.config.decoder_layers):
+            raise UserError(
+                f"decode.alignment_layer={config.decode.alignment_layer}: a model of the ensemble has {depth}"
+            )
     return Trained(Translator(model, tokenizer, config.decode, logs.say, others), params, alpha, step)
 
 

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from branchnorm_jax.data.tokenizer import NO_TAGS, TAG, Tags, Tokenizer
-from branchnorm_jax.decoding.translate import Translation
+from branchnorm_jax.decoding.languages import Languages
+from branchnorm_jax.decoding.translate import Translation, pharaoh
 from branchnorm_jax.errors import UserError
 from branchnorm_jax.modes.common import Trained, load, read_chunks
 from branchnorm_jax.options import Config, DecodeConfig
@@ -69,8 +69,9 @@ def opened(path: str) -> Iterator[tuple[BinaryIO | None, str]]:
 
 def translated(config: Config, trained: Trained, chunks: Iterator[list[str]], done: int) -> Iterator[list[str]]:
     """What is printed for each chunk of lines, before which `done` lines came."""
+    languages = Languages(config.data, trained.translator.tokenizer)
     for lines in chunks:
-        sources, tags = tagged(config, trained.translator.tokenizer, lines, done)
+        sources, tags = languages.asked(lines, config.decode.target_lang, done + 1)
         prefixes = None
         if config.decode.target_prefix:
             sources, prefixes = map(list, zip(*pairs_of(sources, done, "prefix of the target"), strict=True))
@@ -140,35 +141,6 @@ def end_of_line(path: Path, count: int) -> int:
         return sum(len(line) for line, _ in zip(file, range(count), strict=False))
 
 
-def tagged(config: Config, tokenizer: Tokenizer, lines: list[str], done: int) -> tuple[list[str], list[Tags]]:
-    """Lines without their language tag, such as ">>de<< ", and what asks for that language, or the default one.
-
-    Raises:
-      UserError: if a line's language is unknown, or there are several and neither line nor config says which.
-    """
-    data, default = config.data, config.decode.target_lang
-    if not data.pairs:
-        if default not in ("", data.target_lang):
-            raise UserError(f"config: decode.target_lang={default}: this model translates to {data.target_lang} alone")
-        return lines, [NO_TAGS] * len(lines)
-    languages = sorted({direction.target_lang for direction in data.directions()})
-    default = default or (languages[0] if len(languages) == 1 else "")
-    texts, tags = [], []
-    for number, line in enumerate(lines, start=done + 1):
-        match = TAG.match(line)
-        if not match and not default:
-            raise UserError(
-                f"input, line {number}: to which language? Set decode.target_lang or begin lines with a tag, "
-                f"{', '.join(f'>>{lang}<<' for lang in languages)}"
-            )
-        try:
-            tags.append(tokenizer.tags(data, match[1] if match else default))
-        except UserError as error:
-            raise UserError(f"input, line {number}: {error}") from error
-        texts.append(line[match.end() :].lstrip() if match else line)
-    return texts, tags
-
-
 def pairs_of(lines: list[str], done: int, second: str) -> list[tuple[str, str]]:
     """The two fields of each line, before which `done` came. Raises `UserError` if there are not two."""
     pairs = []
@@ -184,13 +156,16 @@ def format_hypotheses(index: int, hypotheses: list[Translation], config: DecodeC
     """What is printed for a line, of which `index` came before.
 
     The best translation; with n-best "line ||| text ||| score" for each, lines counted from 0 as Moses does. With
-    `decode.token_scores` pieces and their log-probabilities follow: "text ||| piece:-0.12 ...".
+    `decode.token_scores` pieces and their log-probabilities follow: "text ||| piece:-0.12 ...", and with
+    `decode.alignments` pairs of source and target piece: "text ||| 0-0 2-1 ...".
     """
     printed = []
     for found in hypotheses:
         fields = [found.text] if config.nbest == 1 else [str(index), found.text, f"{found.score:.4f}"]
         if config.token_scores:
             fields.append(" ".join(f"{piece}:{log_prob:.4f}" for piece, log_prob in found.pieces))
+        if found.attention is not None:
+            fields.append(" ".join(f"{i}-{j}" for i, j in pharaoh(found.attention)))
         printed.append(" ||| ".join(fields))
     return printed
 
@@ -199,10 +174,11 @@ def score(config: Config, workdir: Workdir) -> None:
     """Prints "log-probability<TAB>tokens" for each line "source<TAB>target": natural logarithm, with EOS."""
     workdir.check_config(config)
     trained = load(config, workdir)
+    languages = Languages(config.data, trained.translator.tokenizer)
     done = 0
     with opened(config.decode.input) as (stream, name):
         for lines in read_chunks(stream, name, CHUNK):
-            lines, tags = tagged(config, trained.translator.tokenizer, lines, done)
+            lines, tags = languages.asked(lines, config.decode.target_lang, done + 1)
             pairs = pairs_of(lines, done, "target")
             for log_prob, tokens in trained.translator.score(trained.params, trained.branch_scale, pairs, tags):
                 print(f"{log_prob:.6f}\t{tokens}")

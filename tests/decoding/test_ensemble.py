@@ -40,6 +40,15 @@ def test_log_probabilities_are_of_the_mean() -> None:
         np.testing.assert_allclose(ours, expected, atol=1e-5)
 
 
+def test_attention_is_the_mean_of_the_models() -> None:
+    members = member(1), member(2, width=32, decoder_layers=2)
+    first = members[0]
+    each = [translator(m).attention(m.params, m.branch_scale, SOURCES, TARGETS) for m in members]
+    found = translator(*members).attention(first.params, first.branch_scale, SOURCES, TARGETS)
+    for index, ours in enumerate(found):
+        np.testing.assert_allclose(ours, np.mean([one[index] for one in each], axis=0), atol=1e-6)
+
+
 def test_a_search_reports_the_probabilities_of_the_ensemble() -> None:
     members = member(1), member(2)
     both, first = translator(*members), members[0]

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from branchnorm_jax.data.tokenizer import Tokenizer, train_tokenizer
-from branchnorm_jax.decoding.engine import padded_length
-from branchnorm_jax.decoding.translate import Translator
+from branchnorm_jax.decoding.engine import coarse, padded_length, padded_lengths, rounded
+from branchnorm_jax.decoding.translate import Translator, pharaoh
 from branchnorm_jax.model.transformer import Transformer
 from branchnorm_jax.options import EOS, DataConfig, DecodeConfig, ModelConfig
 from tests.decoding.test_beam import log_softmax, reference_beam
@@ -129,7 +129,84 @@ def test_scores_are_sums_of_teacher_forced_log_probabilities(translator: tuple[T
         np.testing.assert_allclose(score, expected, atol=1e-3)
 
 
+def test_attention_of_pairs_is_that_of_each_pair_alone(translator: tuple[Translator, dict]) -> None:
+    """Whatever else is in the batch, and whatever is padded; teacher forcing of the unpadded pair."""
+    engine, params = translator
+    sources = engine.tokenizer.encode_source(["red green", "", " ".join(WORDS * 3), "blue"])
+    targets = [*engine.tokenizer.encode_target(["one two three", "six", "seven"]), []]
+    for layer in (0, 1, 2):
+        one = dataclasses.replace(engine, config=dataclasses.replace(engine.config, alignment_layer=layer))
+        look = jnp.array([[0.5, 0.5], [1.0, 0.0], [0.0, 1.0]])[layer]
+        chosen = one.attention(params, ALPHA, sources, targets)
+        assert chosen[3].shape == (0, len(sources[3]))
+        for source, target, ours in zip(sources[:3], targets[:3], chosen[:3], strict=True):
+            inputs = jnp.asarray([[EOS, *target[:-1]]])
+            expected = engine.model.attention(params, jnp.asarray([source]), inputs, ALPHA, look)[0]
+            assert ours.shape == (len(target), len(source))
+            np.testing.assert_allclose(ours, expected, atol=1e-5)
+            np.testing.assert_allclose(ours.sum(1), 1, atol=1e-5)
+
+
+def test_translations_come_with_their_attention(translator: tuple[Translator, dict]) -> None:
+    engine, params = translator
+    asked = dataclasses.replace(engine, config=dataclasses.replace(engine.config, alignments=True))
+    found, plain = (each.translate(params, ALPHA, LINES) for each in (asked, engine))
+    assert [[h._replace(attention=None) for h in each] for each in found] == plain
+    for line, hypotheses in zip(LINES, found, strict=True):
+        (source,) = engine.tokenizer.encode_source([line])
+        for hypothesis in hypotheses:
+            assert hypothesis.attention is not None
+            assert hypothesis.attention.shape == (len(hypothesis.pieces), len(source))
+            assert engine.tokenizer.target_pieces_of(list(hypothesis.tokens)) == [p for p, _ in hypothesis.pieces]
+            target = list(hypothesis.tokens)
+            (expected,) = engine.attention(params, ALPHA, [source], [target])
+            np.testing.assert_allclose(hypothesis.attention, expected, atol=1e-5)
+
+
+def test_pharaoh_leaves_out_eos_on_both_sides() -> None:
+    eos = 0.9  # what looks at EOS most is aligned to the best of the others
+    rows = [[0.1, 0.3, 0.2, 0.4], [0.0, 0.04, 0.06, eos], [0.5, 0.5, 0.0, 0.0], [1.0, 0.0, 0.0, 0.0]]
+    assert pharaoh(np.array(rows, np.float32)) == [(1, 0), (2, 1), (0, 2)]
+    assert pharaoh(np.ones((0, 1), np.float32)) == []
+    assert pharaoh(np.ones((3, 1), np.float32)) == []
+    assert pharaoh(np.ones((1, 3), np.float32)) == []
+
+
+def test_what_is_warmed_up_compiles_nothing_later(translator: tuple[Translator, dict]) -> None:
+    """Any number of lines, translations that outgrow the first ring of the cache, and their attention."""
+    engine, params = translator
+    config = dataclasses.replace(engine.config, beam_size=2, nbest=2, max_length_a=3.0, min_length=40, batch_tokens=256)
+    server = dataclasses.replace(engine, config=config, rounding=coarse)
+    plain = dataclasses.replace(engine, config=config)
+    expected = plain.translate(params, ALPHA, LINES * 3)
+    compiled: list[str] = []
+    jax.monitoring.register_event_duration_secs_listener(lambda event, *_, **__: compiled.append(event))
+    server.warm_up(params, ALPHA, 16)
+    assert any("backend_compile" in event for event in compiled)
+    compiled.clear()
+    for count in (1, 3, 7, 27):
+        sources, _ = server.sources((LINES * 3)[:count])
+        found = server.search(params, ALPHA, sources, range(count))
+        assert [[h.text for h in each] for each in found] == [[h.text for h in each] for each in expected[:count]]
+        if count < 4:
+            server.attended(params, ALPHA, sources, [each[:1] for each in found])
+    assert max(len(each[0].tokens) for each in expected) > 32
+    assert [event for event in compiled if "backend_compile" in event] == []
+
+
+def test_counts_of_rows() -> None:
+    """No fewer than asked for, and few different ones."""
+    for rounding, most in ((rounded, 20), (coarse, 6)):
+        counts = [rounding(count) for count in range(1, 1001)]
+        assert all(count <= rows <= 4 * count for count, rows in enumerate(counts, start=1))
+        assert counts == sorted(counts)
+        assert len(set(counts)) <= most
+    assert {coarse(count) for count in range(1, 1001)} == {1, 4, 16, 64, 256, 1024}
+
+
 def test_padded_lengths_hold_their_sentences() -> None:
     for length in (1, 8, 9, 1024, 1025, 3000):
         assert padded_length(length) >= length
     assert {padded_length(length) for length in range(1, 1025)} == {16, 32, 64, 128, 256, 512, 1024}
+    for longest in (1, 16, 17, 100, 1024):
+        assert padded_lengths(longest) == sorted({padded_length(length) for length in range(1, longest + 1)})

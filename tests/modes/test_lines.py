@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from branchnorm_jax import config as configs
+from branchnorm_jax.data.tokenizer import load_tokenizer
 from branchnorm_jax.decoding.translate import Translator
 from branchnorm_jax.errors import UserError
 from branchnorm_jax.modes import lines
@@ -83,6 +84,32 @@ def test_input_and_output_from_the_command_line(trained: Path, tmp_path: Path) -
     done = run_main(f"--workdir={trained}", "--mode=translate", f"--config.decode.output={target}")
     assert done.returncode == 2
     assert "decode.input" in done.stderr
+
+
+def test_alignments_in_pharaoh_format(trained: Path, tmp_path: Path) -> None:
+    """Every piece of the translation once, in order, aligned to a piece of the source."""
+    source, text = tmp_path / "in", ["twenty-one", "", "one hundred and ten"]
+    source.write_text("".join(line + "\n" for line in text), encoding="utf-8")
+    there = f"--workdir={trained}", "--mode=translate", f"--config.decode.input={source}"
+    for options in ((), ("--config.decode.nbest=2", "--config.decode.alignment_layer=2")):
+        done = run_main(
+            *there, "--config.decode.alignments=True", "--config.decode.token_scores=True",
+            "--config.decode.no_repeat_ngram=1", *options,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        printed = [line.split(" ||| ") for line in done.stdout.splitlines()]
+        lengths = [len(ids) - 1 for ids in load_tokenizer(trained / "vocabulary").encode_source(text)]
+        for number, (*_, pieces, alignment) in enumerate(printed):
+            pairs = [tuple(map(int, pair.split("-"))) for pair in alignment.split()]
+            length = lengths[number * len(text) // len(printed)]
+            if length:
+                assert [j for _, j in pairs] == list(range(len(pieces.split()) - 1))
+                assert all(0 <= i < length for i, _ in pairs)
+            else:
+                assert pairs == []
+    done = run_main(*there, "--config.decode.alignment_layer=3")
+    assert done.returncode == 2
+    assert "alignment_layer=3 is more than model.decoder_layers=2" in done.stderr
 
 
 def test_a_prefix_is_kept(trained: Path, tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import HASTY, read_status, run_main
+from tests.modes.test_serve import Server, ask, translations
 
 pytestmark = pytest.mark.slow
 
@@ -57,7 +58,7 @@ def test_lines_say_which_language_they_want(several: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        ("twenty-one\n", "line 1: to which language? Set decode.target_lang or begin lines with a tag, >>de<<, >>en<<"),
+        ("twenty-one\n", "line 1: to which language? Set a target_lang or begin the line with >>de<<, >>en<<"),
         (
             ">>de<< one\n>>pl<< two\n",
             "line 2: this model was not trained to translate to 'pl'; its languages are de, en",
@@ -84,3 +85,22 @@ def test_a_language_that_is_no_target_cannot_be_evaluated(several: Path) -> None
     done = run_main("--mode=evaluate", f"--workdir={several}", "--config.evaluate.pairs=en-fr")
     assert done.returncode == 2
     assert "not trained to translate to 'fr'" in done.stderr
+
+
+def test_a_server_of_several_languages(several: Path) -> None:
+    """A field or a tag says which; alignments are those of the text without its tag."""
+    options = ("--config.serve.port=0", "--config.serve.warm_up_length=0", "--config.decode.no_repeat_ngram=1")
+    server = Server(f"--workdir={several}", *options, "--config.decode.beam_size=2")
+    try:
+        health = ask(server.url + "/health")[2]
+        assert (health["source_langs"], health["target_langs"]) == (["de", "en", "fr"], ["de", "en"])
+        ((by_field,),) = translations(server.url, text="twenty-one", target_lang="de", alignments=True)
+        ((by_tag,),) = translations(server.url, text=">>de<< twenty-one", alignments=True)
+        ((other,),) = translations(server.url, text="twenty-one", target_lang="en", alignments=True)
+        assert by_field == by_tag != other
+        assert not any(piece.startswith(">>") for piece in by_tag["source_pieces"] + by_tag["pieces"])
+        assert len(by_tag["alignment"][0]) == len(by_tag["source_pieces"])
+        for request in ({"text": "one"}, {"text": "one", "target_lang": "fr"}, {"text": "one", "target_lang": 3}):
+            assert ask(server.url + "/translate", json.dumps(request).encode())[0] == 400
+    finally:
+        server.end()

@@ -82,9 +82,16 @@ def linear(x: np.ndarray, p: Params) -> np.ndarray:
 
 
 def attention(
-    x: np.ndarray, memory: np.ndarray, p: Params, mask: np.ndarray, heads: int, inner: Any, heads_after: bool
+    x: np.ndarray,
+    memory: np.ndarray,
+    p: Params,
+    mask: np.ndarray,
+    heads: int,
+    inner: Any,
+    heads_after: bool,
+    looks: dict[int, np.ndarray] | None = None,
 ) -> np.ndarray:
-    """Softmax attention head by head; mask [B, T, S] is True where t may see s."""
+    """Softmax attention head by head; mask [B, T, S] is True where t may see s. `looks`: gets each head's softmax."""
     q, k, v = linear(x, p["q"]), linear(memory, p["k"]), linear(memory, p["v"])
     size = q.shape[-1] // heads
     found = []
@@ -92,6 +99,8 @@ def attention(
         part = slice(h * size, (h + 1) * size)
         scores = q[..., part] @ np.swapaxes(k[..., part], -1, -2) / math.sqrt(size)
         e = np.where(mask, np.exp(scores - scores.real.max(-1, keepdims=True)), 0)
+        if looks is not None:
+            looks[h] = e / e.sum(-1, keepdims=True)
         head = e / e.sum(-1, keepdims=True) @ v[..., part]
         if "head_scale" in p and not heads_after:
             head = p["head_scale"][h] * head
@@ -315,8 +324,12 @@ def forward(
     heads: int,
     alpha: float,
     kind: str = "layer_norm",
+    looks: list[dict[int, np.ndarray]] | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Encoder and decoder output for embedded source [B, S, D] and target [B, T, D]; source_mask [B, S] marks words."""
+    """Encoder and decoder output for embedded source [B, S, D] and target [B, T, D]; source_mask [B, S] marks words.
+
+    `looks` gets head -> cross-attention [B, T, S] of each decoder layer.
+    """
     norm = NORMS[kind]
     N, M = (len(params[name]["ffn"]["fc1"]["kernel"]) for name in ("encoder", "decoder"))
     after = method == "normformer_fairseq"
@@ -335,9 +348,12 @@ def forward(
     memory = stack(method, "encoder", source_x, params, encoder_branches, **common)
 
     def decoder_branches(p: Params) -> dict[str, Branch]:
+        here: dict[int, np.ndarray] = {}
+        if looks is not None:
+            looks.append(here)
         return {
             "self": lambda z: attention(z, z, p["self"], causal, heads, inner_self, after),
-            "cross": lambda z: attention(z, memory, p["cross"], see_source, heads, None, after),
+            "cross": lambda z: attention(z, memory, p["cross"], see_source, heads, None, after, here),
             "ffn": lambda z: ffn(z, p["ffn"], inner_ffn),
         }
 

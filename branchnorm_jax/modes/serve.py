@@ -1,0 +1,88 @@
+"""Mode serve: a trained model behind HTTP."""
+
+import contextlib
+import dataclasses
+import functools
+import os
+import socket
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+
+from branchnorm_jax.decoding.engine import coarse
+from branchnorm_jax.decoding.languages import Languages
+from branchnorm_jax.errors import UserError
+from branchnorm_jax.modes.common import load
+from branchnorm_jax.options import Config
+from branchnorm_jax.serving.messages import SEARCH, answers, parse
+from branchnorm_jax.training import logs
+from branchnorm_jax.workdir import Workdir
+
+
+def serve(config: Config, workdir: Workdir) -> None:
+    """Answers requests until a signal comes; then those that came before it, and the signal takes its course."""
+    import uvicorn
+
+    from branchnorm_jax.serving.app import make_app
+
+    workdir.check_config(config)
+    with listening(config.serve.host, config.serve.port) as listener:
+        trained = load(config, workdir)
+        search = dataclasses.replace(config.decode, nbest=config.decode.beam_size, alignments=False)
+        translator = dataclasses.replace(trained.translator, config=search, rounding=coarse)
+        # Small programs are kept, too, so that the next start compiles nothing.
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+        if longest := min(config.serve.warm_up_length, config.decode.max_input_length):
+            logs.say(f"compiling for lines of up to {longest} tokens (serve.warm_up_length)")
+            begin = time.perf_counter()
+            translator.warm_up(trained.params, trained.branch_scale, longest)
+            logs.say(f"compiled in {time.perf_counter() - begin:.1f} s")
+        languages = Languages(config.data, translator.tokenizer)
+        app = make_app(
+            functools.partial(parse, serve=config.serve, decode=config.decode, languages=languages),
+            answers(translator, trained.params, trained.branch_scale),
+            config.serve,
+            about(config, trained.step, languages),
+            logs.say,
+        )
+        server = uvicorn.Server(uvicorn.Config(app, lifespan="on", log_config=None, log_level="warning"))
+        logs.say(f"serving at {url(listener)}; Ctrl-C ends it")
+        server.run([listener])
+
+
+@contextlib.contextmanager
+def listening(host: str, port: int) -> Iterator[socket.socket]:
+    """A socket where clients may wait already until a server lets them in. Raises `UserError` if it cannot be had."""
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        listener = socket.create_server(address[:2], family=family)
+    except (OSError, UnicodeError) as error:
+        number = getattr(error, "errno", None) or 0
+        reason = os.strerror(number) if number > 0 else str(error)
+        raise UserError(
+            f"cannot listen at {host}, port {port}: {reason}; choose another serve.host or serve.port"
+        ) from error
+    with listener:
+        yield listener
+
+
+def url(listener: socket.socket) -> str:
+    """Where a browser finds it."""
+    host, port, *_ = listener.getsockname()
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def about(config: Config, step: int, languages: Languages) -> dict[str, Any]:
+    """What GET /health tells of the model, the search and the limits of requests."""
+    m, s = config.model, config.serve
+    return {
+        "method": m.method,
+        "depth": f"{m.encoder_layers}L-{m.decoder_layers}L",
+        "step": step,
+        "source_langs": languages.sources,
+        "target_langs": languages.targets,
+        "decode": {name: getattr(config.decode, name) for name in SEARCH},
+        "serve": {name: getattr(s, name) for name in ("max_lines", "max_characters", "max_body_bytes", "max_waiting")},
+    }

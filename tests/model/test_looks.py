@@ -1,0 +1,94 @@
+"""What the decoder looks at, against NumPy in float64."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from branchnorm_jax.model.transformer import Transformer
+from branchnorm_jax.options import ModelConfig
+from tests.model.test_reference import ALPHA, SIZES, SOURCE, TARGET, away_from_start
+from tests.reference import transformer as reference
+from tests.reference.algebra import every_method
+
+LAYERS = 3
+CONFIG = ModelConfig(**(SIZES | {"decoder_layers": LAYERS}))
+EVENLY = jnp.full(LAYERS, 1 / LAYERS)
+
+
+def model_of(**changes: Any) -> Transformer:
+    return Transformer(dataclasses.replace(CONFIG, **changes), 12, 12)
+
+
+def looks(model: Transformer, params: Any, look: Any, alpha: Any = ALPHA) -> np.ndarray:
+    """[B, T, S] for weights of the layers."""
+    found = model.attention(params, jnp.asarray(SOURCE), jnp.asarray(TARGET), jnp.asarray(alpha), jnp.asarray(look))
+    return np.asarray(found)
+
+
+@pytest.mark.parametrize("method", every_method())
+def test_attention_of_every_method(method: str) -> None:
+    """A sum over layers with weights of which no two are alike, so no layer can be taken for another."""
+    weights = np.array([0.5, 0.3, 0.2])
+    with jax.enable_x64(True):
+        model = model_of(method=method, dtype="float64", carry_dtype="float64")
+        params = away_from_start(model, "float64")
+        found = looks(model, params, weights)
+    positions = np.arange(6)[:, None] / 10000 ** (2 * np.arange(4) / 8)
+    positions = np.concatenate([np.sin(positions), np.cos(positions)], -1).astype(np.float32)
+    table = params["embedding"]["shared"]
+    source, target = (table[ids] * np.sqrt(8) + positions[: ids.shape[1]] for ids in (SOURCE, TARGET))
+    heads: list[dict[int, np.ndarray]] = []
+    reference.forward(method, params, source, target, SOURCE != 0, heads=2, alpha=ALPHA, looks=heads)
+    expected = [np.mean(list(layer.values()), axis=0) for layer in heads]
+    np.testing.assert_allclose(found, np.tensordot(weights, np.stack(expected), 1), atol=1e-9)
+    assert np.abs(np.diff(expected, axis=0)).max() > 1e-3, "all layers look at the same"
+
+
+def test_rows_sum_to_one_and_padding_gets_nothing() -> None:
+    model = model_of()
+    found = looks(model, away_from_start(model, "float32"), EVENLY)
+    assert found.shape == (*TARGET.shape, SOURCE.shape[1])
+    assert found.dtype == np.float32
+    np.testing.assert_allclose(found.sum(-1), 1, atol=1e-6)
+    assert (found[np.broadcast_to((SOURCE == 0)[:, None], found.shape)] == 0).all()
+    assert (found[0, :, :4] > 0).all()
+
+
+@pytest.mark.parametrize("method", ["branchnorm", "dlcl", "dlcl_post", "residual_dual"])
+@pytest.mark.parametrize("how", [dict(remat="nested", group=2), dict(unroll=2), dict()], ids=str)
+def test_scan_is_loop(method: str, how: dict[str, Any]) -> None:
+    loop, scan = model_of(method=method), model_of(method=method, scan=True, **how)
+    params = away_from_start(loop, "float32")
+    np.testing.assert_allclose(looks(scan, params, EVENLY), looks(loop, params, EVENLY), atol=1e-6)
+
+
+def test_a_layer_whose_branches_are_not_computed_is_looked_into_all_the_same() -> None:
+    model = model_of(alpha_order="bottom_up")
+    params = away_from_start(model, "float32")
+    alpha = {"encoder": jnp.ones(CONFIG.encoder_layers), "decoder": jnp.array([1.0, 0.5, 0.0])}
+    found = model.attention(params, jnp.asarray(SOURCE), jnp.asarray(TARGET), alpha, jnp.array([0.0, 0.0, 1.0]))
+    uniform = model_of()
+    expected = uniform.attention(params, jnp.asarray(SOURCE), jnp.asarray(TARGET), alpha, jnp.array([0.0, 0.0, 1.0]))
+    np.testing.assert_allclose(found, expected, atol=1e-6)
+
+
+def test_memory_does_not_grow_with_depth() -> None:
+    """Of the compiled program, parameters apart."""
+
+    def temporary(layers: int) -> int:
+        model = model_of(decoder_layers=layers, encoder_layers=1, scan=True)
+        tokens = jax.ShapeDtypeStruct((4, 64), jnp.int32)
+        run = jax.jit(functools.partial(Transformer.attention, model))
+        weights = jax.ShapeDtypeStruct((layers,), jnp.float32)
+        lowered = run.lower(model.abstract_params(), tokens, tokens, jax.ShapeDtypeStruct((), jnp.float32), weights)
+        found = lowered.compile().memory_analysis()
+        assert found is not None
+        return found.temp_size_in_bytes
+
+    one_map = 4 * 64 * 64 * 4
+    assert temporary(40) - temporary(4) < one_map

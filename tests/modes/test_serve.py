@@ -1,0 +1,427 @@
+"""Mode serve: real servers, real HTTP, a real browser."""
+
+import contextlib
+import functools
+import http.client
+import json
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import uvicorn
+
+from branchnorm_jax.data.tokenizer import Tokenizer, load_tokenizer
+from branchnorm_jax.decoding.languages import Languages
+from branchnorm_jax.decoding.translate import pharaoh
+from branchnorm_jax.options import DataConfig, DecodeConfig, ServeConfig
+from branchnorm_jax.serving.app import make_app
+from branchnorm_jax.serving.messages import Asked, parse, to_json
+from tests.conftest import ROOT, run_main, start_main
+
+DECODE = (
+    "--config.decode.batch_tokens=128",
+    "--config.decode.max_input_length=24",
+    "--config.decode.no_repeat_ngram=1",  # so that translations of the tiny model differ and end
+)
+SERVE = ("--config.serve.port=0", "--config.serve.warm_up_length=16", "--config.serve.max_lines=4")
+LIMITS = ("--config.serve.max_characters=500", "--config.serve.max_body_bytes=5000")
+
+TEXTS = [
+    f"{number} {rest}" for number in ("one", "two", "20", "seven") for rest in ("", "hundred", "and 5:17 PM", "$3")
+]
+TEXTS += ["", "   ", "😀 🏳️‍🌈", "שלום עולם", "مرحبا", "nul\0here", "a\u2028b", "tab here", " ".join(["seven"] * 60)]
+
+
+class Server:
+    """A process of main.py that serves."""
+
+    def __init__(self, *options: str) -> None:
+        self.process = start_main("--mode=serve", *options)
+        assert self.process.stderr
+        self.said: list[str] = []
+        for line in self.process.stderr:
+            self.said.append(line)
+            if line.startswith("serving at "):
+                break
+        else:
+            raise AssertionError("".join(self.said))
+        self.url = line.split()[2].rstrip(";")
+        self._rest = threading.Thread(target=lambda: self.said.extend(self.process.stderr or ()))
+        self._rest.start()
+
+    def end(self, number: int = signal.SIGTERM) -> int:
+        """Sends a signal, unless it is over already, and waits for the exit code."""
+        self.process.send_signal(number)
+        code = self.process.wait()
+        self._rest.join()
+        return code
+
+
+def ask(url: str, body: bytes | None = None) -> tuple[int, Any, Any]:
+    """Status, headers and JSON of GET, or of POST if there is a body."""
+    try:
+        with urllib.request.urlopen(urllib.request.Request(url, body)) as response:
+            return response.status, response.headers, json.load(response)
+    except urllib.error.HTTPError as error:
+        return error.code, error.headers, json.load(error)
+
+
+def translations(url: str, **request: Any) -> list[list[dict[str, Any]]]:
+    """The answer to a request that is in order."""
+    status, headers, found = ask(url + "/translate", json.dumps(request).encode())
+    assert status == 200, found
+    assert headers["content-type"] == "application/json"
+    return found["translations"]
+
+
+@pytest.fixture(scope="module")
+def server(trained: Path) -> Iterator[Server]:
+    server = Server(f"--workdir={trained}", *DECODE, *SERVE, *LIMITS)
+    yield server
+    server.end()
+
+
+@pytest.fixture(scope="module")
+def expected(trained: Path) -> dict[str, list[tuple[str, float]]]:
+    """What --mode=translate prints for each text: the texts and scores of the two best."""
+    done = run_main(
+        f"--workdir={trained}", "--mode=translate", *DECODE, "--config.decode.nbest=2", stdin="\n".join(TEXTS) + "\n"
+    )
+    assert done.returncode == 0, done.stderr
+    rows = [line.split(" ||| ") for line in done.stdout.splitlines()]
+    assert len(rows) == 2 * len(TEXTS)
+    return {text: [(row[1], float(row[2])) for row in rows[2 * i : 2 * i + 2]] for i, text in enumerate(TEXTS)}
+
+
+def test_concurrent_requests_get_what_translate_prints(
+    server: Server, expected: dict[str, list[tuple[str, float]]]
+) -> None:
+    """200 at once, of one to three lines, one or two translations each: all are answered, each with its own."""
+    rng = np.random.default_rng(0)
+    asked = [([str(text) for text in rng.choice(TEXTS, 1 + i % 3)], 1 + i % 2) for i in range(200)]
+    start = threading.Barrier(len(asked))
+
+    def one(request: tuple[list[str], int]) -> list[list[dict[str, Any]]]:
+        start.wait()
+        texts, nbest = request
+        return translations(server.url, text=texts, nbest=nbest)
+
+    with ThreadPoolExecutor(len(asked)) as clients:
+        found = list(clients.map(one, asked))
+    for (texts, nbest), answer in zip(asked, found, strict=True):
+        assert [[each["text"] for each in line] for line in answer] == [
+            [text for text, _ in expected[line][:nbest]] for line in texts
+        ]
+        scores = [[each["score"] for each in line] for line in answer]
+        np.testing.assert_allclose(scores, [[s for _, s in expected[line][:nbest]] for line in texts], atol=2e-4)
+    assert len({line[0][0] for line in expected.values()}) > 5
+
+
+def test_alignments_are_those_of_translate(server: Server, trained: Path) -> None:
+    texts = TEXTS[1:5]
+    done = run_main(
+        f"--workdir={trained}", "--mode=translate", *DECODE, "--config.decode.alignments=True",
+        "--config.decode.token_scores=True", stdin="\n".join(texts) + "\n",
+    )  # fmt: skip
+    tokenizer = load_tokenizer(trained / "vocabulary")
+    answer = translations(server.url, text=texts, alignments=True)
+    for text, printed, (found,) in zip(texts, done.stdout.splitlines(), answer, strict=True):
+        best, pieces, pairs = printed.split(" ||| ")
+        assert found["text"] == best
+        assert found["pieces"] == [piece.rpartition(":")[0] for piece in pieces.split()]
+        assert found["source_pieces"] == tokenizer.source_pieces_of(tokenizer.encode_source([text])[0])
+        matrix = np.array(found["alignment"])
+        assert matrix.shape == (len(found["pieces"]), len(found["source_pieces"]))
+        np.testing.assert_allclose(matrix.sum(1), 1, atol=1e-3)
+        assert " ".join(f"{i}-{j}" for i, j in pharaoh(matrix)) == pairs
+
+
+def test_a_line_break_is_white_space(server: Server) -> None:
+    """A sentence that an editor or a mail wrapped is one sentence: what are several is up to the client."""
+    one, *others = translations(server.url, text=["one hundred", "one\nhundred", "one\r\n\r\nhundred", "one hundred\n"])
+    assert others == [one] * 3
+
+
+def test_a_line_that_is_cut_says_so(server: Server, trained: Path) -> None:
+    (long,), (short,) = translations(server.url, text=[TEXTS[-1], "one"])
+    length = len(load_tokenizer(trained / "vocabulary").encode_source(TEXTS[-1:])[0])
+    assert long["warnings"] == [f"cut from {length} to 24 tokens"]
+    assert "warnings" not in short
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "part"),
+    [
+        (b"", 400, "not JSON"),
+        (b"{", 400, "not JSON"),
+        (b"[" * 4000, 400, "not JSON"),
+        (b'{"text": "one", "nbest": ' + b"9" * 4500 + b"}", 400, "not JSON"),
+        (b'"one"', 400, "an object with a text"),
+        (b"{}", 400, "an object with a text"),
+        (b'{"text": "\xff"}', 400, "not UTF-8"),
+        ('{"text": "one"}'.encode("utf-16"), 400, "not UTF-8"),
+        (b'{"text": 3}', 400, "a string or a list of strings"),
+        (b'{"text": null}', 400, "a string or a list of strings"),
+        (b'{"text": ["one", ["two"]]}', 400, "a string or a list of strings"),
+        (rb'{"text": "\ud800"}', 400, r"line 1: '\ud800'"),
+        (rb'{"text": ["one", "\udc00\ud800"]}', 400, r"line 2: '\udc00'"),
+        (rb'{"text": "one", "\ud800\n": 1}', 400, "unknown field"),
+        (b'{"text": "one", "beam": 1}', 400, "unknown field 'beam'"),
+        (b'{"text": ["", "", "", "", ""]}', 400, "5 lines, more than 4"),
+        (b'{"text": ["one", "' + b"x" * 501 + b'"]}', 400, "line 2 has 501 characters, more than 500"),
+        (b'{"text": "one", "nbest": 3}', 400, "from 1 to 2"),
+        (b'{"text": "one", "nbest": 0}', 400, "from 1 to 2"),
+        (b'{"text": "one", "nbest": true}', 400, "from 1 to 2"),
+        (b'{"text": "one", "nbest": NaN}', 400, "from 1 to 2"),
+        (b'{"text": "one", "alignments": 1}', 400, "true or false"),
+        (b'{"text": "' + b"x" * 5000 + b'"}', 413, "more than 5,000 bytes"),
+    ],
+    ids=lambda value: str(value[:30]) if isinstance(value, bytes) else None,
+)
+def test_mistakes_in_a_request(server: Server, body: bytes, status: int, part: str) -> None:
+    found, headers, answer = ask(server.url + "/translate", body)
+    assert (found, list(answer), headers["content-type"]) == (status, ["error"], "application/json")
+    assert part in answer["error"]
+    assert "\n" not in answer["error"]
+
+
+def test_a_body_of_unknown_length_has_the_same_limit(server: Server) -> None:
+    for size, status in ((4000, 200), (6000, 413)):
+        connection = http.client.HTTPConnection(server.url.removeprefix("http://"))
+        parts = iter([b'{"text": "one"', b" " * size, b"}"])
+        connection.request("POST", "/translate", parts, {"transfer-encoding": "chunked"}, encode_chunked=True)
+        assert connection.getresponse().status == status
+
+
+def test_other_paths_and_methods(server: Server) -> None:
+    for path, body, status in (("/nothing", None, 404), ("/translate", None, 405), ("/health", b"", 405)):
+        found, _, answer = ask(server.url + path, body)
+        assert (found, "POST /translate" in answer["error"]) == (status, True)
+
+
+def test_edges_that_are_no_mistakes(server: Server) -> None:
+    assert translations(server.url, text=[]) == []
+    empty = {"text": "", "score": 0.0, "log_prob": 0.0}
+    assert translations(server.url, text="", nbest=2) == [[empty, empty]]
+    assert len(translations(server.url, text="\ud83d\ude00")) == 1  # two halves that JSON puts together
+
+
+def test_health_tells_what_is_served(server: Server) -> None:
+    status, _, found = ask(server.url + "/health")
+    assert (status, found["status"], found["waiting"]) == (200, "ready", 0)
+    assert (found["method"], found["depth"]) == ("branchnorm", "2L-2L")
+    assert found["step"] in (60, 120)
+    assert (found["source_langs"], found["target_langs"]) == (["en"], ["de"])
+    assert found["decode"]["beam_size"] == 2
+    assert found["serve"]["max_lines"] == 4
+    assert any("compiling for lines of up to 16 tokens" in line for line in server.said)
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_signal_ends_it_after_the_last_answer(trained: Path, number: int, code: int) -> None:
+    server = Server(f"--workdir={trained}", *DECODE, "--config.serve.port=0", "--config.serve.warm_up_length=0")
+    body = b'{"text": "one hundred"}'
+    head = f"POST /translate HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\nexpect: 100-continue\r\n\r\n"
+    with socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2]))) as connection:
+        connection.sendall(head.encode())
+        # From here on the request is in flight: the server asks for its body.
+        assert connection.recv(100).startswith(b"HTTP/1.1 100")
+        server.process.send_signal(number)
+        connection.sendall(body)
+        answer = b"".join(iter(lambda: connection.recv(1000), b""))
+    assert answer.startswith(b"HTTP/1.1 200")
+    assert b'"translations": [[{"text"' in answer
+    assert server.process.wait() == code
+    assert server.end() == code
+    assert "Traceback" not in "".join(server.said)
+
+
+def test_a_port_in_use_is_one_line(trained: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        done = run_main("--mode=serve", f"--workdir={trained}", f"--config.serve.port={port}")
+    assert done.returncode == 2
+    assert f"cannot listen at 127.0.0.1, port {port}: Address already in use" in done.stderr.splitlines()[-1]
+    done = run_main("--mode=serve", f"--workdir={trained}", "--config.serve.host=no such host")
+    assert (done.returncode, "cannot listen at no such host" in done.stderr) == (2, True)
+
+
+class Device:
+    """Stands for the model where the question is who waits for whom: it echoes, and stops or fails when told to."""
+
+    def __init__(self) -> None:
+        self.go, self.began, self.batches = threading.Event(), threading.Event(), list[list[str]]()
+
+    def __call__(self, asked: Sequence[Asked]) -> list[bytes]:
+        self.batches.append([line for one in asked for line in one.lines])
+        self.began.set()
+        assert self.go.wait(60)
+        if any("bad" in one.lines for one in asked):
+            raise MemoryError("too much")
+        return [to_json({"translations": one.lines}) for one in asked]
+
+
+@contextlib.contextmanager
+def serving(device: Device, said: list[str], **serve: Any) -> Iterator[str]:
+    """The application with this device, in a thread."""
+    limits, no_tokenizer = ServeConfig(**serve), cast(Tokenizer, None)  # a model of one pair needs none
+    languages = Languages(DataConfig(), no_tokenizer)
+    read = functools.partial(parse, serve=limits, decode=DecodeConfig(), languages=languages)
+    app = make_app(read, device, limits, {}, said.append)
+    server = uvicorn.Server(uvicorn.Config(app, lifespan="on", log_config=None, log_level="warning"))
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=server.run, args=([listener],))
+        thread.start()
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+        server.should_exit = True
+        thread.join()
+
+
+def until(condition: Any) -> None:
+    """Waits; fails after a minute."""
+    for _ in range(6000):
+        if condition():
+            return
+        threading.Event().wait(0.01)
+    raise AssertionError("it never came to that")
+
+
+def waiting(url: str) -> int:
+    return ask(url + "/health")[2]["waiting"]
+
+
+def test_those_who_wait_are_answered_together_and_one_too_many_is_told_when_to_come_back() -> None:
+    device = Device()
+    with serving(device, [], max_waiting=3, batch_lines=2) as url, ThreadPoolExecutor(4) as clients:
+        found = [clients.submit(translations, url, text=["first"])]
+        assert device.began.wait(60)
+        for number in range(3):
+            found.append(clients.submit(translations, url, text=[str(number)]))
+            until(lambda number=number: waiting(url) == number + 1)
+        status, headers, answer = ask(url + "/translate", b'{"text": "one too many"}')
+        assert (status, headers["retry-after"]) == (503, "1")
+        assert "3 requests are waiting already" in answer["error"]
+        device.go.set()
+        assert [future.result() for future in found] == [["first"], ["0"], ["1"], ["2"]]
+    assert device.batches == [["first"], ["0", "1"], ["2"]]
+
+
+def test_a_translation_that_fails_takes_nobody_along() -> None:
+    device, said = Device(), list[str]()
+    with serving(device, said) as url, ThreadPoolExecutor(3) as clients:
+        first = clients.submit(translations, url, text=["first"])
+        assert device.began.wait(60)
+        bad = clients.submit(ask, url + "/translate", b'{"text": "bad"}')
+        until(lambda: waiting(url) == 1)
+        good = clients.submit(translations, url, text=["good"])
+        until(lambda: waiting(url) == 2)
+        device.go.set()
+        status, _, answer = bad.result()
+        assert (status, "MemoryError" in answer["error"]) == (500, True)
+        assert (first.result(), good.result()) == (["first"], ["good"])
+        assert translations(url, text=["after"]) == ["after"]
+    assert device.batches == [["first"], ["bad", "good"], ["bad"], ["good"], ["after"]]
+    assert len(said) == 1
+    assert said[0].endswith("MemoryError: too much")
+
+
+@pytest.fixture
+def browser(tmp_path: Path) -> Iterator[Any]:
+    """Headless Chromium, of Debian's packages chromium and chromium-driver."""
+    selenium = pytest.importorskip("selenium.webdriver")
+    chromium, driver = shutil.which("chromium"), shutil.which("chromedriver")
+    if not chromium or not driver:
+        pytest.skip("no chromium or chromedriver on the PATH: apt-get install chromium chromium-driver")
+    options = selenium.ChromeOptions()
+    options.binary_location = chromium
+    for name in ("headless", "no-sandbox", "disable-gpu", "disable-quic", "no-first-run", "disable-sync"):
+        options.add_argument(f"--{name}")
+    options.add_argument("--disable-background-networking")
+    options.add_argument("--disable-component-update")
+    options.add_argument(f"--user-data-dir={tmp_path / 'profile'}")
+    browser = selenium.Chrome(options, selenium.ChromeService(driver))
+    yield browser
+    browser.quit()
+
+
+def test_the_page(server: Server, browser: Any) -> None:
+    """Type, press Ctrl+Enter, see translations and attention; errors in words; nothing from elsewhere."""
+    from selenium.webdriver.common.by import By
+    from selenium.webdriver.common.keys import Keys
+    from selenium.webdriver.support.ui import WebDriverWait
+
+    def all_of(selector: str) -> list[Any]:
+        return browser.find_elements(By.CSS_SELECTOR, selector)
+
+    def texts(selector: str) -> list[str]:
+        return [each.text for each in all_of(selector)]
+
+    wait = WebDriverWait(browser, 60)
+    browser.get(server.url)
+    wait.until(lambda _: browser.title == "English → German")
+    assert texts("#model")[0].startswith("branchnorm 2L-2L, after ")
+
+    (box,), (button,) = all_of("textarea"), all_of("button")
+    assert (box.accessible_name, button.accessible_name) == ("Text, one sentence a line", "Translate")
+    button.click()
+    wait.until(lambda _: texts("#error") == ["There is nothing to translate yet: type a sentence above."])
+
+    box.send_keys("one hundred", Keys.ENTER, Keys.ENTER, "<b>seven</b>", Keys.CONTROL, Keys.ENTER)
+    wait.until(lambda _: len(all_of("section")) == 2)
+    assert not all_of("#error")[0].is_displayed()
+    asked = dict(text=["one hundred", "<b>seven</b>"], nbest=2, alignments=True)
+    expected = translations(server.url, **asked)
+    assert texts("section > div:first-child") == asked["text"]
+    assert texts(".best") == [found[0]["text"] for found in expected]
+    assert texts("section:first-child label span[dir]") == [each["text"] for each in expected[0]]
+    for rank in (0, 1):
+        all_of("section:first-child input")[rank].click()
+        found = expected[0][rank]
+        assert texts(".best")[0] == found["text"]
+        labels = [piece.replace("▁", "_") for piece in (*found["source_pieces"], *found["pieces"])]
+        assert texts("section:first-child svg > text") == labels
+        opacity = [float(cell.get_attribute("fill-opacity")) for cell in all_of("section:first-child svg .cell")]
+        np.testing.assert_allclose(opacity, np.ravel(found["alignment"]), atol=1e-4)
+    assert all("looks most at" in picture.accessible_name for picture in all_of("svg"))
+
+    box.send_keys(" ", *([Keys.ENTER, "x"] * 4), Keys.CONTROL, Keys.ENTER)
+    wait.until(lambda _: texts("#error") == ["text has 6 lines, more than 4 (serve.max_lines)"])
+    # The browser itself notes that an answer was 400, and would note what the page may not load.
+    assert [line["message"] for line in browser.get_log("browser") if "status of 400" not in line["message"]] == []
+
+
+def test_the_page_says_when_nobody_answers(trained: Path, browser: Any) -> None:
+    from selenium.webdriver.common.by import By
+    from selenium.webdriver.support.ui import WebDriverWait
+
+    server = Server(f"--workdir={trained}", "--config.serve.port=0", "--config.serve.warm_up_length=0")
+    browser.get(server.url)
+    WebDriverWait(browser, 60).until(lambda _: browser.title == "English → German")
+    server.end()
+    browser.find_element(By.TAG_NAME, "textarea").send_keys("one")
+    browser.find_element(By.TAG_NAME, "button").click()
+    error = browser.find_element(By.ID, "error")
+    WebDriverWait(browser, 60).until(lambda _: error.text == "The server does not answer. Does it still run?")
+
+
+def test_the_page_is_shipped(tmp_path: Path) -> None:
+    """A package that is installed has it, too."""
+    pytest.importorskip("setuptools")
+    for name in ("branchnorm_jax", "pyproject.toml", "requirements.txt", "README.md", "LICENSE"):
+        (shutil.copytree if (ROOT / name).is_dir() else shutil.copy)(ROOT / name, tmp_path / name)
+    code = "from setuptools import setup; setup()"
+    command = ["build_py", "--build-lib", str(tmp_path / "built")]
+    subprocess.run([sys.executable, "-c", code, *command], cwd=tmp_path, check=True, capture_output=True)
+    page = tmp_path / "built" / "branchnorm_jax" / "serving" / "page.html"
+    assert page.read_bytes() == (ROOT / "branchnorm_jax" / "serving" / "page.html").read_bytes()

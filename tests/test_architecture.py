@@ -23,7 +23,7 @@ MAY_IMPORT = {
     "parallel": set(),
     "export": {"model"},
     "decoding": {"model", "data"},
-    "serving": {"decoding", "model"},
+    "serving": {"decoding", "data", "model"},
     "evaluation": {"decoding", "model", "data", "parallel"},
     "training": {"evaluation", "decoding", "model", "data", "parallel"},
     "analysis": {"training", "evaluation", "decoding", "model", "data", "parallel"},

@@ -425,6 +425,9 @@ class EvaluateConfig:
 
     splits: str = option("test", "comma-separated: valid, test", free=True)
     pairs: str = option("", "directions to translate, as data.pairs; empty: those of the run", free=True)
+    comet: str = option(
+        "", "also score with this COMET model, a file or a name such as Unbabel/wmt22-comet-da; empty: no", free=True
+    )
 
     @property
     def split_names(self) -> list[str]:

@@ -9,6 +9,7 @@ from typing import Any
 from branchnorm_jax.data.tokenizer import NO_TAGS, Tags
 from branchnorm_jax.decoding.translate import Translator
 from branchnorm_jax.evaluation.bleu import Score, scores
+from branchnorm_jax.evaluation.comet import comet
 from branchnorm_jax.evaluation.language import right_language
 from branchnorm_jax.model.parameters import Params
 from branchnorm_jax.model.transformer import BranchScale
@@ -26,20 +27,26 @@ def evaluate_split(
     progress: Callable[[int], Any],
     tags: Tags = NO_TAGS,
     languages: Sequence[str] = (),
+    comet_model: str = "",
 ) -> list[Score]:
     """Writes `<split>.{source,reference,hypothesis}` into `directory`, line by line parallel; returns the scores.
 
-    With `languages`, those of a model of several, also the share of translations in the right one.
+    With `languages`, those of a model of several, also the share of translations in the right one; with `comet_model`
+    also COMET.
     """
     sources = [source for source, _ in pairs]
     references = [target for _, target in pairs]
-    found = translator.translate(params, branch_scale, sources, progress=progress, tags=[tags] * len(pairs))
-    hypotheses = [best[0].text for best in found]
+    best = translator.translate(params, branch_scale, sources, progress=progress, tags=[tags] * len(pairs))
+    hypotheses = [found[0].text for found in best]
     directory.mkdir(parents=True, exist_ok=True)
     for name, lines in (("source", sources), ("reference", references), ("hypothesis", hypotheses)):
         (directory / f"{split}.{name}").write_text("".join(line + "\n" for line in lines), encoding="utf-8")
-    right = right_language(hypotheses, target_lang, languages) if languages else []
-    return scores(hypotheses, references, target_lang) + right
+    found = scores(hypotheses, references, target_lang)
+    if languages:
+        found += right_language(hypotheses, target_lang, languages)
+    if comet_model:
+        found.append(comet(comet_model, sources, hypotheses, references))
+    return found
 
 
 def write_results(path: Path, results: dict[str, list[Score]], directory: Path, extra: dict[str, Any]) -> None:

@@ -55,6 +55,7 @@ def evaluate(config: Config, workdir: Workdir) -> None:
                     bar.update,
                     trained.translator.tokenizer.tags(config.data, direction.target_lang),
                     config.data.languages if config.data.pairs else (),
+                    config.evaluate.comet,
                 )
         results |= each
         if config.data.pairs:

@@ -1,0 +1,46 @@
+"""COMET is not installed here, and its models are not to be had offline: what is tested is the way there and back."""
+
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+from branchnorm_jax.errors import UserError
+from branchnorm_jax.evaluation import comet as module
+from branchnorm_jax.evaluation.comet import comet
+
+
+def test_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "comet", None)
+    with pytest.raises(UserError, match="pip install unbabel-comet"):
+        comet("Unbabel/wmt22-comet-da", ["a"], ["b"], ["c"])
+
+
+def test_what_the_package_is_given_and_what_becomes_of_its_score(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The interface of unbabel-comet 2.2: samples of src, mt and ref in, scores and their mean out."""
+
+    def predict(samples: list[dict[str, str]], batch_size: int, gpus: int, progress_bar: bool) -> Any:
+        scores = [0.5 * (sample["mt"] == sample["ref"]) + 0.25 * (sample["mt"] == sample["src"]) for sample in samples]
+        return SimpleNamespace(scores=scores, system_score=sum(scores) / len(scores))
+
+    def download_model(name: str) -> Path:
+        asked.append(name)
+        return tmp_path / "model.ckpt"
+
+    package = ModuleType("comet")
+    asked: list[str] = []
+    package.__dict__["download_model"] = download_model
+    package.__dict__["load_from_checkpoint"] = lambda path: SimpleNamespace(predict=predict)
+    monkeypatch.setitem(sys.modules, "comet", package)
+    monkeypatch.setattr(module.importlib.metadata, "version", lambda name: "2.2.7")
+    score = comet("some/model", ["a", "b"], ["x", "b"], ["x", "y"])
+    assert (score.name, score.score) == ("comet", 37.5)
+    assert score.signature == "some/model|unbabel-comet-2.2.7"
+    assert asked == ["some/model"]
+    (tmp_path / "here.ckpt").touch()
+    comet(str(tmp_path / "here.ckpt"), ["a"], ["a"], ["a"])
+    assert asked == ["some/model"]

@@ -198,10 +198,8 @@ def losses(config: Config, model: Transformer, params: Any, network: Network, ba
     here = Batch(*map(jnp.asarray, batch))
     source, target = (torch.from_numpy(side).long() for side in batch)
     sums, _ = loss_sums(model, params, here, jnp.float32(1), smoothing)
-    flax, theirs = (
-        flax_model.Network(config.model, words, train=False),
-        flax_model.converted(params, config.model.heads),
-    )
+    flax = flax_model.Network(config.model, words, train=False)
+    theirs = flax_model.converted(params, config.model.heads)
     with torch.no_grad():
         return {
             "ours": float(sums.loss / sums.tokens),

@@ -4,7 +4,7 @@ import json
 import platform
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,18 +22,25 @@ def seconds(call: Callable[[], Any]) -> float:
     return time.perf_counter() - begin
 
 
+def in_turn(calls: Sequence[Callable[[], Any]], rounds: int) -> list[list[float]]:
+    """Seconds of each call in each round, after one call of each that does not count."""
+    for call in calls:
+        seconds(call)
+    times = [[seconds(call) for call in calls] for _ in range(rounds)]
+    return [list(of_call) for of_call in zip(*times, strict=True)]
+
+
 def alternate(first: Callable[[], Any], second: Callable[[], Any], pairs: int = 7) -> dict[str, Any]:
-    """Times `first` and `second` in turn, after one call of each that does not count.
+    """`in_turn` of two.
 
     Returns:
       `ratio`, the median over the pairs of first / second, and every time in seconds.
     """
-    seconds(first), seconds(second)
-    times = [(seconds(first), seconds(second)) for _ in range(pairs)]
+    ours, theirs = in_turn((first, second), pairs)
     return {
-        "ratio": statistics.median(a / b for a, b in times),
-        "first_seconds": [a for a, _ in times],
-        "second_seconds": [b for _, b in times],
+        "ratio": statistics.median(a / b for a, b in zip(ours, theirs, strict=True)),
+        "first_seconds": ours,
+        "second_seconds": theirs,
     }
 
 

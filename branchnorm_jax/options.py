@@ -100,7 +100,7 @@ class ModelConfig:
     remat: str = option(
         "none",
         "what the backward pass computes again instead of keeping it: nothing; scores and hidden feed-forward layers "
-        "(save_branches: 1/3 of the memory, 1/10 more time); all but the stream between layers (full: 1/3 more time), "
+        "(save_branches: 1/2 of the memory, 1/10 more time); all but the stream between layers (full: 1/3 more time), "
         "or between groups of layers (nested: 2/3 more time; dlcl: as full); auto: the first of them that fits",
         choices=("none", "save_branches", "full", "nested", "auto"),
         free=True,

@@ -43,7 +43,24 @@ def probabilities(q_BTHK: jax.Array, k_BSHK: jax.Array, mask_BTS: jax.Array) -> 
     q_BTHK = q_BTHK * q_BTHK.shape[-1] ** -0.5
     exact = jnp.promote_types(q_BTHK.dtype, jnp.float32)
     scores_BHTS = jnp.einsum("bthk,bshk->bhts", q_BTHK, k_BSHK, preferred_element_type=exact)
-    return jax.nn.softmax(jnp.where(mask_BTS[:, None], scores_BHTS, MASKED))
+    return softmax(jnp.where(mask_BTS[:, None], scores_BHTS, MASKED))
+
+
+@jax.custom_jvp
+def softmax(scores: jax.Array) -> jax.Array:
+    """p = e^s / sum(e^s) over the last axis.
+
+    The derivative, p' = p s' - p sum(p s'), is written down so that the backward pass keeps p alone: that of
+    `jax.nn.softmax` keeps e^s, too, unless `jax_softmax_custom_jvp` is set for the whole process.
+    """
+    return jax.nn.softmax(scores)
+
+
+@softmax.defjvp
+def _(primals: tuple[jax.Array], tangents: tuple[jax.Array]) -> tuple[jax.Array, jax.Array]:
+    p = softmax(*primals)
+    change = p * tangents[0]
+    return p, change - p * change.sum(-1, keepdims=True)
 
 
 class Kept(NamedTuple):

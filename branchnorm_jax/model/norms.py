@@ -1,5 +1,6 @@
 """Normalisation layers. Statistics are float32 whatever the input's type (float64 stays float64)."""
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
@@ -18,10 +19,31 @@ def layer_norm(x: jax.Array, scale: jax.Array, bias: jax.Array, epsilon: float =
     The variance is the biased one, computed from the centred values: the one-pass form E[x^2] - E[x]^2 loses digits
     that a thousand layers would add up.
     """
-    x = _exact(x)
+    return standardise(_exact(x), epsilon) * scale + bias
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
+def standardise(x: jax.Array, epsilon: float) -> jax.Array:
+    """n = r (x - mean) with r = 1 / sqrt(var + epsilon), over the last axis.
+
+    The derivative, n' = r (x' - mean(x') - n mean(n x')), is written down so that the backward pass keeps n and r
+    alone, where it would keep three arrays of the size of x.
+    """
+    return _standardise(x, epsilon)[0]
+
+
+@standardise.defjvp
+def _(epsilon: float, primals: tuple[jax.Array], tangents: tuple[jax.Array]) -> tuple[jax.Array, jax.Array]:
+    n, r = _standardise(*primals, epsilon)
+    (change,) = tangents
+    centred = change - change.mean(-1, keepdims=True)
+    return n, r * (centred - n * (n * change).mean(-1, keepdims=True))
+
+
+def _standardise(x: jax.Array, epsilon: float) -> tuple[jax.Array, jax.Array]:
     centred = x - x.mean(-1, keepdims=True)
-    variance = jnp.square(centred).mean(-1, keepdims=True)
-    return centred * jax.lax.rsqrt(variance + epsilon) * scale + bias
+    r = jax.lax.rsqrt(jnp.square(centred).mean(-1, keepdims=True) + epsilon)
+    return centred * r, r
 
 
 def rms_norm(x: jax.Array, scale: jax.Array, epsilon: float = 1e-5) -> jax.Array:

@@ -39,7 +39,7 @@ def run_stack(
 
     | remat         | kept per layer | kept in all               | computed again              |
     |---------------|----------------|---------------------------|-----------------------------|
-    | none          | c + about 20 u | L (c + 20 u)              | nothing                     |
+    | none          | c + about 12 u | L (c + 12 u)              | nothing                     |
     | save_branches | c + 6 u        | L (c + 6 u)               | fc1, scores, norms: 1/3 of a forward pass |
     | full          | c              | L c                       | one forward pass: 1/3 more time |
     | nested        | 1/g of c       | (L / g) c + g (c + 2 p)   | two forward passes: 2/3 more time |

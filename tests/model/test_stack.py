@@ -100,7 +100,8 @@ def test_what_real_layers_keep(method: str) -> None:
     assert 1 <= kept["full"] < (5.5 if method.startswith("dlcl") else 1.2)
     # q, k, v, context and two branches.
     assert kept["full"] + 5 <= kept["save_branches"] <= kept["full"] + 6
-    assert kept["none"] > 1.5 * kept["save_branches"]
+    # Of scores and hidden layer (2 here) the outputs, of a norm what it multiplies; but not the branches.
+    assert kept["save_branches"] + 4 <= kept["none"] <= kept["save_branches"] + 5.5
     assert kept["nested"] == pytest.approx(kept["full"]) if method.startswith("dlcl") else kept["nested"] < 0.5
 
 

@@ -39,10 +39,11 @@ from benchmarks import flax_model
 from benchmarks.measure import in_turn, save
 from benchmarks.torch_model import Network
 from branchnorm_jax.config import from_config_dict
-from branchnorm_jax.data.batches import TextBatch, fill_rows, make_plans, shuffled
+from branchnorm_jax.data.batches import TextBatch, fill_rows, make_plans
+from branchnorm_jax.data.mixture import Mixture
 from branchnorm_jax.data.packing import Shape
 from branchnorm_jax.data.prepare import prepare
-from branchnorm_jax.data.store import TokenStore
+from branchnorm_jax.data.shuffle import shuffled
 from branchnorm_jax.decoding.translate import make_model
 from branchnorm_jax.model.transformer import Transformer
 from branchnorm_jax.options import PAD, Config
@@ -87,14 +88,14 @@ def spread(items: Sequence[T], count: int) -> list[T]:
     return [items[(2 * index + 1) * len(items) // (2 * count)] for index in range(count)]
 
 
-def our_batches(config: Config, store: TokenStore, valid: TokenStore, count: int) -> list[TextBatch]:
+def our_batches(config: Config, store: Mixture, valid: Sequence[Mixture], count: int) -> list[TextBatch]:
     """Of the first epoch."""
     plan, _ = make_plans(config.data, store, valid, config.train.batch_tokens, config.train.seed)
     steps = sorted(range(plan.batches_per_epoch), key=lambda step: plan.ids_at(step)[0])
     return [plan.batch_at(step) for step in spread(steps, count)]
 
 
-def sorted_batches(store: TokenStore, batch_tokens: int, count: int) -> list[TextBatch]:
+def sorted_batches(store: Mixture, batch_tokens: int, count: int) -> list[TextBatch]:
     """Sentences of like lengths, so many that rows x the longest are at most `batch_tokens`."""
     order = np.lexsort(store.lengths.T[::-1])  # by source, then by target
     batches: list[list[int]] = [[]]
@@ -108,24 +109,24 @@ def sorted_batches(store: TokenStore, batch_tokens: int, count: int) -> list[Tex
     return [one_a_row(store, ids, *store.lengths[ids].max(0).tolist()) for ids in spread(batches, count)]
 
 
-def padded_batches(store: TokenStore, length: int, batch_tokens: int, count: int) -> list[TextBatch]:
+def padded_batches(store: Mixture, length: int, batch_tokens: int, count: int) -> list[TextBatch]:
     """Sentences in random order, each padded to `length`."""
     rows = batch_tokens // length
-    order = shuffled(np.arange(len(store)), 0)
+    order = shuffled(np.arange(len(store.lengths)), 0)
     return [one_a_row(store, order[at : at + rows].tolist(), length, length) for at in range(0, count * rows, rows)]
 
 
-def one_a_row(store: TokenStore, ids: list[int], source: int, target: int) -> TextBatch:
+def one_a_row(store: Mixture, ids: list[int], source: int, target: int) -> TextBatch:
     """A batch of these sentences alone."""
     return fill_rows(store, [np.array([index]) for index in ids], Shape(len(ids), source, target))
 
 
-def packed_batches(store: TokenStore, length: int, batch_tokens: int, count: int) -> list[TextBatch]:
+def packed_batches(store: Mixture, length: int, batch_tokens: int, count: int) -> list[TextBatch]:
     """Sentences in random order, in one row until the next does not fit."""
     shape = Shape(batch_tokens // length, length, length)
     rows: list[list[int]] = [[]]
     room = np.full(2, length)
-    for index in shuffled(np.arange(len(store)), 0).tolist():
+    for index in shuffled(np.arange(len(store.lengths)), 0).tolist():
         if (store.lengths[index] > room).any():
             rows.append([])
             room = np.full(2, length)

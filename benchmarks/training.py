@@ -68,7 +68,7 @@ class Size(NamedTuple):
 
 SIZES = {
     "small": Size({}, 2048, 12),
-    "base": Size(dict(encoder_layers=6, decoder_layers=6, width=512, ffn_width=2048, heads=8, dropout=0.1), 4096, 4),
+    "base": Size(dict(encoder_layers=6, decoder_layers=6, width=512, ffn_width=2048, heads=8, dropout=0.1), 4096, 2),
 }
 
 
@@ -275,7 +275,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--path", required=True, help="folder of the text")
     parser.add_argument("--size", choices=SIZES, required=True)
-    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--updates", type=int, default=0, help="of each system in a round; 0: as the size has it")
     arguments = parser.parse_args()
     size = SIZES[arguments.size]

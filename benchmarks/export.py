@@ -1,0 +1,97 @@
+"""Exported models against ours: log-probabilities of the same tokens, and BLEU of beam 4, for CTranslate2 and Marian.
+
+    python -m benchmarks.export runs/a runs/b:500 ...       workdir, or workdir:checkpoint; as many as one likes
+
+Log-probabilities, in float32, of the references of the first 100 test sentences, EOS included; BLEU of --lines test
+sentences, the same search on both sides.
+"""
+
+import argparse
+import dataclasses
+import itertools
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from benchmarks.measure import save
+from branchnorm_jax import config as configs
+from branchnorm_jax.data.corpus import read_pairs
+from branchnorm_jax.evaluation.bleu import corpus_bleu
+from branchnorm_jax.export import ctranslate2, fold, huggingface
+from branchnorm_jax.modes.common import load
+from branchnorm_jax.workdir import Workdir
+
+FORCED = 100
+
+
+def compared(name: str, lines: int) -> dict[str, Any]:
+    """One checkpoint."""
+    folder, _, which = name.partition(":")
+    config = configs.load(Path(folder) / "config.json")
+    decode = dataclasses.replace(config.decode, checkpoint=which or "best", beam_size=4, length_penalty=0.6)
+    config = dataclasses.replace(config, decode=decode)
+    run = load(config, Workdir(Path(folder)))
+    translator, tokenizer, m = run.translator, run.translator.tokenizer, config.model
+    test = list(itertools.islice(read_pairs(config.data, "test"), lines))
+    ids = tokenizer.encode_source([source for source, _ in test])
+    sources, targets = translator.encode(test[:FORCED], [tokenizer.tags(config.data, "")] * len(test[:FORCED]))
+    ours = np.concatenate(translator.token_log_probs(run.params, run.branch_scale, sources, targets))
+    plain = fold.fold(translator.model, run.params, run.branch_scale)
+    vocabularies = tokenizer.source_pieces, tokenizer.target_pieces
+    longest = max(len(line) for line in (*ids, *targets))
+    longest = max(longest, translator.engine.limit(longest) + 1)
+    result: dict[str, Any] = {
+        "model": f"{m.method} {m.encoder_layers}L-{m.decoder_layers}L, width {m.width}",
+        "step": run.step,
+        "alpha": jax.tree.map(lambda leaf: np.asarray(leaf).tolist(), run.branch_scale),
+    }
+    with tempfile.TemporaryDirectory() as temporary:
+        there = Path(temporary)
+        languages = config.data.source_lang, config.data.target_lang
+        huggingface.write(plain, m, config.decode, vocabularies, languages, there, longest)
+        theirs = np.concatenate(huggingface.log_probs(there, sources, targets))
+        result["huggingface_largest_difference"] = float(np.abs(ours - theirs).max())
+    with tempfile.TemporaryDirectory() as temporary:
+        there = Path(temporary)
+        ctranslate2.write(plain, m, vocabularies, there, longest, "")
+        sides = (sources, tokenizer.source_pieces), (targets, tokenizer.target_pieces)
+        given, asked = ([[pieces[token] for token in line[:-1]] for line in side] for side, pieces in sides)
+        theirs = np.concatenate(ctranslate2.log_probs(there, given, asked))
+        result["ctranslate2_largest_difference"] = float(np.abs(ours - theirs).max())
+        engine = ctranslate2.imported().Translator(str(there), device="cpu", compute_type="float32")
+        pieces = [[tokenizer.source_pieces[token] for token in line[:-1]] for line in ids]
+        settings = ctranslate2.search_settings(config.decode, longest)
+        found = engine.translate_batch(pieces, **settings, max_batch_size=32)
+    of_pieces = {piece: index for index, piece in enumerate(tokenizer.target_pieces)}
+    yours = [tokenizer.decode_target([of_pieces[piece] for piece in one.hypotheses[0]]) for one in found]
+    translated = translator.translate(run.params, run.branch_scale, [source for source, _ in test])
+    mine = [best[0].text for best in translated]
+    references, language = [target for _, target in test], config.data.target_lang
+    return result | {
+        "sentences": len(test),
+        "bleu_ours": corpus_bleu(mine, references, language),
+        "bleu_ctranslate2": corpus_bleu(yours, references, language),
+        "identical_lines": sum(a == b for a, b in zip(mine, yours, strict=True)),
+    }
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("runs", nargs="+")
+    parser.add_argument("--lines", type=int, default=1000)
+    arguments = parser.parse_args()
+    results = []
+    for name in arguments.runs:
+        results.append(compared(name, arguments.lines))
+        print(json.dumps(results[-1]), flush=True)
+        save("export", {"models": results})
+        jax.clear_caches()
+
+
+if __name__ == "__main__":
+    main()

@@ -59,13 +59,12 @@ def prepare(config: DataConfig, directory: Path, say: Callable[[str], None]) -> 
         folder = directory / "corpus" / (direction.pair if config.pairs else "")
         tags = tokenizer.tags(config, direction.target_lang)
         name = f"train {direction.pair}" if config.pairs else "train"
-        if not config.subword_samples:
-            train.append(build_store(direction, tokenizer, "train", folder, filter=True, tags=tags))
-            say(describe_counts(name, train[-1]))
-        for sample in range(config.subword_samples):
-            where = folder / f"sample-{sample}"
+        for sample in range(config.subword_samples) or [None]:
+            where, which = folder, name
+            if sample is not None:
+                where, which = folder / f"sample-{sample}", f"{name}, tokenisation {sample + 1}"
             train.append(build_store(direction, tokenizer, "train", where, filter=True, tags=tags, sample=sample))
-            say(describe_counts(f"{name}, tokenisation {sample + 1}", train[-1]))
+            say(describe_counts(which, train[-1]))
         if direction in validated:
             valid.append(build_store(direction, tokenizer, "valid", folder, filter=False, tags=tags))
             say(describe_counts(name.replace("train", "valid"), valid[-1]))

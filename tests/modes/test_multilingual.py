@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from branchnorm_jax.data.tokenizer import load_tokenizer
 from tests.conftest import HASTY, read_status, run_main
 from tests.modes.test_serve import Server, ask, translations
 
@@ -104,3 +105,16 @@ def test_a_server_of_several_languages(several: Path) -> None:
             assert ask(server.url + "/translate", json.dumps(request).encode())[0] == 400
     finally:
         server.end()
+
+
+def test_exported_with_its_tags(several: Path) -> None:
+    """Hugging Face's tokenizer reads the tag as we do; the export itself compares both engines over all pairs."""
+    transformers = pytest.importorskip("transformers")
+    for format in ("huggingface", "ctranslate2"):
+        done = run_main("--mode=export", f"--workdir={several}", f"--config.export.format={format}")
+        assert done.returncode == 0, done.stderr
+        assert "largest difference of a token's log-probability over 102 validation pairs" in done.stderr
+    theirs = transformers.MarianTokenizer.from_pretrained(several / "export" / "huggingface")
+    ours = load_tokenizer(several / "vocabulary")
+    tag = ours.source_pieces.index(">>de<<")
+    assert theirs(">>de<< twenty-one")["input_ids"] == [tag, *ours.encode_source(["twenty-one"])[0]]

@@ -177,18 +177,24 @@ def _validate(config: Config) -> None:
 def _validate_directions(config: Config) -> None:
     """The pairs of languages."""
     data = config.data
+    if not data.pairs and data.source_lang == data.target_lang:
+        raise UserError(f"config: data.source_lang and data.target_lang are both {data.source_lang!r}")
     named = {"data.pairs": data.pairs, "data.valid_pairs": data.valid_pairs, "evaluate.pairs": config.evaluate.pairs}
     for name, pairs in named.items():
+        if pairs and not data.pairs:
+            raise UserError(f"config: {name} is for runs of several pairs, and data.pairs is empty")
         directions = [(direction.source_lang, direction.target_lang) for direction in data.directions(pairs)]
-        if not pairs and directions[0][0] == directions[0][1]:
-            raise UserError(f"config: data.source_lang and data.target_lang are both {data.source_lang!r}")
-        code = r"[a-z]\w*(-[A-Z]\w+)?"  # as de, zh_tw, pt-BR
+        code = r"[a-z]\w*"  # as de, zh_tw, pt_BR: the hyphen stands between the two
         wrong = [
             pair for pair in directions if pair[0] == pair[1] or not all(re.fullmatch(code, lang) for lang in pair)
         ]
         if pairs and (wrong or not directions):
             what = f"{'-'.join(wrong[0])!r} is not a pair of two languages" if wrong else "no pair of languages"
-            raise UserError(f"config: {name}={pairs!r}: {what}; write en-de,fr-de or, for every direction, en+de+fr")
+            raise UserError(f"config: {name}={pairs!r}: {what}; write en-de,fr-pt_BR or, for every direction, en+de+fr")
+    if unknown := [found.pair for found in data.directions(data.valid_pairs) if found not in data.directions()]:
+        raise UserError(
+            f"config: data.valid_pairs={data.valid_pairs}: {unknown[0]} is not among data.pairs={data.pairs}"
+        )
     targets = {direction.target_lang for direction in data.directions()}
     if data.tags == "none" and len(targets) > 1:
         raise UserError(f"config: data.tags=none: without a tag, who is to know which of {', '.join(sorted(targets))}?")

@@ -199,6 +199,10 @@ class DataConfig:
                     found[source, target] = dataclasses.replace(self, source_lang=source, target_lang=target, pairs="")
         return list(found.values())
 
+    def validated(self) -> "list[DataConfig]":
+        """The directions that are validated."""
+        return self.directions(self.valid_pairs)
+
     @property
     def languages(self) -> list[str]:
         """All languages of the run, sources and targets."""

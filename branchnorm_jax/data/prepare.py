@@ -12,7 +12,6 @@ from branchnorm_jax.data.corpus import read_pairs
 from branchnorm_jax.data.mixture import Mixture
 from branchnorm_jax.data.store import TokenStore, build_store, describe_counts
 from branchnorm_jax.data.tokenizer import UNUSED, Tokenizer, load_tokenizer, note_unused, train_tokenizer
-from branchnorm_jax.errors import UserError
 from branchnorm_jax.options import DataConfig
 
 
@@ -42,11 +41,7 @@ def prepare(config: DataConfig, directory: Path, say: Callable[[str], None]) -> 
     With several pairs, each has a folder of its own under `corpus/`.
     """
     vocabulary, directions = directory / "vocabulary", config.directions()
-    validated = [direction for direction in directions if direction in config.directions(config.valid_pairs)]
-    if not validated:
-        raise UserError(
-            f"config: data.valid_pairs={config.valid_pairs}: none of them is among data.pairs={config.pairs}"
-        )
+    validated = [direction for direction in directions if direction in config.validated()]
     if vocabulary.exists():
         tokenizer = load_tokenizer(vocabulary)
     else:

@@ -22,7 +22,7 @@ NBEST = 64
 
 _SPACE = "\u2581"
 _LONGEST = 1 << 20  # words of a line
-_CACHED = 1 << 17  # words
+_CACHED = 1 << 14  # words, of some ten kilobytes each
 
 
 @dataclasses.dataclass(frozen=True)

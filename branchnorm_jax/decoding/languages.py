@@ -45,16 +45,19 @@ class Languages:
             if default not in ("", self.data.target_lang):
                 raise UserError(f"this model translates to {self.data.target_lang}, not to {default}")
             return list(lines), [NO_TAGS] * len(lines)
-        default = default or (self.targets[0] if len(self.targets) == 1 else "")
-        texts, tags = [], []
+        targets, texts, tags = self.targets, [], []
+        default = default or (targets[0] if len(targets) == 1 else "")
         for number, line in enumerate(lines, start=first):
             match = TAG.match(line)
-            if not match and not default:
-                choice = ", ".join(f">>{lang}<<" for lang in self.targets)
+            lang = match[1] if match else default
+            if not line.strip():
+                lang = targets[0]  # of nothing, nothing is asked for
+            elif not lang:
+                choice = ", ".join(f">>{lang}<<" for lang in targets)
                 raise UserError(f"line {number}: to which language? Set a target_lang or begin the line with {choice}")
-            try:
-                tags.append(self.tokenizer.tags(self.data, match[1] if match else default))
-            except UserError as error:
-                raise UserError(f"line {number}: {error}") from error
-            texts.append(line[match.end() :].lstrip() if match else line)
+            if lang not in targets:
+                known = ", ".join(targets)
+                raise UserError(f"line {number}: this model was trained to translate to {known}, not to {lang!r}")
+            tags.append(self.tokenizer.tags(self.data, lang))
+            texts.append(line[match.end() :].lstrip(" ") if match else line)
         return texts, tags

@@ -11,7 +11,7 @@
 
 import dataclasses
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import sacremoses
 from sacrebleu.metrics import BLEU, CHRF, TER
@@ -37,6 +37,10 @@ class Score:
     name: str
     score: float
     signature: str
+
+
+Measure = Callable[[Sequence[str], Sequence[str], Sequence[str]], list[Score]]
+"""Scores of sources, hypotheses and references."""
 
 
 def scores(hypotheses: Sequence[str], references: Sequence[str], target_lang: str) -> list[Score]:

@@ -8,9 +8,7 @@ from typing import Any
 
 from branchnorm_jax.data.tokenizer import NO_TAGS, Tags
 from branchnorm_jax.decoding.translate import Translator
-from branchnorm_jax.evaluation.bleu import Score, scores
-from branchnorm_jax.evaluation.comet import comet
-from branchnorm_jax.evaluation.language import right_language
+from branchnorm_jax.evaluation.bleu import Measure, Score, scores
 from branchnorm_jax.model.parameters import Params
 from branchnorm_jax.model.transformer import BranchScale
 from branchnorm_jax.workdir import write_atomically
@@ -26,13 +24,11 @@ def evaluate_split(
     target_lang: str,
     progress: Callable[[int], Any],
     tags: Tags = NO_TAGS,
-    languages: Sequence[str] = (),
-    comet_model: str = "",
+    more: Sequence[Measure] = (),
 ) -> list[Score]:
     """Writes `<split>.{source,reference,hypothesis}` into `directory`, line by line parallel; returns the scores.
 
-    With `languages`, those of a model of several, also the share of translations in the right one; with `comet_model`
-    also COMET.
+    `tags` ask for the language where there are several; `more` measures come after `bleu.scores`.
     """
     sources = [source for source, _ in pairs]
     references = [target for _, target in pairs]
@@ -42,15 +38,13 @@ def evaluate_split(
     for name, lines in (("source", sources), ("reference", references), ("hypothesis", hypotheses)):
         (directory / f"{split}.{name}").write_text("".join(line + "\n" for line in lines), encoding="utf-8")
     found = scores(hypotheses, references, target_lang)
-    if languages:
-        found += right_language(hypotheses, target_lang, languages)
-    if comet_model:
-        found.append(comet(comet_model, sources, hypotheses, references))
-    return found
+    return found + [score for measure in more for score in measure(sources, hypotheses, references)]
 
 
 def write_results(path: Path, results: dict[str, list[Score]], directory: Path, extra: dict[str, Any]) -> None:
     """Writes results.json: {split: {metric: {score, signature, hypotheses}}}, and what was decoded how under "run".
+
+    A mean over splits is of no file of hypotheses.
 
     Splits that were scored before stay, if they were decoded from the same checkpoint in the same way.
     """
@@ -63,11 +57,12 @@ def write_results(path: Path, results: dict[str, list[Score]], directory: Path, 
             score.name: {
                 "score": score.score,
                 "signature": score.signature,
-                "hypotheses": str((directory / f"{split}.hypothesis").relative_to(path.parent)),
             }
+            | ({"hypotheses": str(text.relative_to(path.parent))} if text.exists() else {})
             for score in found
         }
         for split, found in results.items()
+        for text in [directory / f"{split}.hypothesis"]
     }
     write_atomically(path, json.dumps(table | {"run": extra}, indent=2, ensure_ascii=False) + "\n")
 

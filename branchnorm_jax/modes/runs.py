@@ -1,7 +1,6 @@
 """Modes that train, or look before and after a training."""
 
 import dataclasses
-import itertools
 import time
 from pathlib import Path
 
@@ -144,9 +143,14 @@ def sweep(config: Config, workdir: Workdir) -> None:
     for name, (run, chosen) in sweeping.plan_runs(config).items():
         check_names(chosen)
         runs[name] = run, planning.fitting(chosen, memory)
-    directions = {direction for _, chosen in runs.values() for direction in chosen.data.directions()}
-    for direction, split in itertools.product(directions, ("train", "valid", "test")):
-        next(iter(read_pairs(direction, split)), None)
+    corpora = {chosen.data for _, chosen in runs.values()}
+    for split, found in (
+        *(("train", data.directions()) for data in corpora),
+        *(("valid", data.validated()) for data in corpora),
+        *(("test", data.directions()) for data in corpora),
+    ):
+        for direction in found:
+            next(iter(read_pairs(direction, split)), None)
     workdir.create()
     write_atomically(workdir / "config.json", to_json(config))
     folders = {name: (run, Workdir(workdir / name)) for name, (run, _) in runs.items()}

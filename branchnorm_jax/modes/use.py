@@ -15,7 +15,9 @@ from branchnorm_jax.decoding.translate import Translator
 from branchnorm_jax.errors import MismatchError, UserError
 from branchnorm_jax.evaluation import compare as comparing
 from branchnorm_jax.evaluation.bleu import Score, mean_of
+from branchnorm_jax.evaluation.comet import load_comet
 from branchnorm_jax.evaluation.evaluate import evaluate_split, format_table, write_results
+from branchnorm_jax.evaluation.language import right_language
 from branchnorm_jax.export import ctranslate2, fold, huggingface
 from branchnorm_jax.modes.common import Trained, load, network, restored
 from branchnorm_jax.options import Config, DataConfig
@@ -35,32 +37,38 @@ def evaluate(config: Config, workdir: Workdir) -> None:
     """
     workdir.check_config(config)
     workdir.create()
-    trained = load(config, workdir)
-    directory = workdir / "evaluation"
+    trained, data, directory = load(config, workdir), config.data, workdir / "evaluation"
+    asked = list(itertools.product(config.evaluate.split_names, data.directions(config.evaluate.pairs)))
+    tags = [trained.translator.tokenizer.tags(data, direction.target_lang) for _, direction in asked]
+    for split, direction in asked:
+        # Before the first translation, so that a mistake in the last one is told at once.
+        next(read_pairs(direction, split), None)
+    comet = [load_comet(config.evaluate.comet)] if config.evaluate.comet else []
+    run = {"step": trained.step, "pairs": config.evaluate.pairs or data.pairs, **vars(config.decode)}
     results: dict[str, list[Score]] = {}
-    for split in config.evaluate.split_names:
-        each = {}
-        for direction in config.data.directions(config.evaluate.pairs):
-            name = f"{split}.{direction.pair}" if config.data.pairs else split
-            pairs = list(read_pairs(direction, split))
-            with logs.progress_bar(len(pairs), 0, "line", name) as bar:
-                each[name] = evaluate_split(
-                    trained.translator,
-                    trained.params,
-                    trained.branch_scale,
-                    name,
-                    pairs,
-                    directory,
-                    direction.target_lang,
-                    bar.update,
-                    trained.translator.tokenizer.tags(config.data, direction.target_lang),
-                    config.data.languages if config.data.pairs else (),
-                    config.evaluate.comet,
-                )
-        results |= each
-        if config.data.pairs:
-            results[split] = mean_of(list(each.values()))
-    write_results(workdir / "results.json", results, directory, {"step": trained.step, **vars(config.decode)})
+    each: dict[str, list[list[Score]]] = {}
+    for (split, direction), tag in zip(asked, tags, strict=True):
+        name = f"{split}.{direction.pair}" if data.pairs else split
+        right = [right_language(direction.target_lang, data.languages)] if data.pairs else []
+        pairs = list(read_pairs(direction, split))
+        with logs.progress_bar(len(pairs), 0, "line", name) as bar:
+            results[name] = evaluate_split(
+                trained.translator,
+                trained.params,
+                trained.branch_scale,
+                name,
+                pairs,
+                directory,
+                direction.target_lang,
+                bar.update,
+                tag,
+                [*right, *comet],
+            )
+        each.setdefault(split, []).append(results[name])
+        write_results(workdir / "results.json", results, directory, run)
+    if data.pairs:
+        results |= {split: mean_of(found) for split, found in each.items()}
+        write_results(workdir / "results.json", results, directory, run)
     print(format_table(results))
 
 
@@ -182,9 +190,9 @@ def check_export(config: Config, trained: Trained, folder: Path) -> None:
     """Force-decodes the first validation pairs here and there, both in float32."""
     e, tokenizer, model = config.export, trained.translator.tokenizer, trained.translator.model
     exact = dataclasses.replace(model, config=dataclasses.replace(model.config, dtype="float32", carry_dtype="float32"))
-    directions = config.data.directions()
-    each = -(-e.check_lines // len(directions))
-    pairs = [(d, pair) for d in directions for pair in itertools.islice(read_pairs(d, "valid"), each)]
+    validated = config.data.validated()
+    each = -(-e.check_lines // len(validated))
+    pairs = [(d, pair) for d in validated for pair in itertools.islice(read_pairs(d, "valid"), each)]
     tags = [tokenizer.tags(config.data, direction.target_lang) for direction, _ in pairs]
     translator = Translator(exact, tokenizer, config.decode)
     sources, targets = translator.encode([pair for _, pair in pairs], tags)

@@ -66,8 +66,8 @@ def parse(body: bytes, serve: ServeConfig, decode: DecodeConfig, languages: Lang
         raise UserError(f"nbest must be a whole number from 1 to {decode.beam_size} (decode.beam_size)")
     if type(alignments) is not bool:
         raise UserError("alignments must be true or false")
-    if not isinstance(target_lang, str):
-        raise UserError("target_lang must be a string")
+    if not isinstance(target_lang, str) or not target_lang.isascii():
+        raise UserError("target_lang must be a string such as de")
     texts, tags = languages.asked(lines, target_lang)
     return Asked(tuple(texts), tuple(tags), nbest, alignments)
 

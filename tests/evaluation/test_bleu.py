@@ -186,7 +186,9 @@ def test_bad_input(function):
 
 def test_right_language_is_the_share_in_the_language_asked_for() -> None:
     lines = ["Ein Hund läuft durch den Schnee.", "A dog runs through the snow.", "Ein Mann liest ein Buch.", ""]
-    (score,) = right_language(lines, "de", ["en", "de", "fr"])
+    (score,) = right_language("de", ["en", "de", "fr"])(lines, lines, lines)
     assert (score.name, score.score) == ("right_language", 50.0)
     assert score.signature.endswith("among:de,en,fr")
-    assert right_language(lines, "de", ["en", "tlh"]) == []
+    (score,) = right_language("de", ["en", "tlh"])(lines, lines, lines)
+    assert score.signature.endswith("among:de,en")
+    assert right_language("tlh", ["en", "de"])(lines, lines, lines) == []

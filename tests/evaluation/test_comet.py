@@ -9,13 +9,13 @@ import pytest
 
 from branchnorm_jax.errors import UserError
 from branchnorm_jax.evaluation import comet as module
-from branchnorm_jax.evaluation.comet import comet
+from branchnorm_jax.evaluation.comet import load_comet
 
 
 def test_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "comet", None)
     with pytest.raises(UserError, match="pip install unbabel-comet"):
-        comet("Unbabel/wmt22-comet-da", ["a"], ["b"], ["c"])
+        load_comet("Unbabel/wmt22-comet-da")
 
 
 def test_what_the_package_is_given_and_what_becomes_of_its_score(
@@ -37,10 +37,10 @@ def test_what_the_package_is_given_and_what_becomes_of_its_score(
     package.__dict__["load_from_checkpoint"] = lambda path: SimpleNamespace(predict=predict)
     monkeypatch.setitem(sys.modules, "comet", package)
     monkeypatch.setattr(module.importlib.metadata, "version", lambda name: "2.2.7")
-    score = comet("some/model", ["a", "b"], ["x", "b"], ["x", "y"])
+    (score,) = load_comet("some/model")(["a", "b"], ["x", "b"], ["x", "y"])
     assert (score.name, score.score) == ("comet", 37.5)
     assert score.signature == "some/model|unbabel-comet-2.2.7"
     assert asked == ["some/model"]
     (tmp_path / "here.ckpt").touch()
-    comet(str(tmp_path / "here.ckpt"), ["a"], ["a"], ["a"])
+    load_comet(str(tmp_path / "here.ckpt"))
     assert asked == ["some/model"]

@@ -61,6 +61,11 @@ LONG = (
 )
 
 
+def pytest_configure() -> None:
+    """Where tests run in the background Ctrl-C is ignored, and processes that they start would inherit that."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Workers take whole files in this order: the longest first, so that none of them runs alone at the end."""
     items.sort(key=lambda item: item.path.name not in LONG)

@@ -51,7 +51,7 @@ def test_from_two_text_files_to_a_served_model(house: Path) -> None:
             commands = re.sub(r"(?m)^python main\.py --config=.*$", lambda found: f"{found[0]} {SMALLER}", commands)
             if "--mode=serve" in commands:
                 server = subprocess.Popen(commands.split(), cwd=house, env=environment)
-                wait_for("http://localhost:8000/health")
+                wait_for("http://localhost:8000/health", server)
                 continue
             done = subprocess.run(
                 ["bash", "-euo", "pipefail", "-c", commands], cwd=house, env=environment, capture_output=True, text=True
@@ -73,13 +73,15 @@ def test_from_two_text_files_to_a_served_model(house: Path) -> None:
         assert (house / "runs/mine/export" / name).stat().st_size > 0, name
 
 
-def wait_for(address: str, seconds: float = 300) -> None:
-    """Until a server answers."""
+def wait_for(address: str, server: subprocess.Popen[bytes], seconds: float = 300) -> None:
+    """Until this server answers."""
     until = time.monotonic() + seconds
     while True:
         try:
             urllib.request.urlopen(address).read()
+            assert server.poll() is None, "another server answers at its port"
             return
         except OSError:
+            assert server.poll() is None, "the server ended"
             assert time.monotonic() < until, f"{address} does not answer"
             time.sleep(1)

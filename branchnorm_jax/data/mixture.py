@@ -17,8 +17,8 @@ class Mixture:
     A pair of store i is drawn with a probability in proportion to n_i^(1/T - 1), n_i the size of its store and T the
     temperature, so that store i makes up n_i^(1/T) / sum_j n_j^(1/T) of an epoch (Aharoni et al., "Massively
     Multilingual Neural Machine Translation in the Wild"). An epoch is as long as it takes to see the largest store
-    once: with T = 1 every pair once; with a larger T pairs of smaller stores come again, all of them as often, but for
-    a rest that goes round from epoch to epoch.
+    once: with T = 1 every pair once; with a larger T pairs of smaller stores come again, those of the same lengths all
+    as often, but for a rest that goes round from epoch to epoch.
 
     Attributes:
       stores: the corpora.

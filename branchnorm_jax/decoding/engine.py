@@ -176,15 +176,16 @@ class Engine:
                 ring = wanted
                 search = self._resized(search, ring)
 
-    def warm_up(self, weights: Weights, longest: int) -> None:
-        """Compiles what sources of up to `longest` tokens need without prefixes, however many come at a time."""
+    def warm_up(self, weights: Weights, longest: int, prefix: int) -> None:
+        """Compiles what sources of up to `longest` tokens need, however many come, with prefixes of `prefix` tokens."""
+        prefix = padded_length(prefix) if prefix else 0
         for length in padded_lengths(longest):
-            full, rings = self._rows(length), self._rings(length, 0)
+            full, rings = self._rows(length), self._rings(length, prefix)
             for rows in {min(full, self.rounding(count)) for count in range(1, full + 1)}:
                 for ring, longer in zip(rings, [*rings[1:], None], strict=True):
                     # Of nothing asked for all is done, so this takes no time once it is compiled.
-                    search = self._start(weights, rows, length, ring, 0)
-                    search = self._begin(weights, search, self._new([], [], rows, length, 0))
+                    search = self._start(weights, rows, length, ring, prefix)
+                    search = self._begin(weights, search, self._new([], [], rows, length, prefix))
                     search = self._run(weights, search, np.int32(rows))
                     self._look(search)
                     if longer:

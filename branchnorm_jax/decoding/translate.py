@@ -36,7 +36,10 @@ class Translation(NamedTuple):
     tokens: tuple[int, ...] = ()
     """Their ids."""
     attention: np.ndarray | None = None
-    """How much each of them looks at each source token, float32 [target tokens, source tokens], where asked for."""
+    """How much each of them looks at each source token, float32 [target tokens, source tokens], where asked for.
+
+    What it looks at a language tag is left out, as tags are of the tokens; score and log-probability count them.
+    """
 
 
 class Member(NamedTuple):
@@ -169,11 +172,11 @@ class Translator:
             tuple(tokens[start:length]),
         )
 
-    def warm_up(self, params: Params, branch_scale: BranchScale, longest: int) -> None:
-        """Compiles what lines and translations of up to `longest` tokens need, their attention included."""
+    def warm_up(self, params: Params, branch_scale: BranchScale, longest: int, tags: Tags = NO_TAGS) -> None:
+        """Compiles what lines and translations of up to `longest` tokens and such tags need, attention included."""
         weights = self._weights(params, branch_scale)
-        self.engine.warm_up(weights, longest)
-        for length in padded_lengths(longest):
+        self.engine.warm_up(weights, longest + len(tags.source), len(tags.target))
+        for length in padded_lengths(longest + max(map(len, tags))):
             full = max(1, self.config.batch_tokens // length)
             for rows in {min(full, coarse(count)) for count in range(1, full + 1)}:
                 self._looks(weights, *[pad([], rows, length)] * 2)

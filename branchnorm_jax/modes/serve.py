@@ -32,14 +32,15 @@ def serve(config: Config, workdir: Workdir) -> None:
         trained = load(config, workdir)
         search = dataclasses.replace(config.decode, nbest=config.decode.beam_size, alignments=False)
         translator = dataclasses.replace(trained.translator, config=search, rounding=coarse)
+        languages = Languages(config.data, translator.tokenizer)
         # Small programs are kept, too, so that the next start compiles nothing.
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
         if longest := min(config.serve.warm_up_length, config.decode.max_input_length):
             logs.say(f"compiling for lines of up to {longest} tokens (serve.warm_up_length)")
             begin = time.perf_counter()
-            translator.warm_up(trained.params, trained.branch_scale, longest)
+            tags = translator.tokenizer.tags(config.data, languages.targets[0])
+            translator.warm_up(trained.params, trained.branch_scale, longest, tags)
             logs.say(f"compiled in {time.perf_counter() - begin:.1f} s")
-        languages = Languages(config.data, translator.tokenizer)
         app = make_app(
             functools.partial(parse, serve=config.serve, decode=config.decode, languages=languages),
             answers(translator, trained.params, trained.branch_scale),

@@ -157,6 +157,11 @@ def export(config: Config, workdir: Workdir) -> None:
         raise UserError("config: an ensemble cannot be exported; leave decode.ensemble empty")
     if config.decode.length_penalty_kind != "fairseq":
         logs.say("other engines divide scores by L^p: set their length penalty yourself")
+    if config.data.pairs and config.data.tags in ("target", "both"):
+        logs.say(
+            "translations begin with a language tag: give it to the engine, as target_prefix (CTranslate2) or "
+            "forced_bos_token_id (Hugging Face)"
+        )
     if reason := fold.obstacle(model):
         raise UserError(f"export: {config.model.method} is no plain Transformer: {reason}")
     plain = fold.fold(model, trained.params, trained.branch_scale)

@@ -68,7 +68,7 @@ def test_a_draw_depends_on_the_number_of_the_line_alone(tokenizer: Tokenizer, li
     assert sampler.encode(lines, 0) != whole
 
 
-def test_each_epoch_reads_every_sentence_in_other_pieces(tmp_path: Path) -> None:
+def test_as_many_epochs_as_tokenisations_read_every_sentence_in_each(tmp_path: Path) -> None:
     config = dataclasses.replace(CONFIG, subword_samples=3)
     corpus = prepare(config, tmp_path, lambda line: None)
     stores = corpus.train.stores

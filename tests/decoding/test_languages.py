@@ -1,0 +1,100 @@
+"""Language tags on their way through decoding: before the source, before the target, before both."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+
+from branchnorm_jax.data.tokenizer import NO_TAGS, Tags, train_tokenizer
+from branchnorm_jax.decoding.engine import coarse
+from branchnorm_jax.decoding.languages import Languages
+from branchnorm_jax.decoding.translate import Translator, make_model
+from branchnorm_jax.errors import UserError
+from branchnorm_jax.options import DataConfig, DecodeConfig, ModelConfig
+from tests.decoding.test_translate import ALPHA, LINES, WORDS
+
+Case = tuple[Translator, dict, Languages, DataConfig]
+
+
+@pytest.fixture(scope="module", params=["source", "target", "both"])
+def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
+    data = DataConfig(vocab_size=34, pairs="en-de+fr,de+fr-en", tags=request.param)
+    text = [(" ".join(np.roll(WORDS, i)), " ".join(np.roll(WORDS, -i)[::-1])) for i in range(10)]
+    tokenizer = train_tokenizer(data, text, tmp_path_factory.mktemp("vocabulary") / "v")
+    config = ModelConfig(width=16, heads=2, ffn_width=16, encoder_layers=2, decoder_layers=2)
+    model = make_model(config, tokenizer)
+    params = jax.tree.map(lambda leaf: 2.0 * leaf, jax.jit(model.init)(jax.random.key(1)))
+    decode = DecodeConfig(beam_size=4, nbest=4, max_length_a=1.0, max_length_b=3, batch_tokens=128, alignments=True)
+    return Translator(model, tokenizer, decode), params, Languages(data, tokenizer), data
+
+
+def test_scores_are_those_of_the_tagged_text_and_what_is_shown_has_no_tag(case: Case) -> None:
+    translator, params, languages, data = case
+    lines, tags = languages.asked([f">>{lang}<< {line}" for line in LINES[:4] for lang in ("de", "fr")], "")
+    assert lines == [line for line in LINES[:4] for _ in range(2)]
+    sources = translator.tokenizer.encode_source(lines)
+    found = translator.translate(params, ALPHA, lines, tags=tags)
+    expected = translator.token_log_probs(
+        params,
+        ALPHA,
+        [[*tag.source, *ids] for tag, ids in zip(tags, sources, strict=True)],
+        [[*tag.target, *each[0].tokens] for tag, each in zip(tags, found, strict=True)],
+    )
+    whole = [
+        translator.attention(params, ALPHA, [[*tag.source, *ids]], [[*tag.target, *each[0].tokens]])[0]
+        for tag, ids, each in zip(tags, sources, found, strict=True)
+    ]
+    for tag, ids, each, log_probs, looks in zip(tags, sources, found, expected, whole, strict=True):
+        best, start = each[0], len(tag.target)
+        assert best.log_prob == pytest.approx(log_probs.sum(), abs=1e-4)
+        assert [log_prob for _, log_prob in best.pieces] == pytest.approx(log_probs[start:].tolist(), abs=1e-4)
+        assert len(best.pieces) == len(best.tokens)
+        assert ">>" not in best.text
+        assert best.attention is not None
+        assert best.attention.shape == (len(best.tokens), len(ids))
+        np.testing.assert_allclose(best.attention, looks[start:, len(tag.source) :], atol=1e-6)
+    # Another language is another translation.
+    assert any(german[0].tokens != french[0].tokens for german, french in zip(found[::2], found[1::2], strict=True))
+    assert (len(tags[0].source), len(tags[0].target)) == (data.tags != "target", data.tags != "source")
+
+
+def test_what_is_warmed_up_for_tags_compiles_nothing_later(case: Case) -> None:
+    """Also for a line that just fits without its tag."""
+    translator, params, languages, data = case
+    config = dataclasses.replace(translator.config, beam_size=2, nbest=2, batch_tokens=256, alignments=False)
+    server = dataclasses.replace(translator, config=config, rounding=coarse)
+    compiled: list[str] = []
+    jax.monitoring.register_event_duration_secs_listener(lambda event, *_, **__: compiled.append(event))
+    server.warm_up(params, ALPHA, 16, server.tokenizer.tags(data, "de"))
+    compiled.clear()
+    lines = [*LINES, " ".join(WORDS[:7])]
+    longest = max(len(ids) for ids in server.tokenizer.encode_source(lines))
+    assert longest <= 16
+    tags = languages.asked(lines, "fr")[1]
+    server.attended(params, ALPHA, server.sources(lines)[0], server.translate(params, ALPHA, lines, tags=tags), tags)
+    assert [event for event in compiled if "backend_compile" in event] == []
+
+
+def test_empty_lines_ask_for_nothing_and_tabs_stay(case: Case) -> None:
+    _, _, languages, _ = case
+    texts, tags = languages.asked(["", "  ", ">>de<<\tzwei", ">>de<<  x"], "")
+    assert texts == ["", "  ", "\tzwei", "x"]
+    assert len(tags) == 4
+
+
+def test_which_languages_there_are(case: Case) -> None:
+    _, _, languages, data = case
+    assert languages.targets == languages.sources == ["de", "en", "fr"]
+    for line, default, told in (("x", "", "to which language"), ("x", "pl", "not to 'pl'"), (">>pl<< x", "de", "'pl'")):
+        with pytest.raises(UserError, match=f"line 3: .*{told}"):
+            languages.asked([line], default, 3)
+    # Where nothing is tagged, other languages are refused all the same.
+    one = Languages(dataclasses.replace(data, pairs="de+fr-en", tags="none"), languages.tokenizer)
+    assert one.asked([">>en<< x", "y"], "") == (["x", "y"], [NO_TAGS, NO_TAGS])
+    with pytest.raises(UserError, match="trained to translate to en, not to 'zz'"):
+        one.asked([">>zz<< x"], "")
+    bilingual = Languages(DataConfig(), languages.tokenizer)
+    assert bilingual.asked([">>en<< x"], "de") == ([">>en<< x"], [Tags()])
+    with pytest.raises(UserError, match="translates to de, not to fr"):
+        bilingual.asked(["x"], "fr")

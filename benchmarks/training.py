@@ -44,6 +44,7 @@ from branchnorm_jax.data.mixture import Mixture
 from branchnorm_jax.data.packing import Shape
 from branchnorm_jax.data.prepare import prepare
 from branchnorm_jax.data.shuffle import shuffled
+from branchnorm_jax.data.store import TokenStore
 from branchnorm_jax.decoding.translate import make_model
 from branchnorm_jax.model.transformer import Transformer
 from branchnorm_jax.options import PAD, Config
@@ -88,7 +89,7 @@ def spread(items: Sequence[T], count: int) -> list[T]:
     return [items[(2 * index + 1) * len(items) // (2 * count)] for index in range(count)]
 
 
-def our_batches(config: Config, store: Mixture, valid: Sequence[Mixture], count: int) -> list[TextBatch]:
+def our_batches(config: Config, store: Mixture, valid: Sequence[TokenStore], count: int) -> list[TextBatch]:
     """Of the first epoch."""
     plan, _ = make_plans(config.data, store, valid, config.train.batch_tokens, config.train.seed)
     steps = sorted(range(plan.batches_per_epoch), key=lambda step: plan.ids_at(step)[0])

@@ -199,6 +199,11 @@ class DataConfig:
                     found[source, target] = dataclasses.replace(self, source_lang=source, target_lang=target, pairs="")
         return list(found.values())
 
+    @property
+    def tokenisations(self) -> int:
+        """How many of the training text there are; a pass of the batch plan reads all of them."""
+        return max(1, self.subword_samples)
+
     def validated(self) -> "list[DataConfig]":
         """The directions that are validated."""
         return self.directions(self.valid_pairs)
@@ -413,7 +418,7 @@ class ServeConfig:
         256, "most requests that wait for the device; one more is answered 503", unit="requests", minimum=1, free=True
     )
     batch_lines: int = option(
-        64, "waiting requests are put together up to so many lines", unit="lines", minimum=1, free=True
+        64, "waiting requests are put together until there are so many lines", unit="lines", minimum=1, free=True
     )
     batch_wait_ms: float = option(
         5.0, "how long the first request waits for others", unit="ms", minimum=0, maximum=60_000, free=True

@@ -91,9 +91,7 @@ def fly(config: Config, corpus: Corpus, progress: Callable[[int, int], Any]) -> 
     batches = batches_of(plan)
     model = make_model(narrow.model, corpus.tokenizer)
     params = init_params(model, narrow.train.seed, batches(0))
-    total = narrow.train.steps or math.ceil(
-        narrow.train.epochs * plan.batches_per_epoch / max(1, narrow.data.subword_samples)
-    )
+    total = narrow.train.steps or math.ceil(narrow.train.epochs * plan.batches_per_epoch / narrow.data.tokenisations)
     return narrow, lapse(narrow, model, params, batches, points_of(narrow, total), progress)
 
 

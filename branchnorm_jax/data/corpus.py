@@ -256,6 +256,8 @@ def _tfds_split(config: DataConfig, split: str) -> tuple[Any, str]:
     folder, path, name = os.path.expanduser(config.tfds_dir) or None, config.path, _split_name(config, split)
     if "/" in name:
         path, _, name = name.partition(":")
+        if not name:
+            raise UserError(f"config: the split {path!r} names a data set alone; write {path}:test or so")
     try:
         builder = _tfds_named(path.replace("{pair}", config.pair), folder)
     except UserError:

@@ -21,13 +21,13 @@ class Corpus(NamedTuple):
     tokenizer: Tokenizer
     validated: Sequence[DataConfig]
     train: Mixture
-    valid: Sequence[Mixture]
+    valid: Sequence[TokenStore]
 
     def identity(self) -> dict[str, str]:
         """Hashes by which a resumed run knows that it reads the same text with the same vocabulary."""
         prints = {
             "train": [store.fingerprint for store in self.train.stores],
-            "valid": [mixture.stores[0].fingerprint for mixture in self.valid],
+            "valid": [store.fingerprint for store in self.valid],
         }
         return {"vocabulary": self.tokenizer.sha256} | {
             split: found[0] if len(found) == 1 else hashlib.sha256("".join(found).encode()).hexdigest()
@@ -70,4 +70,4 @@ def prepare(config: DataConfig, directory: Path, say: Callable[[str], None]) -> 
     if config.pairs:
         drawn = np.array(mixture.draws).reshape(len(directions), -1)[:, 0]
         say("an epoch draws " + ", ".join(f"{n:,} of {d.pair}" for n, d in zip(drawn, directions, strict=True)))
-    return Corpus(tokenizer, validated, mixture, [Mixture([store]) for store in valid])
+    return Corpus(tokenizer, validated, mixture, valid)

@@ -68,6 +68,10 @@ class TokenStore:
         """Tokens of source and target, EOS included, int32 [n, 2]."""
         return np.stack([np.diff(self.source_offsets), np.diff(self.target_offsets)], axis=1).astype(np.int32)
 
+    def drawn(self, epoch: int) -> np.ndarray:
+        """The sentences of an epoch: each once."""
+        return np.arange(len(self))
+
     def gather(self, side: str, ids: np.ndarray) -> np.ndarray:
         """The tokens of these sentences end to end, EOS included.
 

@@ -93,8 +93,7 @@ class Run:
         self.plan, self.valid_plans = make_plans(
             config.data, corpus.train, corpus.valid, train.batch_tokens, train.seed
         )
-        # What the plan calls an epoch reads each of several tokenisations of the corpus once.
-        self.epoch = self.plan.batches_per_epoch / max(1, config.data.subword_samples)
+        self.epoch = self.plan.batches_per_epoch / config.data.tokenisations
         self.total = train.steps or math.ceil(train.epochs * self.epoch)
         self.model = make_model(config.model, corpus.tokenizer)
         self.optimizer = make_optimizer(train)
@@ -349,7 +348,7 @@ class Run:
             f"{c.method} {c.encoder_layers}L-{c.decoder_layers}L, {count:,} parameters, "
             f"state {state_bytes / 1e6:,.1f} MB, on {jax.device_count()} x {jax.devices()[0].device_kind}"
         )
-        pairs = len(self.corpus.train.lengths) // max(1, self.config.data.subword_samples)
+        pairs = len(self.corpus.train.lengths) // self.config.data.tokenisations
         logs.say(
             f"{pairs:,} sentence pairs, {self.epoch:.0f} updates per epoch, "
             f"batches of {', '.join(f'{rows}x{source}+{target}' for rows, source, target in self._shapes())} positions "

@@ -92,7 +92,7 @@ def test_at_temperature_1_every_pair_comes_once() -> None:
 def test_batches_hold_what_is_drawn() -> None:
     random = np.random.default_rng(0)
     train = Mixture([random_store(random, size) for size in (400, 30)], 5.0)
-    plan, (valid,) = make_plans(DataConfig(row_multiple=2), train, [Mixture([train.stores[1]])], 256, 0)
+    plan, (valid,) = make_plans(DataConfig(row_multiple=2), train, [train.stores[1]], 256, 0)
     for epoch in range(3):
         assert Counter(ids_of(plan, epoch)) == Counter(train.drawn(epoch).tolist())
     assert sorted(ids_of(valid, 0)) == list(range(30))

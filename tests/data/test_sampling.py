@@ -83,4 +83,4 @@ def test_as_many_epochs_as_tokenisations_read_every_sentence_in_each(tmp_path: P
     assert sorted(seen) == list(range(1200))
     # Validation is not drawn.
     sentence = next(pairs("valid", "en", "de", 1))[1]
-    assert corpus.valid[0].stores[0].target(0).tolist() == corpus.tokenizer.encode_target([sentence])[0]
+    assert corpus.valid[0].target(0).tolist() == corpus.tokenizer.encode_target([sentence])[0]

@@ -224,6 +224,7 @@ def test_help_lists_modes_and_options() -> None:
         assert name in done.stdout
 
 
+@pytest.mark.slow
 def test_plan_counts_without_allocating(tmp_path: Path) -> None:
     done = run_main(
         "--mode=plan", "--config=configs/numerals.py:500L-500L", "--config.model.width=512", "--config.model.heads=8",

@@ -99,7 +99,7 @@ def test_matrix_products_of_an_update_are_those_of_the_formula() -> None:
         assert counted == pytest.approx(3 * sum(parts.values()) + again, rel=0.02)
 
 
-@pytest.mark.parametrize(("remat", "accumulation"), [("full", 4), ("nested", 1)])
+@pytest.mark.parametrize(("remat", "accumulation"), [pytest.param("full", 4, marks=pytest.mark.slow), ("nested", 1)])
 def test_as_many_tokens_as_fit(remat: str, accumulation: int) -> None:
     """One row more, or a few, does not fit; what is said to fit does. In little memory, and in much."""
     run = config(

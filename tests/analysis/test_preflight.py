@@ -68,9 +68,8 @@ def test_the_narrow_model_keeps_depth_and_proportions(width: int, heads: int, na
     assert (found.encoder_layers, found.decoder_layers, found.method) == (7, 3, "branchnorm")
 
 
-@pytest.mark.parametrize(
-    ("method", "word"), [("post_ln", "vanishing"), pytest.param("deepnorm", "healthy", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("method", "word"), [("post_ln", "vanishing"), ("deepnorm", "healthy")])
 def test_post_ln_dies_at_a_depth_where_deepnorm_lives(method: str, word: str, tmp_path: Path) -> None:
     done = run_main(
         TINY[0].replace("2L-2L", "30L-30L"), *TINY[1:], "--mode=preflight", f"--workdir={tmp_path}",

@@ -17,7 +17,9 @@ from tests.decoding.test_translate import ALPHA, LINES, WORDS
 Case = tuple[Translator, dict, Languages, DataConfig]
 
 
-@pytest.fixture(scope="module", params=["source", "target", "both"])
+@pytest.fixture(
+    scope="module", params=["target", *(pytest.param(tags, marks=pytest.mark.slow) for tags in ("source", "both"))]
+)
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
     data = DataConfig(vocab_size=34, pairs="en-de+fr,de+fr-en", tags=request.param)
     text = [(" ".join(np.roll(WORDS, i)), " ".join(np.roll(WORDS, -i)[::-1])) for i in range(10)]

@@ -129,6 +129,7 @@ def test_scores_are_sums_of_teacher_forced_log_probabilities(translator: tuple[T
         np.testing.assert_allclose(score, expected, atol=1e-3)
 
 
+@pytest.mark.slow
 def test_attention_of_pairs_is_that_of_each_pair_alone(translator: tuple[Translator, dict]) -> None:
     """Whatever else is in the batch, and whatever is padded; teacher forcing of the unpadded pair."""
     engine, params = translator
@@ -172,6 +173,7 @@ def test_pharaoh_leaves_out_eos_on_both_sides() -> None:
     assert pharaoh(np.ones((1, 3), np.float32)) == []
 
 
+@pytest.mark.slow
 def test_what_is_warmed_up_compiles_nothing_later(translator: tuple[Translator, dict]) -> None:
     """Any number of lines, translations that outgrow the first ring of the cache, and their attention."""
     engine, params = translator

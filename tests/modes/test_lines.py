@@ -86,6 +86,7 @@ def test_input_and_output_from_the_command_line(trained: Path, tmp_path: Path) -
     assert "decode.input" in done.stderr
 
 
+@pytest.mark.slow
 def test_alignments_in_pharaoh_format(trained: Path, tmp_path: Path) -> None:
     """Every piece of the translation once, in order, aligned to a piece of the source."""
     source, text = tmp_path / "in", ["twenty-one", "", "one hundred and ten"]

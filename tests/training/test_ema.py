@@ -126,6 +126,7 @@ def state_of(workdir: Workdir) -> TrainState:
     return found[0]
 
 
+@pytest.mark.slow
 def test_resumed_bit_for_bit(straight: Workdir, tmp_path: Path) -> None:
     workdir = Workdir(tmp_path)
     loop.train(dataclasses.replace(RUN, train=dataclasses.replace(RUN.train, steps=10)), workdir)

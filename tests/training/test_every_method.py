@@ -135,7 +135,7 @@ def loop_errors(scan: Step, loop: Step, fresh: TrainState, data: Batch) -> tuple
 
 
 # A few that share least code; the others are slow: `make test-all`.
-QUICK = ("branchnorm", "rezero", "dlcl")
+QUICK = ("branchnorm", "rezero")
 
 
 @pytest.mark.parametrize("method", every_method(QUICK))

@@ -54,6 +54,7 @@ def test_killed_three_times_and_terminated_once_ends_bit_for_bit_the_same(
     assert [line["step"] for line in metrics] == list(range(120))
 
 
+@pytest.mark.slow
 def test_ctrl_c_saves_and_leaves_with_its_own_code(tmp_path: Path) -> None:
     process = start_main(*TINY, f"--workdir={tmp_path}")
     kill_when(process, logged(tmp_path, 3), signal.SIGINT)

@@ -118,6 +118,7 @@ def test_a_spike_can_end_the_run(poison: int, tmp_path: Path, monkeypatch: pytes
     assert "layer" in found["reason"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("factor", "policy"), POLICIES)
 def test_its_update_can_be_skipped(
     factor: float, policy: str, poison: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -213,14 +213,7 @@ class Translator:
         targets: Sequence[Sequence[int]],
     ) -> list[np.ndarray]:
         """Natural log-probability of each token of each target given its source; token ids that end in EOS."""
-        results = [np.zeros(0)] * len(sources)
-        longer = [max(len(s), len(t)) for s, t in zip(sources, targets, strict=True)]
-        for indices, length, rows in self._batches(longer):
-            batch = [pad([side[index] for index in indices], rows, length) for side in (sources, targets)]
-            log_probs = jax.device_get(self._forced(self._weights(params, branch_scale), *batch))
-            for row, index in enumerate(indices):
-                results[index] = log_probs[row, : len(targets[index])]
-        return results
+        return self._by_target(self._forced, self._weights(params, branch_scale), sources, targets)
 
     def attention(
         self,
@@ -234,13 +227,24 @@ class Translator:
         The mean over heads of the cross-attention that predicts the token, of layer `decode.alignment_layer` or of all
         layers, and of all models that vote: rows sum to 1. Token ids that end in EOS; a target may be empty.
         """
-        results = [np.zeros((len(t), len(s)), np.float32) for s, t in zip(sources, targets, strict=True)]
+        looks = self._by_target(self._looks, self._weights(params, branch_scale), sources, targets)
+        return [each[:, : len(source)] for each, source in zip(looks, sources, strict=True)]
+
+    def _by_target(
+        self,
+        program: Callable[[Weights, np.ndarray, np.ndarray], jax.Array],
+        weights: Weights,
+        sources: Sequence[Sequence[int]],
+        targets: Sequence[Sequence[int]],
+    ) -> list[np.ndarray]:
+        """What a program of weights, sources [B, T] and targets [B, T] gives for each token of each target."""
+        results = [np.zeros(0)] * len(sources)
         longer = [max(len(s), len(t)) for s, t in zip(sources, targets, strict=True)]
         for indices, length, rows in self._batches(longer):
             batch = [pad([side[index] for index in indices], rows, length) for side in (sources, targets)]
-            looks = jax.device_get(self._looks(self._weights(params, branch_scale), *batch))
+            found = jax.device_get(program(weights, *batch))
             for row, index in enumerate(indices):
-                results[index] = looks[row, : len(targets[index]), : len(sources[index])]
+                results[index] = found[row, : len(targets[index])]
         return results
 
     def _batches(self, lengths: Sequence[int]) -> Iterator[tuple[list[int], int, int]]:

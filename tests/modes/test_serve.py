@@ -412,7 +412,8 @@ def test_the_page_says_when_nobody_answers(trained: Path, browser: Any) -> None:
     browser.find_element(By.TAG_NAME, "textarea").send_keys("one")
     browser.find_element(By.TAG_NAME, "button").click()
     error = browser.find_element(By.ID, "error")
-    WebDriverWait(browser, 60).until(lambda _: error.text == "The server does not answer. Does it still run?")
+    WebDriverWait(browser, 60).until(lambda _: error.text)
+    assert error.text == "The server does not answer. Does it still run?"
 
 
 def test_the_page_is_shipped(tmp_path: Path) -> None:

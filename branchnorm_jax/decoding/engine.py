@@ -11,7 +11,7 @@ import numpy as np
 
 from branchnorm_jax.decoding import beam
 from branchnorm_jax.decoding.beam import Hypotheses, Search
-from branchnorm_jax.model.blocks import Cache, take_slots
+from branchnorm_jax.model.blocks import Caches, take_slots, write_sources
 from branchnorm_jax.model.parameters import Params
 from branchnorm_jax.model.places import source_mask
 from branchnorm_jax.model.transformer import BranchScale, Transformer
@@ -24,10 +24,14 @@ REFILL = 4
 """New sentences come in when a part of the rows as large as one over this is free."""
 
 
+ALONG = 4
+"""Shorter sentences, as a multiple of the rows, for which no other shape is taken."""
+
+
 class Text(NamedTuple):
     """What decoding keeps of each row: the models' caches, and which source positions hold a token, bool [B, 1, S]."""
 
-    caches: tuple[Cache, ...]
+    caches: tuple[Caches, ...]
     mask_B1S: jax.Array
 
 
@@ -133,11 +137,13 @@ class Engine:
         prefixes = [()] * len(sources) if prefixes is None else prefixes
         texts = [Asked(*each) for each in zip(sources, numbers, prefixes, strict=True)]
         order = sorted(range(len(sources)), key=lambda index: len(sources[index]))
+        weights = self._ready(weights)
         while order:
             length = padded_length(len(sources[order[-1]]))
             same = sum(padded_length(len(sources[index])) == length for index in order)
-            # What would leave rows empty takes shorter ones along.
-            group = order[-max(same, self._rows(length)) :]
+            rows = self._rows(length)
+            # A few shorter ones are not worth a shape of their own, which rows would wait for, and so come along.
+            group = order[-max(same, rows) :] if len(order) - same > ALONG * rows else order[:]
             del order[-len(group) :]
             yield from self._group(weights, texts, group, length)
 
@@ -179,6 +185,7 @@ class Engine:
     def warm_up(self, weights: Weights, longest: int, prefix: int) -> None:
         """Compiles what sources of up to `longest` tokens need, however many come, with prefixes of `prefix` tokens."""
         prefix = padded_length(prefix) if prefix else 0
+        weights = self._ready(weights)
         for length in padded_lengths(longest):
             full, rings = self._rows(length), self._rings(length, prefix)
             for rows in {min(full, self.rounding(count)) for count in range(1, full + 1)}:
@@ -219,6 +226,20 @@ class Engine:
         return sizes
 
     @functools.cached_property
+    def _ready(self) -> Callable[[Weights], Weights]:
+        """Weights of which those of no deep decoder lie in a stack."""
+
+        def ready(model: Transformer, params: Params) -> Params:
+            return model.apart(params) if model.config.decoder_layers <= self.config.unroll else params
+
+        @jax.jit
+        def every(weights: Weights) -> Weights:
+            pairs = zip(self.models, weights, strict=True)
+            return tuple((ready(model, params), branch_scale) for model, (params, branch_scale) in pairs)
+
+        return every
+
+    @functools.cached_property
     def _start(self) -> Callable[[Weights, int, int, int, int], Search]:
         @functools.partial(jax.jit, static_argnums=(1, 2, 3, 4))
         def start(weights: Weights, rows: int, length: int, ring: int, prefix: int) -> Search:
@@ -237,10 +258,9 @@ class Engine:
         def begin(weights: Weights, search: Search, new: New) -> Search:
             caches, mask = search.cache
 
-            def filled(model: Transformer, params: Params, branch_scale: BranchScale, cache: Cache) -> Cache:
+            def filled(model: Transformer, params: Params, branch_scale: BranchScale, caches: Caches) -> Caches:
                 made = model.start_cache(params, model.encode(params, new.source, branch_scale), 0)
-                put = jax.tree.map(lambda old, leaf: old.at[:, new.row].set(leaf, mode="drop"), cache.cross, made.cross)
-                return cache._replace(cross=put)
+                return write_sources(caches, made, new.row)
 
             members = zip(self.models, weights, caches, strict=True)
             text = Text(
@@ -277,8 +297,7 @@ class Engine:
     @functools.cached_property
     def _resized(self) -> Callable[[Search, int], Search]:
         def taken(text: Text, slots: jax.Array) -> Text:
-            caches = (cache._replace(self=take_slots(cache.self, slots)) for cache in text.caches)
-            return text._replace(caches=tuple(caches))
+            return text._replace(caches=tuple(take_slots(caches, slots) for caches in text.caches))
 
         @functools.partial(jax.jit, static_argnums=1)
         def resized(search: Search, ring: int) -> Search:

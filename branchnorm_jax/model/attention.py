@@ -92,7 +92,9 @@ def attend_kept(
         own_BHQ1 = jnp.einsum("bqhk,bqhk->bhq", q_BQHK, own[0], preferred_element_type=exact)[..., None]
         scores_BHQS = jnp.concatenate([scores_BHQS, own_BHQ1], axis=-1)
     probabilities_BHQS = jax.nn.softmax(scores_BHQS).astype(kept.v_BHSK.dtype)
-    out_BQHK = jnp.einsum("bhqs,bhsk->bqhk", probabilities_BHQS[..., : mask_BQS.shape[-1]], kept.v_BHSK)
+    # In this order of axes: `einsum` would swap the factors for [B, Q, H, K], which XLA multiplies far slower on CPUs.
+    out_BHQK = jnp.einsum("bhqs,bhsk->bhqk", probabilities_BHQS[..., : mask_BQS.shape[-1]], kept.v_BHSK)
+    out_BQHK = out_BHQK.swapaxes(1, 2)
     if own is not None:
         out_BQHK += probabilities_BHQS[..., -1].swapaxes(1, 2)[..., None] * own[1]
     return out_BQHK

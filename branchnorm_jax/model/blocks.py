@@ -1,5 +1,6 @@
 """Encoder and decoder layers. One residual function serves all methods: it reads the recipe, never a name."""
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -185,6 +186,10 @@ class Cache(NamedTuple):
     """Of the source, computed once per sentence."""
 
 
+Caches = Cache | list[Cache]
+"""Of a decoder's stack, or of each of its layers where they are apart."""
+
+
 class DecoderBlock(Block):
     """Masked self-attention, cross-attention, feed-forward."""
 
@@ -276,15 +281,34 @@ def watched(before: jax.Array, after: jax.Array, sown: Mapping[str, Any]) -> dic
     }
 
 
-def write_kept(kept: Kept, new: KeysValues, slot: jax.Array) -> Kept:
-    """Writes keys and values of Q tokens, [..., Q, H, K] each, into Q slots from `slot` on, in the stack or a layer."""
-    k, v = (jnp.moveaxis(entry, -3, -2).astype(kept.v_BHSK.dtype) for entry in new)
-    return Kept(
-        jax.lax.dynamic_update_slice_in_dim(kept.k_BHKS, k.swapaxes(-1, -2), slot, axis=kept.k_BHKS.ndim - 1),
-        jax.lax.dynamic_update_slice_in_dim(kept.v_BHSK, v, slot, axis=kept.v_BHSK.ndim - 2),
-    )
+def write_tokens(caches: Caches, new: Any, slot: jax.Array) -> Caches:
+    """Writes keys and values of Q tokens, [..., Q, H, K] each, into Q slots from `slot` on."""
+
+    def write(cache: Cache, new: KeysValues) -> Cache:
+        k, v = (jnp.moveaxis(entry, -3, -2).astype(cache.self.v_BHSK.dtype) for entry in new)
+        k_BHKS = jax.lax.dynamic_update_slice_in_dim(cache.self.k_BHKS, k.swapaxes(-1, -2), slot, axis=k.ndim - 1)
+        v_BHSK = jax.lax.dynamic_update_slice_in_dim(cache.self.v_BHSK, v, slot, axis=v.ndim - 2)
+        return cache._replace(self=Kept(k_BHKS, v_BHSK))
+
+    return jax.tree.map(write, caches, new, is_leaf=lambda node: isinstance(node, Cache))
 
 
-def take_slots(kept: Kept, slots: jax.Array) -> Kept:
-    """Keys and values whose slot i is the old slot slots[i], in the stack or a layer."""
-    return Kept(jnp.take(kept.k_BHKS, slots, axis=-1), jnp.take(kept.v_BHSK, slots, axis=-2))
+def write_sources(caches: Caches, new: Caches, rows: jax.Array) -> Caches:
+    """Keys and values of the sources of `new` take these rows; a row number beyond the last is none."""
+
+    def write(cache: Cache, new: Cache) -> Cache:
+        put = functools.partial(jax.tree.map, lambda old, new: old.at[..., rows, :, :, :].set(new, mode="drop"))
+        return cache._replace(cross=put(cache.cross, new.cross))
+
+    return jax.tree.map(write, caches, new, is_leaf=lambda node: isinstance(node, Cache))
+
+
+def take_slots(caches: Caches, slots: jax.Array) -> Caches:
+    """The same tokens in other slots: slot i is the old slot slots[i]."""
+
+    def take(cache: Cache) -> Cache:
+        return cache._replace(
+            self=Kept(jnp.take(cache.self.k_BHKS, slots, axis=-1), jnp.take(cache.self.v_BHSK, slots, axis=-2))
+        )
+
+    return jax.tree.map(take, caches, is_leaf=lambda node: isinstance(node, Cache))

@@ -50,7 +50,8 @@ def run_stack(
     Args:
       layer: a pure function.
       carry: input of the first layer; its types and shapes stay the same.
-      per_layer: tree of [L, ...] leaves: parameters, coefficients, keys, caches.
+      per_layer: tree of [L, ...] leaves: parameters, coefficients, keys, caches. Or one tree for each layer, in a list
+        (see `apart`): then it is a Python loop, whose outputs are such a list, too, and all is kept.
       scan: one `lax.scan`, whose compile time does not depend on L; otherwise a Python loop, which XLA can optimise
         across layers and which takes the longer to compile the deeper the stack.
       remat: one of `REMAT`; auto, where nobody decided because nothing is trained, is none.
@@ -64,12 +65,11 @@ def run_stack(
     def run(layer: Layer, carry: Carry, per_layer: PerLayer, unroll: int = 1) -> tuple[Carry, PerLayer]:
         if scan:
             return jax.lax.scan(layer, carry, per_layer, unroll=unroll)
-        outputs = []
-        for index in range(depth_of(per_layer)):
-            carry, output = layer(carry, jax.tree.map(lambda leaf, index=index: leaf[index], per_layer))
-            outputs.append(output)
+        carry, outputs = loop(layer, carry, apart(per_layer))
         return carry, jax.tree.map(lambda *leaves: jnp.stack(leaves), *outputs)
 
+    if isinstance(per_layer, list):
+        return loop(layer, carry, per_layer)
     depth = depth_of(per_layer)
     if remat != "nested":
         return run(remembering(layer, remat, looped=scan and unroll < depth), carry, per_layer, unroll)
@@ -87,6 +87,24 @@ def run_stack(
         rest = jax.tree.map(lambda leaf: leaf[whole:], per_layer)
         carry, last = remembering(run_group, remat)(carry, rest)
         outputs = jax.tree.map(lambda *leaves: jnp.concatenate(leaves), outputs, last)
+    return carry, outputs
+
+
+def apart(per_layer: PerLayer) -> list[PerLayer]:
+    """A tree of [L, ...] leaves as L trees.
+
+    A loop of the compiled program copies a layer's slice of each leaf before it can multiply by it. Decoding reads all
+    parameters and caches for a few tokens: there the copies count.
+    """
+    return [jax.tree.map(lambda leaf, index=index: leaf[index], per_layer) for index in range(depth_of(per_layer))]
+
+
+def loop(layer: Layer, carry: Carry, layers: list[PerLayer]) -> tuple[Carry, list[PerLayer]]:
+    """`run_stack` of layers that are apart."""
+    outputs = []
+    for each in layers:
+        carry, output = layer(carry, each)
+        outputs.append(output)
     return carry, outputs
 
 

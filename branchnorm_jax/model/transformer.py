@@ -13,12 +13,13 @@ from branchnorm_jax.model.attention import Kept
 from branchnorm_jax.model.blocks import (
     Block,
     Cache,
+    Caches,
     LayerInput,
     Stream,
     make_attention,
     make_block,
     watched,
-    write_kept,
+    write_tokens,
 )
 from branchnorm_jax.model.combination import combined
 from branchnorm_jax.model.dropout import dropout
@@ -29,7 +30,7 @@ from branchnorm_jax.model.output import Output
 from branchnorm_jax.model.parameters import STACKS, Params, by_layer, init_parameters
 from branchnorm_jax.model.places import Places, causal_mask, same_sentence, source_places, target_places
 from branchnorm_jax.model.recipe import ONE, Depth, Recipe, Rule, Weight
-from branchnorm_jax.model.stack import Layer, LayerUpdate, remembering, run_and_update, run_stack
+from branchnorm_jax.model.stack import Layer, LayerUpdate, apart, remembering, run_and_update, run_stack
 from branchnorm_jax.options import ModelConfig
 
 BranchScale = jax.Array | Mapping[str, jax.Array]
@@ -210,9 +211,19 @@ class Transformer:
 
     # Decoding, one token at a time
 
-    def start_cache(self, params: Params, memory_BSD: jax.Array, slots: int) -> Cache:
-        """Empty room for `slots` tokens of each sentence, and the source's keys and values; axis L leads."""
-        c = self.config
+    def apart(self, params: Params) -> Params:
+        """Parameters for `start_cache` and `step` whose decoder layers are apart; so will be the caches.
+
+        Steps are faster, see `stack.apart`, and take the longer to compile the deeper the decoder. Methods that combine
+        layers keep them together.
+        """
+        if self.recipe.stream.startswith("combination"):
+            return params
+        return params | {"decoder": apart(params["decoder"])}
+
+    def start_cache(self, params: Params, memory_BSD: jax.Array, slots: int) -> Caches:
+        """Empty room for `slots` tokens of each sentence, and the source's keys and values."""
+        c, layers = self.config, params["decoder"]
         attention = make_attention(c, self.recipe, "cross")
 
         def keys_values(cross_params: Params) -> Kept:
@@ -221,19 +232,22 @@ class Transformer:
 
         shape, size = (c.decoder_layers, len(memory_BSD), c.heads), c.width // c.heads
         empty = Kept(jnp.zeros((*shape, size, slots), c.dtype), jnp.zeros((*shape, slots, size), c.dtype))
-        return Cache(self=empty, cross=jax.vmap(keys_values)(params["decoder"]["cross"]))
+        if isinstance(layers, list):
+            rooms = apart(empty)
+            return [Cache(room, keys_values(layer["cross"])) for room, layer in zip(rooms, layers, strict=True)]
+        return Cache(self=empty, cross=jax.vmap(keys_values)(layers["cross"]))
 
     def step(
         self,
         params: Params,
-        cache: Cache,
+        caches: Caches,
         source_mask_B1S: jax.Array,
         tokens_BQ: jax.Array,
         positions_B1D: jax.Array,
         seen_BQN: jax.Array,
         slot: jax.Array,
         branch_scale: BranchScale,
-    ) -> tuple[jax.Array, Cache]:
+    ) -> tuple[jax.Array, Caches]:
         """Logits [B, Q, V] of what follows the current tokens of the Q hypotheses of each sentence.
 
         Hypotheses share a sentence's slots, so that nothing moves when one of them branches: `seen_BQN` says which
@@ -241,7 +255,7 @@ class Transformer:
 
         Args:
           params: the parameters.
-          cache: what `start_cache` made.
+          caches: what `start_cache` made.
           source_mask_B1S: True at real source tokens.
           tokens_BQ: the current tokens.
           positions_B1D: their rows of `positions`.
@@ -255,8 +269,8 @@ class Transformer:
             return None, seen_BQN, source_mask_B1S, layer_cache
 
         inputs = self._layer_inputs("decoder", branch_scale, None)
-        x_BQD, new = self._run_layers(params, "decoder", x_BQD, inputs, arguments, cache)
-        return self.logits(params, x_BQD), cache._replace(self=write_kept(cache.self, new, slot))
+        x_BQD, new = self._run_layers(params, "decoder", x_BQD, inputs, arguments, caches)
+        return self.logits(params, x_BQD), write_tokens(caches, new, slot)
 
     def positions(self, length: int) -> jax.Array:
         """Position embeddings, float32 [length, D]."""
@@ -301,7 +315,10 @@ class Transformer:
 
             layer = either
 
-        scanned = (params[stack], inputs, per_layer)
+        layers = params[stack]
+        scanned: Any = (layers, inputs, per_layer)
+        if isinstance(layers, list):
+            scanned = list(zip(layers, apart(inputs), per_layer, strict=True))
         remat = c.remat if per_layer is None else "none"
         run = functools.partial(run_stack, scan=c.scan, remat=remat, group=c.group, unroll=c.unroll)
         if recipe.stream.startswith("combination"):

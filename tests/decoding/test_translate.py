@@ -77,11 +77,14 @@ def test_beam_one_is_greedy_is_teacher_forced_argmax(translator: tuple[Translato
         assert hypotheses[0].text == engine.tokenizer.decode_target(tokens)
 
 
-@pytest.mark.parametrize("batch_tokens", [1, 64, 100_000])
-def test_results_do_not_depend_on_batch_or_order(translator: tuple[Translator, dict], batch_tokens: int) -> None:
+@pytest.mark.parametrize(("batch_tokens", "unroll"), [(1, 12), (64, 0), (100_000, 12)])
+def test_results_do_not_depend_on_batch_or_order(
+    translator: tuple[Translator, dict], batch_tokens: int, unroll: int
+) -> None:
     engine, params = translator
     expected = engine.translate(params, ALPHA, LINES)
-    other = dataclasses.replace(engine, config=dataclasses.replace(engine.config, batch_tokens=batch_tokens))
+    config = dataclasses.replace(engine.config, batch_tokens=batch_tokens, unroll=unroll)
+    other = dataclasses.replace(engine, config=config)
     order = np.random.default_rng(batch_tokens).permutation(len(LINES))
     found = other.translate(params, ALPHA, [LINES[index] for index in order])
     for place, index in enumerate(order):

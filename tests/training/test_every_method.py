@@ -115,7 +115,7 @@ def cache_error(model: Transformer, params: Any, data: Batch) -> float:
     alpha = schedules.alpha(model.config)(jnp.int32(13))
     inputs = decoder_inputs(data.target)
     expected = model(params, data.source, inputs, alpha)
-    found = cached_logits(model, params, data.source, inputs, alpha)[:, 0]
+    found = cached_logits(model, model.apart(params), data.source, inputs, alpha)[:, 0]
     real = data.target != PAD
     return float(jnp.abs(found - expected)[real].max() / jnp.abs(expected)[real].max())
 

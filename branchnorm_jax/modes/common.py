@@ -108,6 +108,16 @@ def read_chunks(stream: BinaryIO | None, name: str, most: int) -> Iterator[list[
         yield lines
 
 
+def lines_ahead(stream: BinaryIO | None) -> int:
+    """Lines that a file still has, which is then where it was; 0 for what cannot be read twice."""
+    if stream is None or not stat.S_ISREG(_mode(stream)):
+        return 0
+    here = stream.tell()
+    count = sum(1 for _ in stream)
+    stream.seek(here)
+    return count
+
+
 def _read_at_once(stream: BinaryIO, most: int) -> Iterator[list[bytes | OSError]]:
     """A file's lines, `most` at a time."""
     while True:

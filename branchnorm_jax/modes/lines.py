@@ -11,7 +11,7 @@ from typing import Any, BinaryIO
 from branchnorm_jax.decoding.languages import Languages
 from branchnorm_jax.decoding.translate import Translation, pharaoh
 from branchnorm_jax.errors import UserError
-from branchnorm_jax.modes.common import Trained, load, read_chunks
+from branchnorm_jax.modes.common import Trained, lines_ahead, load, read_chunks
 from branchnorm_jax.options import Config, DecodeConfig
 from branchnorm_jax.training import logs
 from branchnorm_jax.training.state import checksums
@@ -39,7 +39,7 @@ def translate(config: Config, workdir: Workdir) -> None:
         translate_file(config, trained, Path(d.input), Path(d.output))
         return
     with opened(d.input) as (stream, name):
-        for lines in translated(config, trained, read_chunks(stream, name, CHUNK), 0):
+        for lines in translated(config, trained, read_chunks(stream, name, CHUNK), 0, lines_ahead(stream)):
             print(*lines, sep="\n", flush=True)
 
 
@@ -67,15 +67,17 @@ def opened(path: str) -> Iterator[tuple[BinaryIO | None, str]]:
         yield file, path
 
 
-def translated(config: Config, trained: Trained, chunks: Iterator[list[str]], done: int) -> Iterator[list[str]]:
-    """What is printed for each chunk of lines, before which `done` lines came."""
+def translated(
+    config: Config, trained: Trained, chunks: Iterator[list[str]], done: int, total: int
+) -> Iterator[list[str]]:
+    """What is printed for each chunk of lines, before which `done` lines came, of `total`; 0: nobody knows."""
     languages = Languages(config.data, trained.translator.tokenizer)
     for lines in chunks:
         sources, tags = languages.asked(lines, config.decode.target_lang, done + 1)
         prefixes = None
         if config.decode.target_prefix:
             sources, prefixes = map(list, zip(*pairs_of(sources, done, "prefix of the target"), strict=True))
-        with logs.progress_bar(len(lines), 0, "line", "translate") as bar:
+        with logs.progress_bar(total or len(lines), done if total else 0, "line", "translate") as bar:
             found = trained.translator.translate(
                 trained.params, trained.branch_scale, sources, done + 1, bar.update, prefixes, tags
             )
@@ -108,10 +110,10 @@ def translate_file(config: Config, trained: Trained, source: Path, target: Path)
         if done:
             logs.say(f"{part}: {done:,} lines are there already")
         with opened(str(source)) as (stream, name):
-            chunks = read_chunks(stream, name, CHUNK)
+            total, chunks = lines_ahead(stream), read_chunks(stream, name, CHUNK)
             for _ in range(done // CHUNK):
                 next(chunks)
-            for lines in translated(config, trained, chunks, done):
+            for lines in translated(config, trained, chunks, done, total):
                 file.write("".join(line + "\n" for line in lines).encode())
                 file.flush()
                 os.fsync(file.fileno())

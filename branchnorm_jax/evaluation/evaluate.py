@@ -1,42 +1,30 @@
-"""Translates whole splits and writes hypotheses and scores beside each other."""
+"""Hypotheses and scores of whole splits, written beside each other."""
 
 import contextlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from branchnorm_jax.data.tokenizer import NO_TAGS, Tags
-from branchnorm_jax.decoding.translate import Translator
 from branchnorm_jax.evaluation.bleu import Measure, Score, scores
-from branchnorm_jax.model.parameters import Params
-from branchnorm_jax.model.transformer import BranchScale
 from branchnorm_jax.workdir import write_atomically
 
 
-def evaluate_split(
-    translator: Translator,
-    params: Params,
-    branch_scale: BranchScale,
-    split: str,
-    pairs: Sequence[tuple[str, str]],
+def score_split(
     directory: Path,
+    split: str,
+    texts: Mapping[str, Sequence[str]],
     target_lang: str,
-    progress: Callable[[int], Any],
-    tags: Tags = NO_TAGS,
     more: Sequence[Measure] = (),
 ) -> list[Score]:
-    """Writes `<split>.{source,reference,hypothesis}` into `directory`, line by line parallel; returns the scores.
+    """Writes <split>.source, .reference and .hypothesis into `directory`, line by line parallel; returns the scores.
 
-    `tags` ask for the language where there are several; `more` measures come after `bleu.scores`.
+    `texts` are these three; `more` measures come after `bleu.scores`.
     """
-    sources = [source for source, _ in pairs]
-    references = [target for _, target in pairs]
-    best = translator.translate(params, branch_scale, sources, progress=progress, tags=[tags] * len(pairs))
-    hypotheses = [found[0].text for found in best]
     directory.mkdir(parents=True, exist_ok=True)
-    for name, lines in (("source", sources), ("reference", references), ("hypothesis", hypotheses)):
+    for name, lines in texts.items():
         (directory / f"{split}.{name}").write_text("".join(line + "\n" for line in lines), encoding="utf-8")
+    sources, hypotheses, references = (texts[name] for name in ("source", "hypothesis", "reference"))
     found = scores(hypotheses, references, target_lang)
     return found + [score for measure in more for score in measure(sources, hypotheses, references)]
 

@@ -16,7 +16,7 @@ from branchnorm_jax.errors import MismatchError, UserError
 from branchnorm_jax.evaluation import compare as comparing
 from branchnorm_jax.evaluation.bleu import Score, mean_of
 from branchnorm_jax.evaluation.comet import load_comet
-from branchnorm_jax.evaluation.evaluate import evaluate_split, format_table, write_results
+from branchnorm_jax.evaluation.evaluate import format_table, score_split, write_results
 from branchnorm_jax.evaluation.language import right_language
 from branchnorm_jax.export import ctranslate2, fold, huggingface
 from branchnorm_jax.modes.common import Trained, load, network, restored
@@ -50,20 +50,13 @@ def evaluate(config: Config, workdir: Workdir) -> None:
     for (split, direction), tag in zip(asked, tags, strict=True):
         name = f"{split}.{direction.pair}" if data.pairs else split
         right = [right_language(direction.target_lang, data.languages)] if data.pairs else []
-        pairs = list(read_pairs(direction, split))
-        with logs.progress_bar(len(pairs), 0, "line", name) as bar:
-            results[name] = evaluate_split(
-                trained.translator,
-                trained.params,
-                trained.branch_scale,
-                name,
-                pairs,
-                directory,
-                direction.target_lang,
-                bar.update,
-                tag,
-                [*right, *comet],
+        sources, references = map(list, zip(*read_pairs(direction, split), strict=True))
+        with logs.progress_bar(len(sources), 0, "line", name) as bar:
+            found = trained.translator.translate(
+                trained.params, trained.branch_scale, sources, progress=bar.update, tags=[tag] * len(sources)
             )
+        texts = {"source": sources, "reference": references, "hypothesis": [best.text for best, *_ in found]}
+        results[name] = score_split(directory, name, texts, direction.target_lang, [*right, *comet])
         each.setdefault(split, []).append(results[name])
         write_results(workdir / "results.json", results, directory, run)
     if data.pairs:

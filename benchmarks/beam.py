@@ -33,7 +33,7 @@ from branchnorm_jax.decoding.beam import length_penalty
 from branchnorm_jax.decoding.engine import Engine, pad
 from branchnorm_jax.evaluation.bleu import corpus_bleu
 from branchnorm_jax.export import ctranslate2, fold
-from branchnorm_jax.model.blocks import Cache
+from branchnorm_jax.model.cache import Cache
 from branchnorm_jax.model.places import source_mask
 from branchnorm_jax.model.transformer import Transformer
 from branchnorm_jax.modes.common import load

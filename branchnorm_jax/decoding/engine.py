@@ -11,7 +11,7 @@ import numpy as np
 
 from branchnorm_jax.decoding import beam
 from branchnorm_jax.decoding.beam import Hypotheses, Search
-from branchnorm_jax.model.blocks import Caches, take_slots, write_sources
+from branchnorm_jax.model.cache import Caches, take_slots, write_sources
 from branchnorm_jax.model.parameters import Params
 from branchnorm_jax.model.places import source_mask
 from branchnorm_jax.model.transformer import BranchScale, Transformer

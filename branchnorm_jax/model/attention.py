@@ -11,6 +11,9 @@ from branchnorm_jax.model.dropout import dropout
 from branchnorm_jax.model.linear import Linear
 from branchnorm_jax.model.norms import Norm
 
+KeysValues = tuple[jax.Array, jax.Array]
+"""Keys and values, [B, S, H, K] each."""
+
 # Finite, so that a row whose keys are all padding gives a mean and not NaN.
 MASKED = -1e9
 
@@ -132,15 +135,15 @@ class Attention(nn.Module):
         """[..., D] -> [..., H, K]."""
         return x.reshape(*x.shape[:-1], self.heads, self.width // self.heads)
 
-    def keys_values(self, memory_BSD: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Keys and values of a memory, [B, S, H, K] each."""
+    def keys_values(self, memory_BSD: jax.Array) -> KeysValues:
+        """Keys and values of a memory."""
         k, v = (checkpoint_name(linear(memory_BSD), "projection") for linear in (self.k, self.v))
         return self._heads(k), self._heads(v)
 
     def __call__(
         self,
         x_BTD: jax.Array,
-        keys_values: tuple[jax.Array, jax.Array],
+        keys_values: KeysValues,
         mask_BTS: jax.Array,
         key: jax.Array | None = None,
     ) -> jax.Array:

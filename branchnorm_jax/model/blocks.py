@@ -1,6 +1,5 @@
 """Encoder and decoder layers. One residual function serves all methods: it reads the recipe, never a name."""
 
-import functools
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -9,15 +8,13 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from branchnorm_jax.model.attention import Attention, Kept
+from branchnorm_jax.model.attention import Attention, KeysValues
+from branchnorm_jax.model.cache import Cache
 from branchnorm_jax.model.dropout import Site, dropout, site_key
 from branchnorm_jax.model.feedforward import FeedForward
 from branchnorm_jax.model.norms import Norm
 from branchnorm_jax.model.recipe import ONE, Recipe, Weight
 from branchnorm_jax.options import ModelConfig
-
-KeysValues = tuple[jax.Array, jax.Array]
-"""Keys and values, [B, S, H, K] each."""
 
 
 class LayerInput(NamedTuple):
@@ -177,19 +174,6 @@ class EncoderBlock(Block):
         return self._residual("ffn", stream, lambda z: feed_forward(z, ffn_key), layer, Site.FFN_BRANCH, bottom), None
 
 
-class Cache(NamedTuple):
-    """Keys and values of one decoder layer, read while decoding (in the stack with a leading axis L)."""
-
-    self: Kept
-    """Of the tokens so far, in as many slots as there is room for; masks say which of them are seen."""
-    cross: Kept
-    """Of the source, computed once per sentence."""
-
-
-Caches = Cache | list[Cache]
-"""Of a decoder's stack, or of each of its layers where they are apart."""
-
-
 class DecoderBlock(Block):
     """Masked self-attention, cross-attention, feed-forward."""
 
@@ -279,36 +263,3 @@ def watched(before: jax.Array, after: jax.Array, sown: Mapping[str, Any]) -> dic
         "cosine": ((x * y).sum(-1) * jax.lax.rsqrt(squares + 1e-20)).mean(1),
         "sparsity": sown["ffn"]["sparsity"][0] if "ffn" in sown else jnp.zeros(len(x)),
     }
-
-
-def write_tokens(caches: Caches, new: Any, slot: jax.Array) -> Caches:
-    """Writes keys and values of Q tokens, [..., Q, H, K] each, into Q slots from `slot` on."""
-
-    def write(cache: Cache, new: KeysValues) -> Cache:
-        k, v = (jnp.moveaxis(entry, -3, -2).astype(cache.self.v_BHSK.dtype) for entry in new)
-        k_BHKS = jax.lax.dynamic_update_slice_in_dim(cache.self.k_BHKS, k.swapaxes(-1, -2), slot, axis=k.ndim - 1)
-        v_BHSK = jax.lax.dynamic_update_slice_in_dim(cache.self.v_BHSK, v, slot, axis=v.ndim - 2)
-        return cache._replace(self=Kept(k_BHKS, v_BHSK))
-
-    return jax.tree.map(write, caches, new, is_leaf=lambda node: isinstance(node, Cache))
-
-
-def write_sources(caches: Caches, new: Caches, rows: jax.Array) -> Caches:
-    """Keys and values of the sources of `new` take these rows; a row number beyond the last is none."""
-
-    def write(cache: Cache, new: Cache) -> Cache:
-        put = functools.partial(jax.tree.map, lambda old, new: old.at[..., rows, :, :, :].set(new, mode="drop"))
-        return cache._replace(cross=put(cache.cross, new.cross))
-
-    return jax.tree.map(write, caches, new, is_leaf=lambda node: isinstance(node, Cache))
-
-
-def take_slots(caches: Caches, slots: jax.Array) -> Caches:
-    """The same tokens in other slots: slot i is the old slot slots[i]."""
-
-    def take(cache: Cache) -> Cache:
-        return cache._replace(
-            self=Kept(jnp.take(cache.self.k_BHKS, slots, axis=-1), jnp.take(cache.self.v_BHSK, slots, axis=-2))
-        )
-
-    return jax.tree.map(take, caches, is_leaf=lambda node: isinstance(node, Cache))

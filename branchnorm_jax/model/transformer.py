@@ -10,17 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from branchnorm_jax.model.attention import Kept
-from branchnorm_jax.model.blocks import (
-    Block,
-    Cache,
-    Caches,
-    LayerInput,
-    Stream,
-    make_attention,
-    make_block,
-    watched,
-    write_tokens,
-)
+from branchnorm_jax.model.blocks import Block, LayerInput, Stream, make_attention, make_block, watched
+from branchnorm_jax.model.cache import Cache, Caches, empty, kept, write_tokens
 from branchnorm_jax.model.combination import combined
 from branchnorm_jax.model.dropout import dropout
 from branchnorm_jax.model.embedding import drop_words, embed, fix_norm, sinusoids
@@ -223,19 +214,15 @@ class Transformer:
 
     def start_cache(self, params: Params, memory_BSD: jax.Array, slots: int) -> Caches:
         """Empty room for `slots` tokens of each sentence, and the source's keys and values."""
-        c, layers = self.config, params["decoder"]
-        attention = make_attention(c, self.recipe, "cross")
+        layers, room = params["decoder"], empty(self.config, len(memory_BSD), slots)
+        attention = make_attention(self.config, self.recipe, "cross")
 
-        def keys_values(cross_params: Params) -> Kept:
-            k_BSHK, v_BSHK = attention.apply({"params": cross_params}, memory_BSD, method="keys_values")
-            return Kept(jnp.einsum("bshk->bhks", k_BSHK), jnp.einsum("bshk->bhsk", v_BSHK))
+        def cross(layer: Params) -> Kept:
+            return kept(*attention.apply({"params": layer["cross"]}, memory_BSD, method="keys_values"))
 
-        shape, size = (c.decoder_layers, len(memory_BSD), c.heads), c.width // c.heads
-        empty = Kept(jnp.zeros((*shape, size, slots), c.dtype), jnp.zeros((*shape, slots, size), c.dtype))
         if isinstance(layers, list):
-            rooms = apart(empty)
-            return [Cache(room, keys_values(layer["cross"])) for room, layer in zip(rooms, layers, strict=True)]
-        return Cache(self=empty, cross=jax.vmap(keys_values)(layers["cross"]))
+            return [Cache(own, cross(layer)) for own, layer in zip(apart(room), layers, strict=True)]
+        return Cache(room, jax.vmap(cross)(layers))
 
     def step(
         self,

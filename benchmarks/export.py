@@ -3,7 +3,7 @@
     python -m benchmarks.export runs/a runs/b:500 ...       workdir, or workdir:checkpoint; as many as one likes
 
 Log-probabilities, in float32, of the references of the first 100 test sentences, EOS included; BLEU of --lines test
-sentences, the same search on both sides.
+sentences, the same search on both sides, with one limit for all, as CTranslate2 has it.
 """
 
 import argparse
@@ -25,7 +25,7 @@ from branchnorm_jax.export import ctranslate2, fold, huggingface
 from branchnorm_jax.modes.common import load
 from branchnorm_jax.workdir import Workdir
 
-FORCED = 100
+FORCED, LIMIT = 100, 80
 
 
 def compared(name: str, lines: int) -> dict[str, Any]:
@@ -33,6 +33,7 @@ def compared(name: str, lines: int) -> dict[str, Any]:
     folder, _, which = name.partition(":")
     config = configs.load(Path(folder) / "config.json")
     decode = dataclasses.replace(config.decode, checkpoint=which or "best", beam_size=4, length_penalty=0.6)
+    decode = dataclasses.replace(decode, max_length_a=0, max_length_b=LIMIT)
     config = dataclasses.replace(config, decode=decode)
     run = load(config, Workdir(Path(folder)))
     translator, tokenizer, m = run.translator, run.translator.tokenizer, config.model
@@ -42,8 +43,7 @@ def compared(name: str, lines: int) -> dict[str, Any]:
     ours = np.concatenate(translator.token_log_probs(run.params, run.branch_scale, sources, targets))
     plain = fold.fold(translator.model, run.params, run.branch_scale)
     vocabularies = tokenizer.source_pieces, tokenizer.target_pieces
-    longest = max(len(line) for line in (*ids, *targets))
-    longest = max(longest, translator.engine.limit(longest) + 1)
+    longest = max(*(len(line) for line in (*ids, *targets)), LIMIT + 1)
     result: dict[str, Any] = {
         "model": f"{m.method} {m.encoder_layers}L-{m.decoder_layers}L, width {m.width}",
         "step": run.step,
@@ -64,7 +64,7 @@ def compared(name: str, lines: int) -> dict[str, Any]:
         result["ctranslate2_largest_difference"] = float(np.abs(ours - theirs).max())
         engine = ctranslate2.imported().Translator(str(there), device="cpu", compute_type="float32")
         pieces = [[tokenizer.source_pieces[token] for token in line[:-1]] for line in ids]
-        settings = ctranslate2.search_settings(config.decode, longest)
+        settings = ctranslate2.search_settings(config.decode, LIMIT + 1)
         found = engine.translate_batch(pieces, **settings, max_batch_size=32)
     of_pieces = {piece: index for index, piece in enumerate(tokenizer.target_pieces)}
     yours = [tokenizer.decode_target([of_pieces[piece] for piece in one.hypotheses[0]]) for one in found]

@@ -143,13 +143,16 @@ def without_embedding_scale(plain: Plain) -> Plain:
 
     Its norm's epsilon then counts for epsilon / a^2. Raises `ValueError` if the factor is not one number.
     """
+    layers = dict(plain.layers)
     for stack, scale in plain.embedding_scale.items():
         a = scale[0]
         if (scale != a).any():
             raise ValueError("each feature of the first skip connection has a factor of its own")
-        first = plain.layers[stack]["self"]
+        first = jax.tree.map(np.copy, layers[stack]["self"])
         for matrix in READERS["self"]:
             first[matrix]["kernel"][0] *= a
         for leaf in first["o"].values():
             leaf[0] /= a
-    return plain._replace(embedding_scale={stack: np.ones_like(s) for stack, s in plain.embedding_scale.items()})
+        layers[stack] = layers[stack] | {"self": first}
+    scales = {stack: np.ones_like(scale) for stack, scale in plain.embedding_scale.items()}
+    return plain._replace(layers=layers, embedding_scale=scales)

@@ -99,6 +99,9 @@ def test_hugging_face_gives_our_numbers(method: str, tables: str, tmp_path: Path
     assert difference(ours, huggingface.log_probs(tmp_path, SOURCES, TARGETS)) < 5e-5
     config = json.loads((tmp_path / "config.json").read_text())
     assert config["decoder_start_token_id"] == EOS
+    # What was folded is still what it was.
+    ctranslate2.write(plain, model.config, (PIECES, PIECES), tmp_path, 64, "")
+    assert difference(ours, ctranslate2.log_probs(tmp_path, words(SOURCES), words(TARGETS))) < 2e-5
 
 
 def test_alpha_of_each_layer(tmp_path: Path) -> None:

@@ -1,7 +1,9 @@
 """What every benchmark shares: two things timed alternately in one run, and results with machine, versions, commit."""
 
 import json
+import os
 import platform
+import re
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -44,9 +46,19 @@ def alternate(first: Callable[[], Any], second: Callable[[], Any], pairs: int = 
     }
 
 
+def processor() -> str:
+    """What the CPU calls itself, where Linux tells."""
+    try:
+        named = re.search(r"model name\s*: (.+)", Path("/proc/cpuinfo").read_text())
+    except OSError:
+        named = None
+    return named[1] if named else platform.processor() or platform.machine()
+
+
 def save(name: str, results: Mapping[str, Any]) -> None:
     """Writes benchmarks/results/<name>.json, and prints one line per figure; lists are for the file alone."""
-    machine = {"machine": platform.processor() or platform.machine(), "date": time.strftime("%Y-%m-%d %H:%M")}
+    cores = len(os.sched_getaffinity(0))
+    machine = {"machine": f"{cores} cores of {processor()}", "date": time.strftime("%Y-%m-%d %H:%M")}
     RESULTS.mkdir(exist_ok=True)
     path = RESULTS / f"{name}.json"
     path.write_text(json.dumps({**machine, **environment(), **results}, indent=1) + "\n", encoding="utf-8")

@@ -23,7 +23,6 @@ SHORTEST = 16
 REFILL = 4
 """New sentences come in when a part of the rows as large as one over this is free."""
 
-
 ALONG = 4
 """Shorter sentences, as a multiple of the rows, for which no other shape is taken."""
 

@@ -109,12 +109,15 @@ def read_chunks(stream: BinaryIO | None, name: str, most: int) -> Iterator[list[
 
 
 def lines_ahead(stream: BinaryIO | None) -> int:
-    """Lines that a file still has, which is then where it was; 0 for what cannot be read twice."""
+    """Lines that a file still has, which is then where it was; 0 for what cannot be read twice, or not at all."""
     if stream is None or not stat.S_ISREG(_mode(stream)):
         return 0
-    here = stream.tell()
-    count = sum(1 for _ in stream)
-    stream.seek(here)
+    try:
+        here = stream.tell()
+        count = sum(1 for _ in stream)
+        stream.seek(here)
+    except OSError:  # `read_chunks` says where.
+        return 0
     return count
 
 

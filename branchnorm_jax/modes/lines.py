@@ -20,7 +20,7 @@ from branchnorm_jax.workdir import Workdir, write_atomically
 CHUNK = 2000
 """Lines of a file that are sorted by length and translated together: what a kill can lose."""
 
-IRRELEVANT = ("input", "output", "batch_tokens", "checkpoint", "ensemble")
+IRRELEVANT = ("input", "output", "batch_tokens", "unroll", "checkpoint", "ensemble")
 """Options of decoding that a restarted translation may change, or that name what is compared itself."""
 
 

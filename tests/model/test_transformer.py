@@ -227,9 +227,9 @@ def test_dropout_follows_its_key_and_is_off_without() -> None:
 
 
 @pytest.mark.parametrize("method", ["branchnorm", "pre_ln"])
-@pytest.mark.parametrize("apart", [False, True])
-def test_decoding_with_a_cache_equals_teacher_forcing(method: str, apart: bool) -> None:
-    model = small(method=method)
+@pytest.mark.parametrize(("scan", "apart"), [(False, False), (True, False), (True, True)])
+def test_decoding_with_a_cache_equals_teacher_forcing(method: str, scan: bool, apart: bool) -> None:
+    model = small(method=method, scan=scan)
     params, alpha = randomised(init(model, KEY), 0.1), jnp.float32(0.6)
     forced = forward(model, params, SOURCE, TARGET, alpha)
     params = model.apart(params) if apart else params

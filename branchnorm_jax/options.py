@@ -411,6 +411,12 @@ class DecodeConfig:
         free=True,
     )
 
+    @property
+    def search(self) -> dict[str, Any]:
+        """By name, what a translation depends on, beside its line and the models: not where they lie, nor how fast."""
+        others = "checkpoint", "ensemble", "input", "output", "batch_tokens", "unroll"
+        return {name: value for name, value in vars(self).items() if name not in others}
+
 
 @dataclasses.dataclass(frozen=True)
 class ServeConfig:

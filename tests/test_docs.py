@@ -23,10 +23,10 @@ SMALLER = (
 """Appended to the commands that train."""
 
 
-def blocks(document: str, language: str) -> list[str]:
-    """Code blocks of a document."""
+def blocks(document: str) -> list[tuple[str, str]]:
+    """(language, text) of the code blocks of a document, in order."""
     text = (ROOT / "docs" / document).read_text(encoding="utf-8")
-    return re.findall(rf"^```{language}\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+    return re.findall(r"^```(bash|python)\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
 
 
 @pytest.fixture
@@ -47,7 +47,11 @@ def test_from_two_text_files_to_a_served_model(house: Path) -> None:
     environment = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "JAX_PLATFORMS": "cpu"}
     server: subprocess.Popen[bytes] | None = None
     try:
-        for block in blocks("translation.md", "bash"):
+        for language, block in blocks("translation.md"):
+            if language == "python":
+                done = subprocess.run([sys.executable, "-c", block], cwd=house, capture_output=True, text=True)
+                assert done.returncode == 0, done.stderr
+                continue
             commands = re.sub(r"\\\n\s*", "", block).strip()
             commands = re.sub(r"(?m)^python main\.py --config=.*$", lambda found: f"{found[0]} {SMALLER}", commands)
             if "--mode=serve" in commands:
@@ -62,9 +66,6 @@ def test_from_two_text_files_to_a_served_model(house: Path) -> None:
             assert done.returncode == 0, f"{commands}\n{done.stderr}"
             if "curl" in commands:
                 assert done.stdout.count('"score"') == 4
-        for block in blocks("translation.md", "python"):
-            done = subprocess.run([sys.executable, "-c", block], cwd=house, capture_output=True, text=True)
-            assert done.returncode == 0, done.stderr
     finally:
         if server is not None:
             server.terminate()

@@ -22,8 +22,10 @@ from pathlib import Path
 from typing import Any
 
 from branchnorm_jax import config as configs
+from branchnorm_jax.data.corpus import text_lines
 from branchnorm_jax.errors import UserError
-from branchnorm_jax.evaluation.significance import paired_bootstrap
+from branchnorm_jax.evaluation.bleu import sacrebleu_metric
+from branchnorm_jax.evaluation.compare import SIGNIFICANT, paired_test
 from branchnorm_jax.options import Config, SweepConfig, fields
 from branchnorm_jax.training.logs import read_lines
 from branchnorm_jax.workdir import Workdir
@@ -36,7 +38,6 @@ SETS = {"method": {"model.method"}, "depth": {"model.encoder_layers", "model.dec
 
 AXES = {*SETS, *(name for name, _ in fields() if name.split(".")[0] in ("model", "data", "train", "decode"))}
 TRUTH = {"true": True, "false": False}
-SIGNIFICANT = 0.05
 
 
 def parse_grid(text: str, baseline: str = "") -> list[Run]:
@@ -151,10 +152,10 @@ def texts_of(workdir: Workdir) -> tuple[list[str], list[str]] | None:
     try:
         # Of several pairs of languages, test.en-de.reference and so on.
         references, hypotheses = (
-            [line for path in sorted((workdir / "evaluation").glob(f"test*.{side}")) for line in lines(path)]
+            [line for path in sorted((workdir / "evaluation").glob(f"test*.{side}")) for line in text_lines(path)]
             for side in ("reference", "hypothesis")
         )
-    except (OSError, ValueError):
+    except UserError:
         return None
     return (references, hypotheses) if 0 < len(references) == len(hypotheses) else None
 
@@ -209,12 +210,9 @@ def compare(rows: list[dict[str, Any]], folders: Mapping[str, tuple[Run, Workdir
         # Of several pairs of languages the table has the mean of their BLEU, which is no corpus to draw from.
         one_pair = (workdir / "evaluation" / "test.reference").exists()
         if ours and theirs and ours[0] == theirs[0] and one_pair:
-            row["p_value"] = paired_bootstrap(theirs[1], ours[1], ours[0], lang).p_value
-
-
-def lines(path: Path) -> list[str]:
-    """The lines of a text file, split at line feeds alone, as they were written."""
-    return path.read_text(encoding="utf-8").removesuffix("\n").split("\n")
+            systems, bleu = {"baseline": theirs[1], "run": ours[1]}, {"bleu": sacrebleu_metric(lang)}
+            _, results = paired_test(systems, ours[0], bleu, "bs")["bleu"]
+            row["p_value"] = results["run"].p_value
 
 
 def to_csv(rows: Sequence[Mapping[str, Any]]) -> str:

@@ -24,6 +24,7 @@ _HELD_OUT_NUMERALS = 500
 _COMPRESSED = (".gz", ".zst", ".xz")
 _CHUNK_BYTES = 1 << 20
 _NAMES_SHOWN = 8
+_WILDCARD = re.compile(r"(\*\*/?|\*|\?|\[!?.[^]]*\])")
 
 
 def read_pairs(config: DataConfig, split: str) -> Iterator[Pair]:
@@ -39,6 +40,31 @@ def read_pairs(config: DataConfig, split: str) -> Iterator[Pair]:
       UserError: while reading, if the text is missing, unreadable, not UTF-8, not parallel or empty.
     """
     return {"numerals": _numerals_pairs, "text": _text_pairs, "tfds": _tfds_pairs}[config.source](config, split)
+
+
+def text_lines(path: Path) -> Iterator[str]:
+    """The lines of a text file, plain or compressed, without a byte-order mark at its beginning.
+
+    Only a line feed ends a line, and takes carriage returns before it along: U+2028 and its like stay inside.
+
+    Raises:
+      UserError: while reading, if the file cannot be read, or a line is not UTF-8.
+    """
+    number = 0
+    try:
+        for raw in _split_lines(_chunks(path)):
+            number += 1
+            line = raw.decode("utf-8")
+            yield (line.removeprefix("\ufeff") if number == 1 else line).rstrip("\r")
+    except UnicodeDecodeError as error:
+        raise UserError(
+            f"{path}, line {number}: not valid UTF-8 (byte 0x{error.object[error.start]:02x} at position "
+            f"{error.start}); convert the file to UTF-8"
+        ) from error
+    except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:
+        reason = getattr(error, "strerror", None) or error
+        where = f" beyond line {number}" if number else ""
+        raise UserError(f"{path}: cannot be read{where} ({reason})") from error
 
 
 def corpus_key(config: DataConfig, split: str) -> dict[str, Any]:
@@ -99,7 +125,7 @@ def _text_pairs(config: DataConfig, split: str) -> Iterator[Pair]:
     files = _text_files(config, split)
     empty = True
     for paths in files:
-        sides = [_lines(path) for path in paths]
+        sides = [map(str.strip, text_lines(path)) for path in paths]
         for number, (source, target) in enumerate(itertools.zip_longest(*sides)):
             if source is None or target is None:
                 longer = int(source is None)
@@ -130,32 +156,46 @@ def _text_files(config: DataConfig, split: str) -> list[tuple[Path, Path]]:
         config.files.replace("{split}", _split_name(config, split)).replace("{pair}", pair)
         for pair in (config.pair, _reversed(config))
     ]
-    pattern = next((p for p in patterns if _found(folder, p.replace("{lang}", config.source_lang))), patterns[0])
-    sources, targets = (
-        _matching_files(folder, pattern.replace("{lang}", lang)) for lang in (config.source_lang, config.target_lang)
-    )
-    if len(sources) != len(targets):
+    languages = config.source_lang, config.target_lang
+    pattern = next((p for p in patterns if _found(folder, p, languages[0])), patterns[0])
+    sources, targets = (_matching_files(folder, pattern, lang) for lang in languages)
+    if alone := sorted(sources.keys() ^ targets.keys()):
+        partner = str(alone[0]).replace("{lang}", languages[alone[0] in sources])
         raise UserError(
-            f"{folder}: {len(sources)} files match {pattern.replace('{lang}', config.source_lang)} "
-            f"but {len(targets)} match {pattern.replace('{lang}', config.target_lang)}; each needs its counterpart"
+            f"{(sources | targets)[alone[0]]}: its counterpart {partner} is not in {folder}; add it, or let "
+            f"data.files={config.files} match neither"
         )
-    return list(zip(sources, targets, strict=True))
+    return [(sources[key], targets[key]) for key in sorted(sources)]
 
 
-def _found(folder: str, pattern: str) -> list[Path]:
-    """Files that match the glob, plain or compressed, sorted by name; of a file in several forms the plain one."""
+def _found(folder: str, pattern: str, lang: str) -> dict[Path, Path]:
+    """Files that match the glob in this language, plain or compressed; of a file in several forms the plain one.
+
+    Their keys, alike for the files of both languages, are their plain names under the folder with {lang} for the
+    language: names that differ in it sort in another order (train.de, train.x.de, but train.x.en, train.en).
+    """
+    place = re.compile(re.escape(lang).join(f"({_matcher(part)})" for part in pattern.split("{lang}")))
     found: dict[Path, Path] = {}
     for suffix in ("", *_COMPRESSED):
-        for name in sorted(glob.glob(os.path.join(glob.escape(folder), pattern + suffix), recursive=True)):
-            path = Path(name)
-            if path.is_file():
-                found.setdefault(path.with_suffix("") if path.suffix in _COMPRESSED else path, path)
-    return [found[plain] for plain in sorted(found)]
+        glob_of = pattern.replace("{lang}", glob.escape(lang)) + suffix
+        for name in sorted(glob.glob(glob_of, root_dir=folder, recursive=True)):
+            path, match = Path(folder, name), place.fullmatch(name.removesuffix(suffix))
+            if path.is_file() and match:
+                key = Path("{lang}".join(match.groups()))
+                found.setdefault(key.with_suffix("") if key.suffix in _COMPRESSED else key, path)
+    return found
 
 
-def _matching_files(folder: str, pattern: str) -> list[Path]:
+def _matcher(pattern: str) -> str:
+    """A regular expression that matches at least what the glob does."""
+    wildcards = {"*": "[^/]*", "**": "(?s:.*)", "**/": "(?s:.*)"}
+    parts = enumerate(_WILDCARD.split(pattern))  # every other one is a wildcard
+    return "".join(wildcards.get(part, "[^/]") if index % 2 else re.escape(part) for index, part in parts)
+
+
+def _matching_files(folder: str, pattern: str, lang: str) -> dict[Path, Path]:
     """As `_found`; raises `UserError` if there is none."""
-    found = _found(folder, pattern)
+    found = _found(folder, pattern, lang)
     if not found:
         try:
             names = sorted(os.listdir(folder))
@@ -163,26 +203,9 @@ def _matching_files(folder: str, pattern: str) -> list[Path]:
             raise UserError(f"{folder}: cannot be read ({error.strerror})") from error
         there = ", ".join(names[:_NAMES_SHOWN]) or "nothing"
         more = f" and {len(names) - _NAMES_SHOWN} more" if len(names) > _NAMES_SHOWN else ""
-        tried = f"{pattern} (nor with {', '.join(_COMPRESSED)})"
+        tried = f"{pattern.replace('{lang}', lang)} (nor with {', '.join(_COMPRESSED)})"
         raise UserError(f"{folder}: no file matches {tried}; the folder holds {there}{more}; see data.files")
     return found
-
-
-def _lines(path: Path) -> Iterator[str]:
-    """The lines of a text file, stripped. Only a line feed ends a line: U+2028 and its like stay inside."""
-    number = 0
-    try:
-        for raw in _split_lines(_chunks(path)):
-            number += 1
-            yield raw.decode("utf-8").removeprefix("\ufeff").strip()
-    except UnicodeDecodeError as error:
-        raise UserError(
-            f"{path}, line {number}: not valid UTF-8 (byte 0x{error.object[error.start]:02x} at position "
-            f"{error.start}); convert the file to UTF-8"
-        ) from error
-    except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise UserError(f"{path}: cannot be read beyond line {number} ({reason})") from error
 
 
 def _split_lines(chunks: Iterator[bytes]) -> Iterator[bytes]:

@@ -7,7 +7,7 @@ import hashlib
 import itertools
 import json
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -55,14 +55,6 @@ class TokenStore:
     def __len__(self) -> int:
         return len(self.source_offsets) - 1
 
-    def source(self, i: int) -> np.ndarray:
-        """Tokens of source sentence i, int32, EOS included."""
-        return self.source_tokens[self.source_offsets[i] : self.source_offsets[i + 1]].astype(np.int32)
-
-    def target(self, i: int) -> np.ndarray:
-        """Tokens of target sentence i, int32, EOS included."""
-        return self.target_tokens[self.target_offsets[i] : self.target_offsets[i + 1]].astype(np.int32)
-
     @functools.cached_property
     def lengths(self) -> np.ndarray:
         """Tokens of source and target, EOS included, int32 [n, 2]."""
@@ -99,7 +91,6 @@ def build_store(
     split: str,
     directory: Path,
     filter: bool,
-    progress: Callable[[int], None] | None = None,
     tags: Tags = NO_TAGS,
     sample: int | None = None,
 ) -> TokenStore:
@@ -115,7 +106,6 @@ def build_store(
       split: "train", "valid" or "test".
       directory: parent of the split's directory.
       filter: whether the ratio filter applies: on for training.
-      progress: receives the number of pairs read so far, every few thousand.
       tags: what comes before every sentence; counts in its length.
       sample: number of a tokenisation that is drawn, see `sampling.py`; None: the best one.
 
@@ -133,7 +123,7 @@ def build_store(
     if store is not None:
         return store
     with atomic_directory(directory / split) as temporary:
-        counts, corpus_digest = _write(config, tokenizer, split, temporary, filters, tags, sample, progress)
+        counts, corpus_digest = _write(config, tokenizer, split, temporary, filters, tags, sample)
         if not counts["kept"]:
             option = {"too_long": "raise data.max_length", "bad_ratio": "raise data.max_ratio"}
             worst = max(_OUTCOMES[1:], key=counts.__getitem__)
@@ -205,7 +195,6 @@ def _write(
     filters: dict[str, Any],
     tags: Tags,
     sample: int | None,
-    progress: Callable[[int], None] | None,
 ) -> tuple[dict[str, int], str]:
     """Streams the corpus into the four files at `path`; returns the counts and the digest of all pairs read."""
     outcomes = np.zeros(len(_OUTCOMES), np.int64)
@@ -241,8 +230,6 @@ def _write(
                 tokens[side].write(flat.tobytes())
                 offsets[side].write((ends[side] + np.cumsum(lengths[side, outcome == 0])).tobytes())
                 ends[side] += len(flat)
-            if progress is not None:
-                progress(int(outcomes.sum()))
     counts = {"read": int(outcomes.sum())} | dict(zip(_OUTCOMES, outcomes.tolist(), strict=True))
     return counts, digest.hexdigest()
 

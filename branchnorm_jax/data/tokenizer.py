@@ -128,10 +128,6 @@ class Tokenizer:
         """Token ids of each line, EOS appended; an empty line is [EOS]."""
         return _encode(self.target_processor, lines)
 
-    def decode_source(self, ids: Iterable[int]) -> str:
-        """The text of token ids up to the first EOS; PAD is left out."""
-        return _decode(self.source_processor, ids)
-
     def decode_target(self, ids: Iterable[int]) -> str:
         """The text of token ids up to the first EOS; PAD is left out."""
         return _decode(self.target_processor, ids)

@@ -79,6 +79,8 @@ class Search(NamedTuple):
     """Which sentence a row has, int32 [B]: what is drawn depends on it."""
     prefix: jax.Array
     """Tokens that every hypothesis begins with, int32 [B, P], then -1."""
+    nbest: jax.Array
+    """How many of the best are asked for, int32 [B], at most K."""
     cache: Any
 
     @property
@@ -122,6 +124,7 @@ def nothing(cache: Any, rows: int, beam_size: int, longest: int, ring: int, pref
         ended=count,
         number=count,
         prefix=jnp.full((rows, prefix), -1, jnp.int32),
+        nbest=count + 1,
         cache=cache,
     )
 
@@ -133,6 +136,7 @@ def begin(
     config: DecodeConfig,
     numbers: jax.Array | None = None,
     prefixes: jax.Array | None = None,
+    nbest: jax.Array | None = None,
 ) -> Search:
     """Sentences begin in these rows, a row number of B or more is none; arguments as the fields of `Search`."""
 
@@ -155,6 +159,7 @@ def begin(
         ended=put(search.ended, 0),
         number=search.number if numbers is None else put(search.number, numbers),
         prefix=search.prefix if prefixes is None else put(search.prefix, prefixes),
+        nbest=put(search.nbest, config.nbest if nbest is None else nbest),
     )
 
 
@@ -172,7 +177,7 @@ def resized(search: Search, ring: int, take_slots: Callable[[Any, jax.Array], An
 
 
 def done(search: Search, config: DecodeConfig) -> jax.Array:
-    """bool [B]: the best `nbest` hypotheses are known."""
+    """bool [B]: as many of the best hypotheses are known as are asked for."""
     full = (search.ended >= config.beam_size) | (search.position > search.limit)
     if config.temperature:
         return full
@@ -180,7 +185,8 @@ def done(search: Search, config: DecodeConfig) -> jax.Array:
     best = search.live.log_probs.max(1)
     ends = (search.position + 1, search.limit + 1)
     reach = [best / length_penalty(end, config.length_penalty, config.length_penalty_kind) for end in ends]
-    worst_asked_for = jax.lax.top_k(search.finished.scores, config.nbest)[0][:, -1]
+    ranked = jax.lax.top_k(search.finished.scores, config.beam_size)[0]
+    worst_asked_for = jnp.take_along_axis(ranked, search.nbest[:, None] - 1, axis=1)[:, 0]
     return full | ((worst_asked_for > -jnp.inf) & (worst_asked_for >= jnp.maximum(*reach)))
 
 

@@ -42,8 +42,13 @@ class Asked(NamedTuple):
     """A sentence to translate."""
 
     source: Sequence[int]
+    """Token ids, EOS last."""
     number: int
-    prefix: Sequence[int]
+    """What is drawn depends on it."""
+    prefix: Sequence[int] = ()
+    """Token ids that its translations begin with, without EOS."""
+    nbest: int = 1
+    """How many of its best hypotheses are wanted, at most K; others may be there or not."""
 
 
 class New(NamedTuple):
@@ -54,6 +59,7 @@ class New(NamedTuple):
     limit: Any
     number: Any
     prefix: Any
+    nbest: Any
 
 
 def padded_length(length: int) -> int:
@@ -114,32 +120,17 @@ class Engine:
     config: DecodeConfig
     rounding: Callable[[int], int] = rounded
 
-    def search(
-        self,
-        weights: Weights,
-        sources: Sequence[Sequence[int]],
-        numbers: Sequence[int] | None = None,
-        prefixes: Sequence[Sequence[int]] | None = None,
-    ) -> Iterator[tuple[int, Hypotheses]]:
-        """(index, hypotheses without axis B) of each source, as they are done: long ones first.
+    def search(self, weights: Weights, texts: Sequence[Asked]) -> Iterator[tuple[int, Hypotheses]]:
+        """(index, hypotheses without axis B) of each text, as they are done: long ones first.
 
         A hypothesis does not depend on what else is decoded: its limit comes from its own source's length, and rows
         know nothing of each other.
-
-        Args:
-          weights: of each model.
-          sources: token ids that end in EOS.
-          numbers: of the sources, for what is drawn; their indices if not given.
-          prefixes: token ids that the translations begin with, without EOS.
         """
-        numbers = range(len(sources)) if numbers is None else numbers
-        prefixes = [()] * len(sources) if prefixes is None else prefixes
-        texts = [Asked(*each) for each in zip(sources, numbers, prefixes, strict=True)]
-        order = sorted(range(len(sources)), key=lambda index: len(sources[index]))
+        order = sorted(range(len(texts)), key=lambda index: len(texts[index].source))
         weights = self._ready(weights)
         while order:
-            length = padded_length(len(sources[order[-1]]))
-            same = sum(padded_length(len(sources[index])) == length for index in order)
+            length = padded_length(len(texts[order[-1]].source))
+            same = sum(padded_length(len(texts[index].source)) == length for index in order)
             rows = self._rows(length)
             # A few shorter ones are not worth a shape of their own, which rows would wait for, and so come along.
             group = order[-max(same, rows) :] if len(order) - same > ALONG * rows else order[:]
@@ -162,7 +153,7 @@ class Engine:
         ring = rings[0]
         search = self._start(weights, rows, length, ring, prefix)
         inside: dict[int, int] = {}
-        while waiting or inside:
+        while True:
             free = [row for row in range(rows) if row not in inside]
             while waiting and free:
                 count = min(chunk, len(free), len(waiting))
@@ -170,11 +161,14 @@ class Engine:
                 inside |= taken
                 given = [texts[index] for index in taken.values()]
                 search = self._begin(weights, search, self._new(given, list(taken), rows, length, prefix))
-            until = rows - len(inside) + min(chunk, len(inside)) if waiting else rows
+            # While any wait, no row is free.
+            until = chunk if waiting else rows
             search = self._run(weights, search, np.int32(until))
             done, positions, found = jax.device_get(self._look(search))
             for row in [row for row in inside if done[row]]:
                 yield inside.pop(row), jax.tree.map(lambda leaf, row=row: leaf[row], found)
+            if not (waiting or inside):
+                return
             needed = max((int(positions[row]) for row in inside), default=0)
             wanted = next(size for size in rings if size > needed)
             if wanted > ring or wanted * 2 < ring:
@@ -188,14 +182,15 @@ class Engine:
         for length in padded_lengths(longest):
             full, rings = self._rows(length), self._rings(length, prefix)
             for rows in {min(full, self.rounding(count)) for count in range(1, full + 1)}:
-                for ring, longer in zip(rings, [*rings[1:], None], strict=True):
+                for index, ring in enumerate(rings):
                     # Of nothing asked for all is done, so this takes no time once it is compiled.
                     search = self._start(weights, rows, length, ring, prefix)
                     search = self._begin(weights, search, self._new([], [], rows, length, prefix))
                     search = self._run(weights, search, np.int32(rows))
                     self._look(search)
-                    if longer:
-                        self._resized(search, longer)
+                    # As `_group` does: to the next one, or to one of less than half the size.
+                    for other in [*rings[index + 1 : index + 2], *(size for size in rings if size * 2 < ring)]:
+                        self._resized(search, other)
 
     def _new(self, given: Sequence[Asked], places: Sequence[int], rows: int, length: int, prefix: int) -> New:
         """Sentences that begin in these of so many rows."""
@@ -206,6 +201,7 @@ class Engine:
             column([self.limit(len(text.source)) + len(text.prefix) for text in given], chunk),
             column([text.number for text in given], chunk),
             pad([text.prefix for text in given], chunk, prefix, -1),
+            column([text.nbest for text in given], chunk),
         )
 
     def _rows(self, length: int) -> int:
@@ -224,19 +220,12 @@ class Engine:
             sizes.append(min(2 * sizes[-1], longest))
         return sizes
 
-    @functools.cached_property
-    def _ready(self) -> Callable[[Weights], Weights]:
+    def _ready(self, weights: Weights) -> Weights:
         """Weights of which those of no deep decoder lie in a stack."""
-
-        def ready(model: Transformer, params: Params) -> Params:
-            return model.apart(params) if model.config.decoder_layers <= self.config.unroll else params
-
-        @jax.jit
-        def every(weights: Weights) -> Weights:
-            pairs = zip(self.models, weights, strict=True)
-            return tuple((ready(model, params), branch_scale) for model, (params, branch_scale) in pairs)
-
-        return every
+        return tuple(
+            (model.apart(params) if model.config.decoder_layers <= self.config.unroll else params, branch_scale)
+            for model, (params, branch_scale) in zip(self.models, weights, strict=True)
+        )
 
     @functools.cached_property
     def _start(self) -> Callable[[Weights, int, int, int, int], Search]:
@@ -266,7 +255,8 @@ class Engine:
                 tuple(filled(model, *weight, cache) for model, weight, cache in members),
                 mask.at[new.row].set(source_mask(new.source), mode="drop"),
             )
-            return beam.begin(search._replace(cache=text), new.row, new.limit, self.config, new.number, new.prefix)
+            given = new.number, new.prefix, new.nbest
+            return beam.begin(search._replace(cache=text), new.row, new.limit, self.config, *given)
 
         return begin
 

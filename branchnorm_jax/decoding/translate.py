@@ -12,7 +12,7 @@ import numpy as np
 
 from branchnorm_jax.data.tokenizer import NO_TAGS, Tags, Tokenizer
 from branchnorm_jax.decoding.beam import Hypotheses
-from branchnorm_jax.decoding.engine import Engine, Weights, coarse, pad, padded_length, padded_lengths, rounded
+from branchnorm_jax.decoding.engine import Asked, Engine, Weights, coarse, pad, padded_length, padded_lengths, rounded
 from branchnorm_jax.model.parameters import Params
 from branchnorm_jax.model.places import decoder_inputs
 from branchnorm_jax.model.transformer import BranchScale, Transformer
@@ -40,6 +40,21 @@ class Translation(NamedTuple):
 
     What it looks at a language tag is left out, as tags are of the tokens; score and log-probability count them.
     """
+
+
+class Sentence(NamedTuple):
+    """A line to translate."""
+
+    source: Sequence[int]
+    """Token ids, EOS last."""
+    number: int
+    """Of the line: what is drawn depends on it."""
+    tags: Tags = NO_TAGS
+    """What asks for the language of the translation, where there are several."""
+    prefix: Sequence[int] = ()
+    """Token ids that the translation begins with, without EOS."""
+    nbest: int = 1
+    """Translations wanted."""
 
 
 class Member(NamedTuple):
@@ -95,14 +110,21 @@ class Translator:
           tags: what asks for the language of each line's translation, where there are several.
         """
         sources, cut = self.sources(lines)
-        numbers = range(first_line, first_line + len(lines))
         for index, warning in cut.items():
-            self.warn(f"line {numbers[index]}: {warning}")
-        results = self.search(params, branch_scale, sources, numbers, progress, prefixes, tags)
-        for number, found in zip(numbers, results, strict=True):
+            self.warn(f"line {first_line + index}: {warning}")
+        begins = [ids[:-1] for ids in self.tokenizer.encode_target(list(prefixes))] if prefixes else [[]] * len(lines)
+        sentences = [
+            Sentence(source, number, tag, prefix, self.config.nbest)
+            for number, (source, tag, prefix) in enumerate(
+                zip(sources, tags or [NO_TAGS] * len(lines), begins, strict=True), start=first_line
+            )
+        ]
+        results = self.search(params, branch_scale, sentences, progress)
+        for sentence, found in zip(sentences, results, strict=True):
             if found[0].score == -math.inf:
-                self.warn(f"line {number}: no translation was found that begins as asked")
-        return self.attended(params, branch_scale, sources, results, tags) if self.config.alignments else results
+                asked = " that begins as asked" if sentence.prefix else ""
+                self.warn(f"line {sentence.number}: no translation was found{asked}")
+        return self.attended(params, branch_scale, sentences, results) if self.config.alignments else results
 
     def sources(self, lines: Sequence[str]) -> tuple[list[list[int]], dict[int, str]]:
         """Token ids of source text, EOS last, and by index a warning for each line that had to be cut."""
@@ -118,27 +140,21 @@ class Translator:
         self,
         params: Params,
         branch_scale: BranchScale,
-        sources: Sequence[Sequence[int]],
-        numbers: Sequence[int],
+        sentences: Sequence[Sentence],
         progress: Callable[[int], Any] = lambda done: None,
-        prefixes: Sequence[str] | None = None,
-        tags: Sequence[Tags] | None = None,
     ) -> list[list[Translation]]:
-        """`translate` for token ids of lines with these numbers, without warnings and attention."""
-        tags = tags or [NO_TAGS] * len(sources)
-        results = [[Translation("", 0.0, 0.0)] * self.config.nbest for _ in sources]
-        begins = [ids[:-1] for ids in self.tokenizer.encode_target(list(prefixes))] if prefixes else [[]] * len(sources)
+        """`translate` for token ids, without warnings and attention."""
+        results = [[Translation("", 0.0, 0.0)] * sentence.nbest for sentence in sentences]
         # Of only EOS, nothing is to be translated.
-        asked = [index for index, ids in enumerate(sources) if len(ids) > 1 or begins[index]]
-        progress(len(sources) - len(asked))
-        for place, found in self.engine.search(
-            self._weights(params, branch_scale),
-            [[*tags[index].source, *sources[index]] for index in asked],
-            [numbers[index] for index in asked],
-            [[*tags[index].target, *begins[index]] for index in asked],
-        ):
-            start = len(tags[asked[place]].target)
-            results[asked[place]] = [self._translation(found, rank, start) for rank in range(self.config.nbest)]
+        places = [place for place, each in enumerate(sentences) if len(each.source) > 1 or each.prefix]
+        progress(len(sentences) - len(places))
+        asked = [
+            Asked([*tags.source, *source], number, [*tags.target, *prefix], nbest)
+            for source, number, tags, prefix, nbest in map(sentences.__getitem__, places)
+        ]
+        for index, found in self.engine.search(self._weights(params, branch_scale), asked):
+            sentence, start = sentences[places[index]], len(sentences[places[index]].tags.target)
+            results[places[index]] = [self._translation(found, rank, start) for rank in range(sentence.nbest)]
             progress(1)
         return results
 
@@ -146,13 +162,12 @@ class Translator:
         self,
         params: Params,
         branch_scale: BranchScale,
-        sources: Sequence[Sequence[int]],
+        sentences: Sequence[Sentence],
         found: Sequence[Sequence[Translation]],
-        tags: Sequence[Tags] | None = None,
     ) -> list[list[Translation]]:
-        """Translations of token ids with their `attention`, that to and of tags left out."""
-        asked = zip(sources, tags or [NO_TAGS] * len(sources), found, strict=True)
-        flat = [(tag, source, one.tokens) for source, tag, each in asked for one in each]
+        """Translations of sentences with their `attention`, that to and of tags left out."""
+        pairs = zip(sentences, found, strict=True)
+        flat = [(sentence.tags, sentence.source, one.tokens) for sentence, each in pairs for one in each]
         given = [[*tag.source, *source] for tag, source, _ in flat], [[*tag.target, *ids] for tag, _, ids in flat]
         maps = zip(self.attention(params, branch_scale, *given), flat, strict=True)
         looks = (whole[len(tag.target) :, len(tag.source) :] for whole, (tag, _, _) in maps)

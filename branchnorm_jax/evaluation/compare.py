@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from sacrebleu.metrics import CHRF
+from sacrebleu.metrics.base import Metric
 from sacrebleu.significance import PairedTest, Result
 
 from branchnorm_jax.errors import UserError
@@ -43,7 +44,7 @@ def compare(
     Args:
       systems: name -> translations, one per line; the first is the baseline.
       references: one per line.
-      target_lang: chooses the tokenisers.
+      target_lang: chooses the tokenisers, and is shown.
       frequencies: how often each token of the training text's target side comes; that of the references if not given.
       sources: shown beside the sentences that differ most.
 
@@ -52,16 +53,17 @@ def compare(
     """
     if len(systems) < 2:
         raise UserError("compare: two systems at least; see compare.systems")
+    if not references:
+        raise UserError("compare: the reference is empty")
     for name, lines in systems.items():
         if len(lines) != len(references):
             raise UserError(f"compare: {name} has {len(lines):,} lines, the reference {len(references):,}")
-    if not references:
-        raise UserError("compare: the reference is empty")
     tokens = {name: [line.split() for line in tokenize(lines, target_lang)] for name, lines in systems.items()}
     reference_tokens = [line.split() for line in tokenize(references, target_lang)]
     counts = frequencies if frequencies is not None else Counter(word for line in reference_tokens for word in line)
     return {
         "baseline": next(iter(systems)),
+        "target_lang": target_lang,
         "lines": len(references),
         "scores": scores(systems, references, target_lang),
         "by_length": by_length(systems, references, reference_tokens, target_lang),
@@ -83,32 +85,47 @@ def word_counts(text: Iterable[str], target_lang: str) -> Counter[str]:
 def scores(systems: Mapping[str, Sequence[str]], references: Sequence[str], target_lang: str) -> dict[str, Any]:
     """Metric -> signature, and for each system score, 95 % interval, p-values against the baseline and a verdict.
 
-    The p-values are those of the `sacrebleu` command, but for equal scores, which are never called different: better
-    or worse than the baseline where both are below 0.05, else a tie.
+    Better or worse than the baseline where both p-values are below 0.05, else a tie.
     """
-    measured = metrics(target_lang)
-    found: dict[str, Any] = {name: {"signature": "", "systems": {}} for name in measured}
-    named: list[tuple[str, Sequence[str]]] = [(name, list(lines)) for name, lines in systems.items()]
-    for test, (label, samples) in TESTS.items():
+    found: dict[str, Any] = {name: {"signature": "", "systems": {}} for name in metrics(target_lang)}
+    for test, (label, _) in TESTS.items():
         # A metric is a fresh one each time: it remembers the references that it was prepared for.
-        signatures, results = PairedTest(named, metrics(target_lang), [list(references)], test, samples)()
-        for metric, key in zip(measured, (name for name in results if name != "System"), strict=True):
-            found[metric]["signature"] = found[metric]["signature"] or str(signatures[key])
-            baseline = results[key][0]
-            for (name, _), result in zip(named, results[key], strict=True):
-                assert isinstance(result, Result) and isinstance(baseline, Result)
+        for metric, (signature, results) in paired_test(systems, references, metrics(target_lang), test).items():
+            found[metric]["signature"] = found[metric]["signature"] or signature
+            for name, result in results.items():
                 line = found[metric]["systems"].setdefault(name, {"score": float(result.score)})
                 if result.ci is not None:
                     line["mean"], line["interval"] = float(result.mean or 0.0), float(result.ci)
-                if result is not baseline:
-                    assert result.p_value is not None
-                    line[label] = 1.0 if result.score == baseline.score else float(result.p_value)
+                if result.p_value is not None:
+                    line[label] = float(result.p_value)
     for metric, table in found.items():
         first = next(iter(table["systems"].values()))["score"]
         for line in list(table["systems"].values())[1:]:
             different = all(line[label] < SIGNIFICANT for label, _ in TESTS.values())
             more = (line["score"] > first) != (metric == "ter")
             line["verdict"] = ("better" if more else "worse") if different else "tie"
+    return found
+
+
+def paired_test(
+    systems: Mapping[str, Sequence[str]], references: Sequence[str], measures: Mapping[str, Metric], test: str
+) -> dict[str, tuple[str, dict[str, Result]]]:
+    """One of `TESTS` of every system against the first, as the `sacrebleu` command makes it, its seed included.
+
+    But equal scores have p = 1: any sample shows a difference of at least 0, and sacreBLEU counts those that show more
+    than the one observed.
+
+    Returns:
+      metric -> signature, and each system's result; the first system's has no p-value.
+    """
+    named: list[tuple[str, Sequence[str]]] = [(name, list(lines)) for name, lines in systems.items()]
+    signatures, results = PairedTest(named, measures, [list(references)], test, TESTS[test][1])()
+    found: dict[str, tuple[str, dict[str, Result]]] = {}
+    for metric, (key, signature) in zip(measures, signatures.items(), strict=True):
+        baseline, *others = (result for result in results[key] if isinstance(result, Result))
+        for result in others:
+            result.p_value = 1.0 if result.score == baseline.score else result.p_value
+        found[metric] = str(signature), dict(zip(systems, [baseline, *others], strict=True))
     return found
 
 
@@ -198,7 +215,7 @@ def format_table(found: Mapping[str, Any]) -> str:
     """For people."""
     names = list(next(iter(found["scores"].values()))["systems"])
     width = max(map(len, names))
-    lines = [f"{found['lines']:,} lines, baseline {found['baseline']}"]
+    lines = [f"{found['lines']:,} lines, scored as {found['target_lang']}, baseline {found['baseline']}"]
     for metric, table in found["scores"].items():
         lines += ["", f"{metric}  {table['signature']}"]
         for name, row in table["systems"].items():
@@ -244,8 +261,8 @@ PAGE = """<!doctype html>
   .better { color: #06710b; } .worse { color: #a40000; } small { color: #666; }
 </style>
 <h1>Comparison with {{ baseline }}</h1>
-<p>{{ "{:,}".format(lines) }} lines. Intervals hold 95 % of 1,000 bootstrap samples; a system is called better or worse
-where bootstrap and approximate randomisation both say p &lt; 0.05.</p>
+<p>{{ "{:,}".format(lines) }} lines, scored as {{ target_lang }}. Intervals hold 95 % of 1,000 bootstrap samples; a
+system is called better or worse where bootstrap and approximate randomisation both say p &lt; 0.05.</p>
 {% for metric, table in scores.items() %}
 <h2>{{ metric }}</h2>
 <small>{{ table.signature }}</small>

@@ -111,6 +111,8 @@ def write(
             "length_penalty": decode.length_penalty,
             "early_stopping": True,
             "max_length": longest,
+            "min_new_tokens": decode.min_length,  # min_length would count the token that decoding starts with
+            "num_return_sequences": decode.nbest,
             "no_repeat_ngram_size": decode.no_repeat_ngram,
             "bad_words_ids": [[PAD]],
             **tokens,

@@ -1,12 +1,13 @@
 """What several modes need: a trained model, and lines from a stream."""
 
+import dataclasses
 import itertools
 import os
 import stat
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from queue import Empty, SimpleQueue
+from queue import Empty, Queue
 from typing import BinaryIO, NamedTuple
 
 from branchnorm_jax.config import load as load_config
@@ -15,7 +16,7 @@ from branchnorm_jax.decoding.translate import Member, Translator, make_model
 from branchnorm_jax.errors import UserError
 from branchnorm_jax.model.parameters import Params
 from branchnorm_jax.model.transformer import BranchScale, Transformer
-from branchnorm_jax.options import Config
+from branchnorm_jax.options import Config, ParallelConfig
 from branchnorm_jax.parallel.mesh import make_mesh
 from branchnorm_jax.training import logs
 from branchnorm_jax.training.checkpoint import Checkpoints
@@ -36,7 +37,8 @@ def load(config: Config, workdir: Workdir) -> Trained:
     """The checkpoint that `decode.checkpoint` names. Raises `UserError` if the workdir holds none."""
     tokenizer, model = network(config, workdir)
     params, alpha, step = restored(config, workdir, model, config.decode.checkpoint)
-    others = tuple(member(path.strip(), tokenizer) for path in config.decode.ensemble.split(",") if path.strip())
+    paths = filter(None, map(str.strip, config.decode.ensemble.split(",")))
+    others = tuple(member(path, tokenizer, config.parallel) for path in paths)
     for other in others:
         if config.decode.alignment_layer > (depth := other.model.config.decoder_layers):
             raise UserError(
@@ -45,7 +47,7 @@ def load(config: Config, workdir: Workdir) -> Trained:
     return Trained(Translator(model, tokenizer, config.decode, logs.say, others), params, alpha, step)
 
 
-def member(path: str, tokenizer: Tokenizer) -> Member:
+def member(path: str, tokenizer: Tokenizer, parallel: ParallelConfig) -> Member:
     """A model of an ensemble: the checkpoint "workdir" (its best) or "workdir:checkpoint".
 
     Raises:
@@ -55,7 +57,8 @@ def member(path: str, tokenizer: Tokenizer) -> Member:
     workdir = Workdir(Path(folder))
     if not (workdir / "config.json").exists():
         raise UserError(f"decode.ensemble: {folder}: no training run in this folder")
-    config = load_config(workdir / "config.json")
+    # The devices are those here, whatever it was trained on.
+    config = dataclasses.replace(load_config(workdir / "config.json"), parallel=parallel)
     theirs, model = network(config, workdir)
     if theirs.sha256 != tokenizer.sha256:
         raise UserError(f"decode.ensemble: {folder} has another vocabulary; models that vote must share one")
@@ -87,6 +90,8 @@ def restored(config: Config, workdir: Workdir, model: Transformer, which: str) -
 def read_chunks(stream: BinaryIO | None, name: str, most: int) -> Iterator[list[str]]:
     """Lines of a stream in lists: a file's `most` at a time; a pipe's or terminal's as soon as they are there.
 
+    A byte-order mark at the beginning of the stream is left out.
+
     Raises:
       UserError: for invalid UTF-8, naming the line, or a stream that cannot be read.
     """
@@ -100,7 +105,7 @@ def read_chunks(stream: BinaryIO | None, name: str, most: int) -> Iterator[list[
                 raise UserError(f"{name}, after line {number}: {line.strerror or line}")
             number += 1
             try:
-                lines.append(line.decode("utf-8").rstrip("\r\n"))
+                lines.append(line.decode("utf-8-sig" if number == 1 else "utf-8").rstrip("\r\n"))
             except UnicodeDecodeError as error:
                 raise UserError(
                     f"{name}, line {number}: invalid UTF-8 ({error.reason} at byte {error.start})"
@@ -134,8 +139,11 @@ def _read_at_once(stream: BinaryIO, most: int) -> Iterator[list[bytes | OSError]
 
 
 def _read_as_it_comes(stream: BinaryIO, most: int) -> Iterator[list[bytes | OSError]]:
-    """What is there of the lines of a pipe or terminal, at most `most`; waits for the first."""
-    queue: SimpleQueue[bytes | OSError | None] = SimpleQueue()
+    """What is there of the lines of a pipe or terminal, at most `most`; waits for the first.
+
+    No more than the next `most` are read ahead: who writes faster waits, and a pipe of any size fits into memory.
+    """
+    queue: Queue[bytes | OSError | None] = Queue(most)
 
     def read() -> None:
         try:

@@ -20,9 +20,6 @@ from branchnorm_jax.workdir import Workdir, write_atomically
 CHUNK = 2000
 """Lines of a file that are sorted by length and translated together: what a kill can lose."""
 
-IRRELEVANT = ("input", "output", "batch_tokens", "unroll", "checkpoint", "ensemble")
-"""Options of decoding that a restarted translation may change, or that name what is compared itself."""
-
 
 def translate(config: Config, workdir: Workdir) -> None:
     """Translates `decode.input` to `decode.output`, or stdin to stdout.
@@ -96,7 +93,7 @@ def translate_file(config: Config, trained: Trained, source: Path, target: Path)
     """
     part, record = (target.with_name(target.name + suffix) for suffix in (".part", ".part.json"))
     stat = source.stat()
-    made_of = {name: value for name, value in vars(config.decode).items() if name not in IRRELEVANT}
+    made_of = config.decode.search
     made_of["file"] = [str(source.absolute()), stat.st_size, stat.st_mtime_ns]
     made_of["vocabulary"] = trained.translator.tokenizer.sha256
     models = [(trained.params, trained.branch_scale), *((m.params, m.branch_scale) for m in trained.translator.others)]
@@ -144,10 +141,14 @@ def end_of_line(path: Path, count: int) -> int:
 
 
 def pairs_of(lines: list[str], done: int, second: str) -> list[tuple[str, str]]:
-    """The two fields of each line, before which `done` came. Raises `UserError` if there are not two."""
+    """The two fields of each line, before which `done` came; of a blank line, empty ones.
+
+    Raises:
+      UserError: if there are not two.
+    """
     pairs = []
     for number, line in enumerate(lines, start=done + 1):
-        fields = line.split("\t")
+        fields = line.split("\t") if line.strip() else ["", ""]
         if len(fields) != 2:
             raise UserError(f"input, line {number}: expected source<TAB>{second}, found {len(fields)} fields")
         pairs.append((fields[0], fields[1]))

@@ -16,7 +16,7 @@ from branchnorm_jax.decoding.languages import Languages
 from branchnorm_jax.errors import UserError
 from branchnorm_jax.modes.common import load
 from branchnorm_jax.options import Config
-from branchnorm_jax.serving.messages import SEARCH, answers, parse
+from branchnorm_jax.serving.messages import answers, parse
 from branchnorm_jax.training import logs
 from branchnorm_jax.workdir import Workdir
 
@@ -30,7 +30,7 @@ def serve(config: Config, workdir: Workdir) -> None:
     workdir.check_config(config)
     with listening(config.serve.host, config.serve.port) as listener:
         trained = load(config, workdir)
-        search = dataclasses.replace(config.decode, nbest=config.decode.beam_size, alignments=False)
+        search = dataclasses.replace(config.decode, alignments=False)
         translator = dataclasses.replace(trained.translator, config=search, rounding=coarse)
         languages = Languages(config.data, translator.tokenizer)
         # Small programs are kept, too, so that the next start compiles nothing.
@@ -84,6 +84,6 @@ def about(config: Config, step: int, languages: Languages) -> dict[str, Any]:
         "step": step,
         "source_langs": languages.sources,
         "target_langs": languages.targets,
-        "decode": {name: getattr(config.decode, name) for name in SEARCH},
+        "decode": {"checkpoint": config.decode.checkpoint, **config.decode.search},
         "serve": {name: getattr(s, name) for name in ("max_lines", "max_characters", "max_body_bytes", "max_waiting")},
     }

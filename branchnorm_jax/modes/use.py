@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from branchnorm_jax.config import load as load_config
-from branchnorm_jax.data.corpus import read_pairs
+from branchnorm_jax.data.corpus import read_pairs, text_lines
 from branchnorm_jax.decoding.translate import Translator
 from branchnorm_jax.errors import MismatchError, UserError
 from branchnorm_jax.evaluation import compare as comparing
@@ -20,7 +20,7 @@ from branchnorm_jax.evaluation.evaluate import format_table, score_split, write_
 from branchnorm_jax.evaluation.language import right_language
 from branchnorm_jax.export import ctranslate2, fold, huggingface
 from branchnorm_jax.modes.common import Trained, load, network, restored
-from branchnorm_jax.options import Config, DataConfig
+from branchnorm_jax.options import Config
 from branchnorm_jax.training import logs
 from branchnorm_jax.training.checkpoint import Checkpoints
 from branchnorm_jax.workdir import Workdir, atomic_directory
@@ -44,7 +44,8 @@ def evaluate(config: Config, workdir: Workdir) -> None:
         # Before the first translation, so that a mistake in the last one is told at once.
         next(read_pairs(direction, split), None)
     comet = [load_comet(config.evaluate.comet)] if config.evaluate.comet else []
-    run = {"step": trained.step, "pairs": config.evaluate.pairs or data.pairs, **vars(config.decode)}
+    decode = {"checkpoint": config.decode.checkpoint, "ensemble": config.decode.ensemble, **config.decode.search}
+    run = {"step": trained.step, "pairs": config.evaluate.pairs or data.pairs, **decode}
     results: dict[str, list[Score]] = {}
     each: dict[str, list[list[Score]]] = {}
     for (split, direction), tag in zip(asked, tags, strict=True):
@@ -93,47 +94,42 @@ def compare(config: Config, workdir: Workdir) -> None:
     for name, path in config.compare.named():
         if name in systems:
             raise UserError(f"compare: two systems are called {name!r}; write name=path")
-        folder = Path(path) / "evaluation"
         if Path(path).is_dir():
-            systems[name] = lines_of(folder / f"{split}.hypothesis")
-            evaluated.append(folder)
+            systems[name] = written(Path(path), split, "hypothesis")
+            evaluated.append(Path(path))
         else:
-            systems[name] = lines_of(Path(path))
+            systems[name] = list(text_lines(Path(path)))
+    references = list(text_lines(Path(reference))) if reference else None
     language, frequencies, sources = config.data.target_lang, None, None
     if evaluated:
         first, *others = evaluated
-        for folder in others:
-            if lines_of(folder / f"{split}.reference") != lines_of(first / f"{split}.reference"):
-                raise UserError(f"compare: {folder.parent} was evaluated with other references than {first.parent}")
-        reference = reference or str(first / f"{split}.reference")
-        sources = lines_of(first / f"{split}.source")
-        data = direction_of(load_config(first.parent / "config.json").data, split)
+        theirs, sources = written(first, split, "reference"), written(first, split, "source")
+        for other in others:
+            if written(other, split, "reference") != theirs:
+                raise UserError(f"compare: {other} was evaluated with other references than {first}")
+        references = theirs if references is None else references
+        # Of several pairs the split is called test.en-de, and that one may never have been trained.
+        data = load_config(first / "config.json").data.directions(split.partition(".")[2])[0]
         language = data.target_lang
-        logs.say(f"counting the words of the training text of {first.parent}")
-        frequencies = comparing.word_counts((target for _, target in read_pairs(data, "train")), language)
-    if not reference:
+        logs.say(f"counting the words of the training text of {first}")
+        try:
+            frequencies = comparing.word_counts((target for _, target in read_pairs(data, "train")), language)
+        except UserError as error:
+            logs.say(f"counting the words of the references instead: {error}")
+    if references is None:
         raise UserError("compare: none of the systems is a workdir; give compare.reference, the file of references")
-    found = comparing.compare(systems, lines_of(Path(reference)), language, frequencies, sources)
+    found = comparing.compare(systems, references, language, frequencies, sources)
     print(comparing.format_table(found))
     print(*comparing.write(found, workdir.path), sep="\n")
 
 
-def direction_of(data: DataConfig, split: str) -> DataConfig:
-    """The direction of what `evaluate` calls "test.en-de". Raises `UserError` if the run was not trained for it."""
-    found = {direction.pair: direction for direction in data.directions()}
-    pair = split.partition(".")[2] if data.pairs else data.pair
-    if pair not in found:
-        raise UserError(f"compare.split={split}: of several pairs one by itself, as test.{next(iter(found))}")
-    return found[pair]
-
-
-def lines_of(path: Path) -> list[str]:
-    """Lines of a text file, split at line feeds alone. Raises `UserError` if it cannot be read."""
-    try:
-        return path.read_bytes().decode("utf-8").removesuffix("\n").split("\n")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or "it is not UTF-8"
-        raise UserError(f"{path}: cannot be read: {reason}") from error
+def written(workdir: Path, split: str, side: str) -> list[str]:
+    """The lines that `evaluate` wrote: side is "source", "reference" or "hypothesis"."""
+    path = workdir / "evaluation" / f"{split}.{side}"
+    if not path.exists():
+        there = ", ".join(sorted(found.stem for found in path.parent.glob(f"*.{side}"))) or "nothing"
+        raise UserError(f"{path}: no such file, {there} was evaluated; see compare.split, or run --mode=evaluate")
+    return list(text_lines(path))
 
 
 def export(config: Config, workdir: Workdir) -> None:
@@ -150,6 +146,8 @@ def export(config: Config, workdir: Workdir) -> None:
         raise UserError("config: an ensemble cannot be exported; leave decode.ensemble empty")
     if config.decode.length_penalty_kind != "fairseq":
         logs.say("other engines divide scores by L^p: set their length penalty yourself")
+    if config.decode.temperature:
+        logs.say("decode.temperature is not exported: other engines search unless you set their sampling yourself")
     if config.data.pairs and config.data.tags in ("target", "both"):
         logs.say(
             "translations begin with a language tag: give it to the engine, as target_prefix (CTranslate2) or "
@@ -179,13 +177,18 @@ def export(config: Config, workdir: Workdir) -> None:
             languages = first.source_lang, first.target_lang
             huggingface.write(plain, config.model, config.decode, vocabularies, languages, temporary, longest)
         if e.check_lines:
-            check_export(config, trained, temporary)
+            check_export(config, trained, temporary, longest)
     logs.say(f"wrote {folder}, step {trained.step}")
     print(folder)
 
 
-def check_export(config: Config, trained: Trained, folder: Path) -> None:
-    """Force-decodes the first validation pairs here and there, both in float32."""
+def check_export(config: Config, trained: Trained, folder: Path, longest: int) -> None:
+    """Force-decodes the first validation pairs here and there, both in float32, if both sides fit into `longest`.
+
+    Raises:
+      UserError: if none of them does.
+      MismatchError: as `export` says.
+    """
     e, tokenizer, model = config.export, trained.translator.tokenizer, trained.translator.model
     exact = dataclasses.replace(model, config=dataclasses.replace(model.config, dtype="float32", carry_dtype="float32"))
     validated = config.data.validated()
@@ -193,7 +196,19 @@ def check_export(config: Config, trained: Trained, folder: Path) -> None:
     pairs = [(d, pair) for d in validated for pair in itertools.islice(read_pairs(d, "valid"), each)]
     tags = [tokenizer.tags(config.data, direction.target_lang) for direction, _ in pairs]
     translator = Translator(exact, tokenizer, config.decode)
-    sources, targets = translator.encode([pair for _, pair in pairs], tags)
+    encoded = zip(*translator.encode([pair for _, pair in pairs], tags), strict=True)
+    fitting = [sides for sides in encoded if max(map(len, sides)) <= longest]
+    if not fitting:
+        raise UserError(
+            f"export: none of the first {len(pairs)} validation pairs fits into the {longest} positions of the "
+            "exported model; set a larger decode.max_input_length, or export.check_lines=0 for no check"
+        )
+    if len(fitting) < len(pairs):
+        logs.say(
+            f"{len(pairs) - len(fitting)} of {len(pairs)} validation pairs are left out of the check: a side has more "
+            f"tokens than the exported model has positions, {longest} (decode.max_input_length)"
+        )
+    sources, targets = zip(*fitting, strict=True)
     ours = translator.token_log_probs(trained.params, trained.branch_scale, sources, targets)
     try:
         if e.format == "ctranslate2":
@@ -208,6 +223,6 @@ def check_export(config: Config, trained: Trained, folder: Path) -> None:
     # Words that get no probability have another very small one on each side.
     used = ~np.isin(np.concatenate(targets), model.unused)
     apart = float(np.abs(np.concatenate(ours) - np.concatenate(theirs))[used].max())
-    logs.say(f"largest difference of a token's log-probability over {len(pairs)} validation pairs: {apart:.2e}")
+    logs.say(f"largest difference of a token's log-probability over {len(fitting)} validation pairs: {apart:.2e}")
     if not apart <= TOLERANCE and not e.quantization:
         raise MismatchError(f"log-probabilities differ by {apart:.2e}, more than {TOLERANCE}: nothing was written")

@@ -9,22 +9,15 @@ import numpy as np
 
 from branchnorm_jax.data.tokenizer import Tags
 from branchnorm_jax.decoding.languages import Languages
-from branchnorm_jax.decoding.translate import Translation, Translator
+from branchnorm_jax.decoding.translate import Sentence, Translation, Translator
 from branchnorm_jax.errors import UserError
 from branchnorm_jax.model.parameters import Params
 from branchnorm_jax.model.transformer import BranchScale
 from branchnorm_jax.options import DecodeConfig, ServeConfig
 
-SEARCH = (
-    *("checkpoint", "beam_size", "length_penalty", "length_penalty_kind", "max_length_a", "max_length_b", "min_length"),
-    *("max_input_length", "no_repeat_ngram", "temperature", "top_k", "top_p", "seed", "nbest", "alignments"),
-    "alignment_layer",
-)
-"""Options of decoding that a client is told; the others are paths and prints."""
-
 
 class Asked(NamedTuple):
-    """A request to translate."""
+    """What a request asks for."""
 
     lines: tuple[str, ...]
     tags: tuple[Tags, ...]
@@ -78,22 +71,24 @@ def answers(
     """The function that translates the lines of several requests together, and gives the answer to each.
 
     Its answers are what `--mode=translate` finds for the lines of a request by themselves: lines are numbered within
-    their request. The translator finds as many translations of a line as a request may ask for.
+    their request.
     """
 
     def translate(asked: Sequence[Asked]) -> list[bytes]:
-        lines = [(line, number, one) for one in asked for number, line in enumerate(one.lines, start=1)]
-        tags = [tag for one in asked for tag in one.tags]
-        sources, cut = translator.sources([line for line, _, _ in lines])
-        found = translator.search(params, branch_scale, sources, [number for _, number, _ in lines], tags=tags)
-        found = [each[: one.nbest] for each, (_, _, one) in zip(found, lines, strict=True)]
-        looking = [index for index, (_, _, one) in enumerate(lines) if one.alignments]
+        lines = [
+            (line, number, tag, one)
+            for one in asked
+            for number, (line, tag) in enumerate(zip(one.lines, one.tags, strict=True), start=1)
+        ]
+        sources, cut = translator.sources([line for line, *_ in lines])
+        sentences = [
+            Sentence(source, number, tag, nbest=one.nbest)
+            for source, (_, number, tag, one) in zip(sources, lines, strict=True)
+        ]
+        found = translator.search(params, branch_scale, sentences)
+        looking = [index for index, (*_, one) in enumerate(lines) if one.alignments]
         attended = translator.attended(
-            params,
-            branch_scale,
-            [sources[index] for index in looking],
-            [found[index] for index in looking],
-            [tags[index] for index in looking],
+            params, branch_scale, [sentences[index] for index in looking], [found[index] for index in looking]
         )
         for index, each in zip(looking, attended, strict=True):
             found[index] = each

@@ -11,7 +11,6 @@ import pytest
 from branchnorm_jax.analysis import sweep
 from branchnorm_jax.config import load
 from branchnorm_jax.errors import UserError
-from branchnorm_jax.evaluation.significance import paired_bootstrap
 from branchnorm_jax.options import Config, SweepConfig
 from branchnorm_jax.workdir import Workdir
 from tests.conftest import HASTY, run_main
@@ -134,16 +133,18 @@ def test_a_run_is_compared_with_the_baseline_of_the_same_axes(tmp_path: Path) ->
     assert found["branchnorm-9L-9L-seed=1-alpha_steps=200"] is None
 
 
-def test_paired_bootstrap_tells_a_real_difference_from_none() -> None:
-    references = [f"{i} tree {i * i} house {i + 7} river {i % 5}" for i in range(200)]
-    half = [line if i % 2 else line.replace("house", "cat") for i, line in enumerate(references)]
-    other = [line if not i % 2 else line.replace("house", "cat") for i, line in enumerate(references)]
-    better = [line if i % 4 else line.replace("house", "cat") for i, line in enumerate(references)]
-    assert paired_bootstrap(half, better, references, "de").p_value < 0.01
-    assert paired_bootstrap(half, other, references, "de").p_value > 0.2
-    assert paired_bootstrap(half, references, references, "de").system == pytest.approx(100)
-    # The same constant from both systems is no difference at all.
-    assert paired_bootstrap([half[0]] * 200, [half[0]] * 200, references, "de").p_value == 1
+def test_texts_of_are_the_lines_as_they_were_written(tmp_path: Path) -> None:
+    workdir = Workdir(tmp_path)
+    (workdir / "evaluation").mkdir()
+    for side, text in (("reference", "a\rb\nc\n"), ("hypothesis", "\ufeffa\r\n\n")):
+        (workdir / "evaluation" / f"test.{side}").write_bytes(text.encode())
+    assert sweep.texts_of(workdir) == (["a\rb", "c"], ["a", ""])
+    for broken in (b"a\n", b"", b"a\n\xff\n"):
+        (workdir / "evaluation" / "test.hypothesis").write_bytes(broken)
+        assert sweep.texts_of(workdir) is None
+    for side in ("reference", "hypothesis"):
+        (workdir / "evaluation" / f"test.{side}").write_bytes(b"")
+    assert sweep.texts_of(workdir) is None
 
 
 @pytest.mark.slow

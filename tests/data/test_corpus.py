@@ -94,6 +94,24 @@ def test_strips_windows_line_ends_marks_and_white_space(tmp_path):
     assert list(read_pairs(text_config(tmp_path), "train")) == [("one", "1"), ("two", "2"), ("three", "3")]
 
 
+@pytest.mark.parametrize("suffix", COMPRESS)
+def test_lines_of_a_file_as_they_were_written(tmp_path, suffix):
+    path = tmp_path / f"text{suffix}"
+    for text, lines in (
+        ("", []),
+        ("\n", [""]),
+        ("\ufeff a\rb \r\n\n\ufeffc\u2028d\x85\x0b\n", [" a\rb ", "", "\ufeffc\u2028d\x85\x0b"]),
+        ("no end", ["no end"]),
+    ):
+        path.write_bytes(COMPRESS[suffix](text.encode()))
+        assert list(corpus.text_lines(path)) == lines
+    path.write_bytes(COMPRESS[suffix](b"fine\nb\xff\n"))
+    with pytest.raises(UserError, match=f"{path}, line 2: not valid UTF-8 .byte 0xff at position 1"):
+        list(corpus.text_lines(path))
+    with pytest.raises(UserError, match=f"{tmp_path / 'none'}: cannot be read .No such file or directory"):
+        list(corpus.text_lines(tmp_path / "none"))
+
+
 def test_languages_and_splits_name_the_files(tmp_path):
     write(tmp_path, ["bonjour"], lang="fr", split="dev")
     write(tmp_path, ["hallo"], lang="de", split="dev")
@@ -152,12 +170,60 @@ def test_pattern_must_tell_languages_and_splits_apart(tmp_path, files):
     assert files in error_of(text_config(tmp_path, files=files))
 
 
-def test_unequal_numbers_of_files(tmp_path):
-    for name in ("a.train.en", "b.train.en", "a.train.de"):
+@pytest.mark.parametrize("suffixes", [("", ""), (".gz", ""), ("", ".zst"), (".xz", ".gz")])
+@pytest.mark.parametrize(
+    "pattern", ["{split}*.{lang}", "{split}*.{lang}*", "*{split}*{lang}", "{split}[.]*{lang}", "**/{split}?*{lang}"]
+)
+def test_globs_pair_files_of_one_name(tmp_path, suffixes, pattern):
+    """By name alone train.ecb.en comes before train.en, but train.de before train.ecb.de."""
+    names = ("train.", "train.ecb.", "train.Tatoeba-2.")
+    for lang, suffix in zip(("en", "de"), suffixes, strict=True):
+        for name in names:
+            (tmp_path / f"{name}{lang}{suffix}").write_bytes(COMPRESS[suffix](f"{name}{lang}\n".encode()))
+    for source, target in (("en", "de"), ("de", "en")):
+        config = text_config(tmp_path, files=pattern, source_lang=source, target_lang=target)
+        found = [tuple(line.rpartition(".")[0] + "." for line in pair) for pair in read_pairs(config, "train")]
+        assert sorted(found) == [(name, name) for name in sorted(names)]
+        assert found[0] == ("train.Tatoeba-2.", "train.Tatoeba-2.")
+
+
+@pytest.mark.parametrize("pattern", ["{lang}/{split}-{lang}*.txt", "{lang}/**/{split}-{lang}*"])
+def test_the_language_may_come_twice_and_in_folders(tmp_path, pattern):
+    names = ("train-{}-b.txt", "train-{}.txt", "train-{}-open.txt")
+    for lang in ("en", "de"):
+        (tmp_path / lang).mkdir()
+        for name in names:
+            (tmp_path / lang / name.format(lang)).write_text(name + "\n")
+    pairs = list(read_pairs(text_config(tmp_path, files=pattern), "train"))
+    assert sorted(pairs) == [(name, name) for name in sorted(names)]
+
+
+def test_files_come_in_one_order_in_both_directions(tmp_path):
+    for name in ("b", "a", "a.x", "a-x"):
+        for lang in ("en", "de"):
+            (tmp_path / f"train.{name}.{lang}").write_text(f"{name}\n")
+    configs = [
+        text_config(tmp_path, files="{split}*.{lang}", source_lang=source, target_lang=target)
+        for source, target in (("en", "de"), ("de", "en"))
+    ]
+    assert list(read_pairs(configs[0], "train")) == list(read_pairs(configs[1], "train"))
+
+
+@pytest.mark.parametrize(
+    ("there", "alone", "missing"),
+    [
+        (("train.en", "train.ecb.en", "train.de"), "train.ecb.en", "train.ecb.de"),
+        (("train.en.gz", "train.de", "train.ecb.de.xz"), "train.ecb.de.xz", "train.ecb.en"),
+        # As many on both sides.
+        (("train.en", "train.a.en", "train.de", "train.b.de"), "train.a.en", "train.a.de"),
+    ],
+)
+def test_a_file_without_its_counterpart_is_named(tmp_path, there, alone, missing):
+    for name in there:
         (tmp_path / name).write_text("x\n")
-    message = error_of(text_config(tmp_path, files="*.{split}.{lang}"))
-    assert "2 files match *.train.en" in message
-    assert "1 match *.train.de" in message
+    message = error_of(text_config(tmp_path, files="{split}*.{lang}"))
+    assert message.startswith(f"{tmp_path / alone}: its counterpart {missing} is not in {tmp_path}")
+    assert "data.files={split}*.{lang}" in message
 
 
 @pytest.mark.parametrize(("sources", "targets"), [(3, 5), (1234, 3), (0, 2)])
@@ -210,14 +276,21 @@ def test_corrupt_compressed_file(tmp_path, suffix, damage):
             zstandard.ZstdCompressor(write_checksum=True).compress(zstandard.decompress(path.read_bytes()))
         )
     path.write_bytes(damage(path.read_bytes()))
-    assert f"{path}: cannot be read beyond line" in error_of(text_config(tmp_path))
+    assert f"{path}: cannot be read (" in error_of(text_config(tmp_path))
+
+
+def test_a_file_that_breaks_off_says_where(tmp_path):
+    path, _ = write_pairs(tmp_path, [(f"{i:08}", "x") for i in range(200_000)], ".gz")
+    path.write_bytes(path.read_bytes()[:-20])
+    # The first chunk is whole, a line of nine bytes was cut at its end.
+    assert f"{path}: cannot be read beyond line {corpus._CHUNK_BYTES // 9} (" in error_of(text_config(tmp_path))
 
 
 @pytest.mark.skipif(not Path("/proc/self/mem").exists(), reason="needs a file that always fails to be read")
 def test_unreadable_file(tmp_path):
     write(tmp_path, ["x"], lang="de")
     (tmp_path / "train.en").symlink_to("/proc/self/mem")
-    assert f"{tmp_path / 'train.en'}: cannot be read beyond line 0" in error_of(text_config(tmp_path))
+    assert f"{tmp_path / 'train.en'}: cannot be read (" in error_of(text_config(tmp_path))
 
 
 # Numerals.

@@ -46,8 +46,8 @@ def test_its_sentences_are_those_of_the_stores_in_order(sizes: list[int], seed: 
     random = np.random.default_rng(seed)
     stores = [random_store(random, size) for size in sizes]
     mixture = Mixture(stores)
-    sources = [store.source(i) for store in stores for i in range(len(store))]
-    targets = [store.target(i) for store in stores for i in range(len(store))]
+    sources = [ids for store in stores for ids in np.split(store.source_tokens, store.source_offsets[1:-1])]
+    targets = [ids for store in stores for ids in np.split(store.target_tokens, store.target_offsets[1:-1])]
     ids = random.integers(0, len(sources), 20)
     np.testing.assert_array_equal(mixture.gather("source", ids), np.concatenate([sources[i] for i in ids]))
     np.testing.assert_array_equal(mixture.gather("target", ids), np.concatenate([targets[i] for i in ids]))
@@ -147,12 +147,10 @@ def test_tags_come_before_what_they_are_for(tmp_path: Path, tags: str) -> None:
     assert [direction.pair for direction in corpus.validated] == ["de-en", "fr-en", "en-de", "en-fr"]
     for direction, store in zip(corpus.validated, corpus.train.stores, strict=True):
         pairs = list(read_pairs(direction, "train"))
-        for side, found, lines in (
-            ("source", store.source(0), [pairs[0][0]]),
-            ("target", store.target(0), [pairs[0][1]]),
-        ):
+        for side, line in zip(("source", "target"), pairs[0], strict=True):
+            found = store.gather(side, np.array([0]))
             tag = [pieces.index(f">>{direction.target_lang}<<")] if tags in (side, "both") else []
-            assert found.tolist() == tag + corpus.tokenizer.encode_source(lines)[0]
+            assert found.tolist() == tag + corpus.tokenizer.encode_source([line])[0]
     assert pieces[3:6] == [f">>{lang}<<" for lang in corpus.tokenizer.languages] == [">>de<<", ">>en<<", ">>fr<<"]
     # What a user writes is never taken for a tag, and a tag is never printed.
     german = pieces.index(">>de<<")

@@ -164,6 +164,29 @@ def test_stopping_early_loses_none_of_the_best(penalty: tuple[float, str]) -> No
     assert fewer > 0
 
 
+def test_each_sentence_may_ask_for_its_own_number_of_hypotheses() -> None:
+    """What it gets does not depend on what others ask for, and it waits for no more."""
+    config, mixed = decode_config(4, length_penalty=0.0), [1, 2, 3, 4, 1, 4]
+
+    @jax.jit
+    def found(logits: jax.Array, asked: jax.Array) -> Any:
+        cache = Toy(jnp.arange(6), jnp.zeros((6, 13 * 4), jnp.int32))
+        state = beam.nothing(cache, 6, 4, 13, 13)
+        state = beam.begin(state, jnp.arange(6), jnp.full(6, 12), config, nbest=asked)
+        state = beam.run(toy_step(logits), state, config, jnp.int32(6))
+        return beam.ranked(state), state.clock
+
+    sooner = 0
+    for seed in range(10):
+        together, _ = jax.device_get(found(table(seed), jnp.array(mixed)))
+        for row, count in enumerate(mixed):
+            alone = search(seed, [12] * 6, 4, length_penalty=0.0, nbest=count)
+            np.testing.assert_array_equal(together.tokens[row, :count], alone.tokens[row, :count])
+            np.testing.assert_array_equal(together.scores[row, :count], alone.scores[row, :count])
+        sooner += int(found(table(seed), jnp.full(6, 1))[1]) < int(found(table(seed), jnp.full(6, 4))[1])
+    assert sooner > 0
+
+
 @settings(max_examples=4, deadline=None)
 @given(st.integers(0, 1000), st.lists(st.integers(0, 9), min_size=3, max_size=6), st.sampled_from([1, 3]))
 def test_rows_that_take_the_next_sentence_at_any_time(seed: int, limits: list[int], beam_size: int) -> None:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from branchnorm_jax.decoding.engine import vote
+from branchnorm_jax.decoding.engine import Asked, vote
 from branchnorm_jax.decoding.translate import Member, Translator
 from branchnorm_jax.model.transformer import Transformer
 from branchnorm_jax.options import DecodeConfig, ModelConfig
@@ -16,6 +16,7 @@ from tests.decoding.test_beam import log_softmax
 
 SMALL = ModelConfig(width=16, heads=2, ffn_width=16, encoder_layers=1, decoder_layers=1, dropout=0.0)
 SOURCES, TARGETS = [[4, 5, 1], [7, 1]], [[3, 9, 8, 1], [5, 1]]
+ASKED = [Asked(source, number, nbest=3) for number, source in enumerate(SOURCES)]
 
 
 def member(seed: int, **changes: Any) -> Member:
@@ -53,7 +54,7 @@ def test_a_search_reports_the_probabilities_of_the_ensemble() -> None:
     members = member(1), member(2)
     both, first = translator(*members), members[0]
     weights = tuple((m.params, m.branch_scale) for m in members)
-    for index, found in both.engine.search(weights, SOURCES):
+    for index, found in both.engine.search(weights, ASKED):
         for tokens, each in zip(found.tokens.tolist(), found.token_log_probs, strict=True):
             ids = tokens[: tokens.index(1) + 1]
             forced = both.token_log_probs(first.params, first.branch_scale, [SOURCES[index]], [ids])[0]
@@ -64,8 +65,8 @@ def test_a_model_that_votes_with_itself_changes_nothing() -> None:
     one = member(1)
     alone, doubled = translator(one), translator(one, one)
     weights = ((one.params, one.branch_scale),)
-    expected = dict(alone.engine.search(weights, SOURCES))
-    for index, found in doubled.engine.search(weights * 2, SOURCES):
+    expected = dict(alone.engine.search(weights, ASKED))
+    for index, found in doubled.engine.search(weights * 2, ASKED):
         np.testing.assert_array_equal(found.tokens, expected[index].tokens)
         np.testing.assert_allclose(found.scores, expected[index].scores, atol=1e-5)
 

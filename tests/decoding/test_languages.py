@@ -9,7 +9,7 @@ import pytest
 from branchnorm_jax.data.tokenizer import NO_TAGS, Tags, train_tokenizer
 from branchnorm_jax.decoding.engine import coarse
 from branchnorm_jax.decoding.languages import Languages
-from branchnorm_jax.decoding.translate import Translator, make_model
+from branchnorm_jax.decoding.translate import Sentence, Translator, make_model
 from branchnorm_jax.errors import UserError
 from branchnorm_jax.options import DataConfig, DecodeConfig, ModelConfig
 from tests.decoding.test_translate import ALPHA, LINES, WORDS
@@ -71,10 +71,12 @@ def test_what_is_warmed_up_for_tags_compiles_nothing_later(case: Case) -> None:
     server.warm_up(params, ALPHA, 16, server.tokenizer.tags(data, "de"))
     compiled.clear()
     lines = [*LINES, " ".join(WORDS[:7])]
-    longest = max(len(ids) for ids in server.tokenizer.encode_source(lines))
-    assert longest <= 16
+    sources, _ = server.sources(lines)
+    assert max(map(len, sources)) <= 16
     tags = languages.asked(lines, "fr")[1]
-    server.attended(params, ALPHA, server.sources(lines)[0], server.translate(params, ALPHA, lines, tags=tags), tags)
+    found = server.translate(params, ALPHA, lines, tags=tags)
+    sentences = [Sentence(ids, number, tag) for number, (ids, tag) in enumerate(zip(sources, tags, strict=True))]
+    server.attended(params, ALPHA, sentences, found)
     assert [event for event in compiled if "backend_compile" in event] == []
 
 

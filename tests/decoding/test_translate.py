@@ -10,7 +10,7 @@ import pytest
 
 from branchnorm_jax.data.tokenizer import Tokenizer, train_tokenizer
 from branchnorm_jax.decoding.engine import coarse, padded_length, padded_lengths, rounded
-from branchnorm_jax.decoding.translate import Translator, pharaoh
+from branchnorm_jax.decoding.translate import Sentence, Translator, pharaoh
 from branchnorm_jax.model.transformer import Transformer
 from branchnorm_jax.options import EOS, DataConfig, DecodeConfig, ModelConfig
 from tests.decoding.test_beam import log_softmax, reference_beam
@@ -112,7 +112,7 @@ def test_long_lines_are_cut_with_a_warning_that_names_them(translator: tuple[Tra
     assert "line 42" in warnings[0]
     ids = engine.tokenizer.encode_source([" ".join(WORDS)])[0]
     assert f"from {len(ids)} to 6 tokens" in warnings[0]
-    cut = short.tokenizer.decode_source(ids[:5])
+    cut = short.tokenizer.decode_target(ids[:5])
     for hypothesis, expected in zip(found[1], short.translate(params, ALPHA, [cut])[0], strict=True):
         assert hypothesis.text == expected.text
         assert hypothesis.score == pytest.approx(expected.score, abs=1e-5)
@@ -178,9 +178,9 @@ def test_pharaoh_leaves_out_eos_on_both_sides() -> None:
 
 @pytest.mark.slow
 def test_what_is_warmed_up_compiles_nothing_later(translator: tuple[Translator, dict]) -> None:
-    """Any number of lines, translations that outgrow the first ring of the cache, and their attention."""
+    """Any number of lines, translations that outgrow rings of the cache until short ones follow, their attention."""
     engine, params = translator
-    config = dataclasses.replace(engine.config, beam_size=2, nbest=2, max_length_a=3.0, min_length=40, batch_tokens=256)
+    config = dataclasses.replace(engine.config, beam_size=2, nbest=2, max_length_a=8.0, min_length=65, batch_tokens=256)
     server = dataclasses.replace(engine, config=config, rounding=coarse)
     plain = dataclasses.replace(engine, config=config)
     expected = plain.translate(params, ALPHA, LINES * 3)
@@ -191,11 +191,12 @@ def test_what_is_warmed_up_compiles_nothing_later(translator: tuple[Translator, 
     compiled.clear()
     for count in (1, 3, 7, 27):
         sources, _ = server.sources((LINES * 3)[:count])
-        found = server.search(params, ALPHA, sources, range(count))
+        sentences = [Sentence(source, number, nbest=2) for number, source in enumerate(sources)]
+        found = server.search(params, ALPHA, sentences)
         assert [[h.text for h in each] for each in found] == [[h.text for h in each] for each in expected[:count]]
         if count < 4:
-            server.attended(params, ALPHA, sources, [each[:1] for each in found])
-    assert max(len(each[0].tokens) for each in expected) > 32
+            server.attended(params, ALPHA, sentences, [each[:1] for each in found])
+    assert max(len(each[0].tokens) for each in expected) > 64
     assert [event for event in compiled if "backend_compile" in event] == []
 
 

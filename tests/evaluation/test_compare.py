@@ -1,5 +1,6 @@
 """Comparisons against the sacrebleu command, planted ties and planted improvements."""
 
+import dataclasses
 import json
 import random
 import re
@@ -10,8 +11,22 @@ from typing import Any
 
 import pytest
 
+from branchnorm_jax.config import to_json
 from branchnorm_jax.errors import UserError
-from branchnorm_jax.evaluation.compare import by_frequency, compare, ranges, scores, sentences, write
+from branchnorm_jax.evaluation.bleu import sacrebleu_metric
+from branchnorm_jax.evaluation.compare import (
+    by_frequency,
+    compare,
+    format_table,
+    paired_test,
+    ranges,
+    scores,
+    sentences,
+    write,
+)
+from branchnorm_jax.modes.use import compare as mode_compare
+from branchnorm_jax.options import CompareConfig, Config, DataConfig
+from branchnorm_jax.workdir import Workdir
 from tests.conftest import run_main
 
 WORDS = [
@@ -79,6 +94,31 @@ def test_a_planted_tie_and_a_planted_improvement(found: dict[str, Any]) -> None:
     assert {table["systems"]["other"]["verdict"] for table in worse.values()} == {"worse"}
 
 
+@pytest.mark.parametrize("test", ["bs", "ar"])
+def test_a_real_difference_and_none(test: str) -> None:
+    references = [f"{i} tree {i * i} house {i + 7} river {i % 5}" for i in range(200)]
+    wrong = [line.replace("house", "cat") for line in references]
+    half = [line if i % 2 else wrong[i] for i, line in enumerate(references)]
+    systems = {
+        "half": half,
+        "other": [line if not i % 2 else wrong[i] for i, line in enumerate(references)],
+        "better": [line if i % 4 else wrong[i] for i, line in enumerate(references)],
+        "perfect": references,
+    }
+    signature, results = paired_test(systems, references, {"bleu": sacrebleu_metric("de")}, test)["bleu"]
+    assert f"|{test}:" in signature
+    assert list(results) == list(systems)
+    p_values = {name: result.p_value for name, result in results.items()}
+    assert p_values["half"] is None
+    assert (p_values["other"] or 0) > 0.2
+    assert (p_values["better"] or 1) < 0.01
+    assert results["perfect"].score == pytest.approx(100)
+    # The same constant from both systems is no difference at all.
+    same = {"a": [half[0]] * 200, "b": [half[0]] * 200}
+    _, results = paired_test(same, references, {"bleu": sacrebleu_metric("de")}, test)["bleu"]
+    assert results["b"].p_value == 1
+
+
 def test_breakdowns_cover_every_line_and_word(found: dict[str, Any]) -> None:
     assert sum(row["lines"] for row in found["by_length"]) == len(REFERENCE)
     assert sum(row["tokens"] for row in found["by_frequency"]) == sum(len(line.split()) for line in REFERENCE)
@@ -115,23 +155,78 @@ def test_mode_compare_takes_workdirs_and_files(tmp_path: Path, trained: Path) ->
         "--mode=compare", f"--workdir={tmp_path / 'out'}", f"--config.compare.systems=x={tmp_path},{trained}"
     )
     assert done.returncode == 2
-    assert "test.hypothesis" in done.stderr
+    assert f"{tmp_path}/evaluation/test.hypothesis: no such file, nothing was evaluated" in done.stderr
     (tmp_path / "ref").write_text("eins\nzwei\n", encoding="utf-8")
     (tmp_path / "other").write_text("eins\ndrei\n", encoding="utf-8")
-    systems = f"--config.compare.systems=good={tmp_path / 'sys'},{tmp_path / 'other'}"
+    systems = f"--config.compare.systems=good={tmp_path / 'sys'},other={tmp_path / 'other'}"
     done = run_main("--mode=compare", f"--workdir={tmp_path / 'out'}", systems)
     assert done.returncode == 2
     assert "compare.reference" in done.stderr
-    done = run_main(
-        "--mode=compare", f"--workdir={tmp_path / 'out'}", systems, f"--config.compare.reference={tmp_path / 'ref'}"
+    files = (
+        "--mode=compare",
+        f"--workdir={tmp_path / 'out'}",
+        systems,
+        f"--config.compare.reference={tmp_path / 'ref'}",
     )
+    done = run_main(*files, "--config.data.target_lang=zh")
     assert done.returncode == 0, done.stderr
-    assert json.loads((tmp_path / "out" / "compare.json").read_text())["baseline"] == "good"
-    assert "good" in done.stdout
+    found = json.loads((tmp_path / "out" / "compare.json").read_text())
+    assert (found["baseline"], found["target_lang"]) == ("good", "zh")
+    assert "|tok:zh|" in found["scores"]["bleu"]["signature"]
+    assert done.stdout.startswith("2 lines, scored as zh, baseline good\n")
+    # A byte-order mark or the line ends of Windows are no part of a translation.
+    (tmp_path / "other").write_bytes("\ufeffeins\r\nzwei\r\n".encode())
+    done = run_main(*files)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("2 lines, scored as de, baseline good\n")
+    chrf = json.loads((tmp_path / "out" / "compare.json").read_text())["scores"]["chrf"]["systems"]
+    assert chrf["other"]["score"] == chrf["good"]["score"] == 100
+
+
+def evaluated(folder: Path, split: str, data: DataConfig, hypotheses: list[str]) -> Path:
+    """A workdir as `evaluate` leaves it, of a run of this data."""
+    (folder / "evaluation").mkdir(parents=True)
+    (folder / "config.json").write_text(to_json(dataclasses.replace(Config(), data=data)))
+    for side, lines in (("source", texts(5)), ("reference", REFERENCE), ("hypothesis", hypotheses)):
+        (folder / "evaluation" / f"{split}.{side}").write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+    return folder
+
+
+def compared(folder: Path, systems: list[Path], split: str, capsys: pytest.CaptureFixture[str]) -> tuple[Any, str]:
+    """compare.json, and what was said."""
+    chosen = CompareConfig(systems=",".join(map(str, systems)), split=split)
+    mode_compare(dataclasses.replace(Config(), compare=chosen), Workdir(folder / "out"))
+    return json.loads((folder / "out" / "compare.json").read_text()), capsys.readouterr().err
+
+
+def test_a_direction_that_was_never_trained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its words are counted in its training text if that is there, as that of a trained direction."""
+    text = tmp_path / "text"
+    text.mkdir()
+    data = DataConfig(source="text", path=str(text), files="{split}.{pair}.{lang}", pairs="fr-en,en-zh")
+    systems = [evaluated(tmp_path / name, "test.de-zh", data, found) for name, found in (("a", BASE), ("b", BETTER))]
+    found, said = compared(tmp_path, systems, "test.de-zh", capsys)
+    assert (found["target_lang"], found["frequencies_of"]) == ("zh", "references")
+    assert "counting the words of the references instead" in said
+    assert "no file matches train.de-zh.de" in said
+    for lang in ("de", "zh"):
+        (text / f"train.de-zh.{lang}").write_text("Hund\n" * 10)
+    found, said = compared(tmp_path, systems, "test.de-zh", capsys)
+    assert found["frequencies_of"] == "training text"
+    assert "instead" not in said
+    with pytest.raises(UserError, match=r"test.hypothesis: no such file, test.de-zh was evaluated; see compare.split"):
+        compared(tmp_path, systems, "test", capsys)
+
+
+def test_the_page_and_the_table_name_the_language(found: dict[str, Any], tmp_path: Path) -> None:
+    assert format_table(found).startswith("60 lines, scored as de, baseline base\n")
+    assert "60 lines, scored as de." in write(found, tmp_path)[1].read_text(encoding="utf-8")
 
 
 def test_bad_input_is_the_users_mistake() -> None:
     with pytest.raises(UserError, match="two systems"):
         compare({"a": BASE}, REFERENCE, "de")
+    with pytest.raises(UserError, match="the reference is empty"):
+        compare({"a": BASE, "b": BASE}, [], "de")
     with pytest.raises(UserError, match="b has 1 lines, the reference 60"):
         compare({"a": BASE, "b": ["x"]}, REFERENCE, "de")

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +11,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from branchnorm_jax import config as configs
 from branchnorm_jax.decoding.translate import Translator
+from branchnorm_jax.errors import UserError
 from branchnorm_jax.export import ctranslate2, fold, huggingface
 from branchnorm_jax.model.methods import METHODS
 from branchnorm_jax.model.transformer import Transformer
-from branchnorm_jax.options import EOS, DecodeConfig, ModelConfig
+from branchnorm_jax.modes import export
+from branchnorm_jax.options import EOS, Config, DecodeConfig, ExportConfig, ModelConfig
+from branchnorm_jax.workdir import Workdir
 
 SMALL = ModelConfig(encoder_layers=3, decoder_layers=2, width=32, ffn_width=48, heads=4, dropout=0.0)
 WORDS = 40
@@ -168,3 +173,53 @@ def test_hugging_face_refuses_what_marian_cannot_be() -> None:
         assert word in huggingface.obstacle(fold.fold(model, drawn(model)[0], ALPHA), model.config)
     admin = Transformer(dataclasses.replace(SMALL, method="admin"), WORDS, WORDS)
     assert "per feature" in huggingface.obstacle(fold.fold(admin, drawn(admin)[0], ALPHA), admin.config)
+
+
+def test_hugging_face_gives_as_many_and_as_long_translations_as_asked_for(tmp_path: Path) -> None:
+    """Of a model that would always end at once: so many tokens before EOS, as ours and CTranslate2 count them."""
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    model = Transformer(dataclasses.replace(SMALL, output_bias=True), WORDS, WORDS)
+    plain = fold.fold(model, drawn(model)[0], ALPHA)
+    plain = plain._replace(bias=plain.bias + 100 * (np.arange(WORDS) == EOS).astype(np.float32))
+    for shortest in (0, 1, 3):
+        decode = DecodeConfig(beam_size=4, nbest=2, min_length=shortest)
+        huggingface.write(plain, model.config, decode, (PIECES, PIECES), ("en", "de"), tmp_path, 64)
+        theirs = transformers.MarianMTModel.from_pretrained(tmp_path)
+        found = theirs.generate(torch.tensor([SOURCES[1]])).tolist()
+        assert len(found) == 2
+        best = found[0][1:]  # without the token that decoding starts with
+        assert best.index(EOS) == shortest
+        ctranslate2.write(plain, model.config, (PIECES, PIECES), tmp_path, 64, "")
+        settings = ctranslate2.search_settings(decode, 64)
+        (other,) = ctranslate2.imported().Translator(str(tmp_path)).translate_batch(words(SOURCES[1:2]), **settings)
+        assert len(other.hypotheses[0]) == shortest
+
+
+def to_export(trained: Path, folder: Path, lines: int, **decode: Any) -> Config:
+    """The config of a run, to export it to a folder."""
+    config = configs.load(trained / "config.json")
+    return dataclasses.replace(
+        config,
+        decode=dataclasses.replace(config.decode, **decode),
+        export=ExportConfig(path=str(folder), check_lines=lines),
+    )
+
+
+def test_pairs_longer_than_the_exported_model_are_not_compared(
+    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    short: dict[str, Any] = dict(max_length_a=0.0, max_length_b=4, max_input_length=28)
+    export(to_export(trained, tmp_path / "out", 40, temperature=1.0, **short), Workdir(trained))
+    told = capsys.readouterr().err
+    assert (tmp_path / "out" / "model.bin").exists()
+    found = re.search(r"(\d+) of 40 validation pairs are left out of the check: .* positions, 28", told)
+    assert found and 0 < int(found[1]) < 40
+    assert f"over {40 - int(found[1])} validation pairs" in told
+    assert "decode.temperature is not exported" in told
+
+
+def test_without_a_pair_that_fits_nothing_is_written(trained: Path, tmp_path: Path) -> None:
+    short: dict[str, Any] = dict(max_length_a=0.0, max_length_b=1, max_input_length=4)
+    with pytest.raises(UserError, match=r"first 2 validation pairs.*decode\.max_input_length.*export\.check_lines=0"):
+        export(to_export(trained, tmp_path / "out", 2, **short), Workdir(trained))
+    assert list(tmp_path.iterdir()) == []

@@ -115,13 +115,16 @@ def test_alignments_in_pharaoh_format(trained: Path, tmp_path: Path) -> None:
 
 def test_a_prefix_is_kept(trained: Path, tmp_path: Path) -> None:
     source = tmp_path / "in"
-    source.write_text("twenty-one\tneunund\ntwo\t\n", encoding="utf-8")
+    source.write_text("twenty-one\tneunund\n\ntwo\t\n", encoding="utf-8")
     done = run_main(
         f"--workdir={trained}", "--mode=translate", f"--config.decode.input={source}",
         "--config.decode.target_prefix=True",
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("neunund")
+    first, blank, last = done.stdout.splitlines()
+    assert first.startswith("neunund")
+    assert blank == ""
+    assert last
 
 
 def test_missing_input_is_one_line(trained: Path) -> None:

@@ -350,7 +350,7 @@ class DecodeConfig:
     )
     input: str = option("", "translate, score: file to read; empty: stdin", free=True)
     output: str = option("", "translate: file to write, restarted where it stopped; empty: stdout", free=True)
-    beam_size: int = option(4, "hypotheses kept; 1: greedy", minimum=1, free=True)
+    beam_size: int = option(4, "hypotheses kept; 1: greedy", minimum=1, maximum=1000, free=True)
     length_penalty: float = option(0.6, "strength of the length penalty", free=True)
     length_penalty_kind: str = option(
         "fairseq",

@@ -93,7 +93,7 @@ def read_chunks(stream: BinaryIO | None, name: str, most: int) -> Iterator[list[
     A byte-order mark at the beginning of the stream is left out.
 
     Raises:
-      UserError: for invalid UTF-8, naming the line, or a stream that cannot be read.
+      UserError: for what is not UTF-8, naming the line, or a stream that cannot be read.
     """
     if stream is None:
         raise UserError(f"{name} is closed; give the text with < file or through a pipe")
@@ -107,9 +107,8 @@ def read_chunks(stream: BinaryIO | None, name: str, most: int) -> Iterator[list[
             try:
                 lines.append(line.decode("utf-8-sig" if number == 1 else "utf-8").rstrip("\r\n"))
             except UnicodeDecodeError as error:
-                raise UserError(
-                    f"{name}, line {number}: invalid UTF-8 ({error.reason} at byte {error.start})"
-                ) from error
+                where = f"{error.reason} at byte {error.start}"
+                raise UserError(f"{name}, line {number}: not valid UTF-8 ({where}); convert it to UTF-8") from error
         yield lines
 
 

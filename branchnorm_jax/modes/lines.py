@@ -44,8 +44,11 @@ def check_files(source: Path, target: Path) -> None:
     """Raises `UserError` for what would only be noticed after the model was loaded, or too late."""
     if not source.is_file():
         raise UserError("config: decode.output needs decode.input, a file: what is not one cannot be read again")
-    if not target.absolute().parent.is_dir() or target.is_dir():
-        raise UserError(f"decode.output={target}: there is no such folder, or it is one")
+    if not target.absolute().parent.is_dir():
+        raise UserError(f"decode.output={target}: there is no such folder")
+    if target.exists() and not target.is_file():
+        # The finished file takes its place, also that of a device.
+        raise UserError(f"decode.output={target}: this is no file; without decode.output stdout gets the translations")
     if target.exists() and target.samefile(source):
         raise UserError(f"decode.output={target}: this is decode.input, too")
 
@@ -73,7 +76,8 @@ def translated(
         sources, tags = languages.asked(lines, config.decode.target_lang, done + 1)
         prefixes = None
         if config.decode.target_prefix:
-            sources, prefixes = map(list, zip(*pairs_of(sources, done, "prefix of the target"), strict=True))
+            pairs = pairs_of(sources, done, "prefix of the target", config.decode.input or "stdin")
+            sources, prefixes = map(list, zip(*pairs, strict=True))
         with logs.progress_bar(total or len(lines), done if total else 0, "line", "translate") as bar:
             found = trained.translator.translate(
                 trained.params, trained.branch_scale, sources, done + 1, bar.update, prefixes, tags
@@ -91,6 +95,7 @@ def translate_file(config: Config, trained: Trained, source: Path, target: Path)
 
     Until then the lines are in `<target>.part`, and beside it what they were made of.
     """
+    target = target.resolve()  # A link stays one.
     part, record = (target.with_name(target.name + suffix) for suffix in (".part", ".part.json"))
     stat = source.stat()
     made_of = config.decode.search
@@ -98,9 +103,13 @@ def translate_file(config: Config, trained: Trained, source: Path, target: Path)
     made_of["vocabulary"] = trained.translator.tokenizer.sha256
     models = [(trained.params, trained.branch_scale), *((m.params, m.branch_scale) for m in trained.translator.others)]
     made_of["models"] = [checksums(weights).tolist() for weights in models]
-    done = finished_lines(part) // config.decode.nbest if read_record(record) == made_of else 0
-    done -= done % CHUNK
-    with open(part, "ab") as file:
+    done, before = finished_lines(part), read_record(record)
+    if done and before != made_of:
+        changed = ", ".join(name for name in made_of if before.get(name) != made_of[name])
+        logs.say(f"{part}: {done:,} lines begin anew, made with other {changed if before else 'options'}")
+        done = 0
+    done = done // config.decode.nbest // CHUNK * CHUNK
+    with writable(part) as file:
         file.truncate(end_of_line(part, done * config.decode.nbest))
         file.seek(0, os.SEEK_END)
         write_atomically(record, json.dumps(made_of))
@@ -118,12 +127,21 @@ def translate_file(config: Config, trained: Trained, source: Path, target: Path)
     record.unlink()
 
 
-def read_record(path: Path) -> Any:
-    """What a part was made of; None if it does not say."""
+def read_record(path: Path) -> dict[str, Any]:
+    """What a part was made of; nothing if it does not say."""
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
-        return None
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def writable(path: Path) -> BinaryIO:
+    """A file that is appended to. Raises `UserError` if it cannot be opened."""
+    try:
+        return open(path, "ab")
+    except OSError as error:
+        raise UserError(f"{path}: cannot be written: {error.strerror}; choose another decode.output") from error
 
 
 def finished_lines(path: Path) -> int:
@@ -140,7 +158,7 @@ def end_of_line(path: Path, count: int) -> int:
         return sum(len(line) for line, _ in zip(file, range(count), strict=False))
 
 
-def pairs_of(lines: list[str], done: int, second: str) -> list[tuple[str, str]]:
+def pairs_of(lines: list[str], done: int, second: str, name: str) -> list[tuple[str, str]]:
     """The two fields of each line, before which `done` came; of a blank line, empty ones.
 
     Raises:
@@ -150,7 +168,7 @@ def pairs_of(lines: list[str], done: int, second: str) -> list[tuple[str, str]]:
     for number, line in enumerate(lines, start=done + 1):
         fields = line.split("\t") if line.strip() else ["", ""]
         if len(fields) != 2:
-            raise UserError(f"input, line {number}: expected source<TAB>{second}, found {len(fields)} fields")
+            raise UserError(f"{name}, line {number}: expected source<TAB>{second}, not {len(fields)} fields")
         pairs.append((fields[0], fields[1]))
     return pairs
 
@@ -182,7 +200,7 @@ def score(config: Config, workdir: Workdir) -> None:
     with opened(config.decode.input) as (stream, name):
         for lines in read_chunks(stream, name, CHUNK):
             lines, tags = languages.asked(lines, config.decode.target_lang, done + 1)
-            pairs = pairs_of(lines, done, "target")
+            pairs = pairs_of(lines, done, "target", name)
             for log_prob, tokens in trained.translator.score(trained.params, trained.branch_scale, pairs, tags):
                 print(f"{log_prob:.6f}\t{tokens}")
             sys.stdout.flush()

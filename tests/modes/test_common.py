@@ -82,5 +82,5 @@ def test_a_byte_order_mark_is_dropped_at_the_beginning_alone(piped: bool, tmp_pa
     with io.BytesIO(text) if piped else open(tmp_path / "text", "rb") as stream:
         found = [line for lines in read_chunks(stream, "text", 1) for line in lines]
     assert found == [">>de<< one", "\ufefftwo"]
-    with pytest.raises(UserError, match="line 1: invalid UTF-8"):
+    with pytest.raises(UserError, match="line 1: not valid UTF-8"):
         list(read_chunks(io.BytesIO(b"\xef\xbb\xbf\xff\n"), "text", 1))

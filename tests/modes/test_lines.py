@@ -1,7 +1,7 @@
 """Files in, files out: nothing lost, nothing twice, whatever is in a line and whenever the process dies."""
 
 import dataclasses
-import shutil
+import os
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ def options(workdir: Path, **decode: Any) -> Config:
 
 
 @pytest.mark.parametrize("nbest", [1, 2])
-def test_a_killed_translation_goes_on(trained: Path, tmp_path: Path, monkeypatch: Any, nbest: int) -> None:
+def test_a_killed_translation_goes_on(trained: Path, tmp_path: Path, monkeypatch: Any, capsys: Any, nbest: int) -> None:
     monkeypatch.setattr(lines, "CHUNK", 4)
     source, whole, other = tmp_path / "in", tmp_path / "whole", tmp_path / "other"
     source.write_text("\n".join(ODD) + "\n", encoding="utf-8", newline="")
@@ -52,8 +52,9 @@ def test_a_killed_translation_goes_on(trained: Path, tmp_path: Path, monkeypatch
         return original(self, *arguments)
 
     monkeypatch.setattr(Translator, "translate", dies)
+    (tmp_path / "link").symlink_to(other)
     with pytest.raises(KeyboardInterrupt):
-        lines.translate_file(config, run, source, other)
+        lines.translate_file(config, run, source, tmp_path / "link")
     part = tmp_path / "other.part"
     assert part.read_bytes() == b"".join(expected.splitlines(keepends=True)[: 8 * nbest])
     with open(part, "ab") as file:
@@ -61,12 +62,19 @@ def test_a_killed_translation_goes_on(trained: Path, tmp_path: Path, monkeypatch
     lines.translate_file(config, run, source, other)
     assert calls == 5  # the third and fourth chunk; the first two were there
     assert other.read_bytes() == expected
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["in", "other", "whole"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in", "link", "other", "whole"]
+    assert (tmp_path / "link").is_symlink()
 
     # Made with other options, a part is of no use.
-    shutil.copy(other, part)
-    lines.translate_file(options(trained, **(decode | {"min_length": 3})), run, source, other)
-    assert calls == 9
+    calls = 1
+    with pytest.raises(KeyboardInterrupt):
+        lines.translate_file(config, run, source, other)
+    capsys.readouterr()
+    lines.translate_file(options(trained, **(decode | {"min_length": 3, "length_penalty": 0.5})), run, source, other)
+    assert calls == 3 + 4
+    assert (
+        f"{part}: {4 * nbest} lines begin anew, made with other length_penalty, min_length" in capsys.readouterr().err
+    )
 
 
 def test_input_and_output_from_the_command_line(trained: Path, tmp_path: Path) -> None:
@@ -80,10 +88,22 @@ def test_input_and_output_from_the_command_line(trained: Path, tmp_path: Path) -
     assert all(" ||| " in line and "</s>:" in line for line in first)
     done = run_main(*there, "--config.decode.target_prefix=True")
     assert done.returncode == 2
-    assert "line 1: expected source<TAB>prefix of the target, found 1" in done.stderr
+    assert f"{source}, line 1: expected source<TAB>prefix of the target, not 1 fields" in done.stderr
     done = run_main(f"--workdir={trained}", "--mode=translate", f"--config.decode.output={target}")
     assert done.returncode == 2
     assert "decode.input" in done.stderr
+
+
+def test_outputs_that_cannot_be_written(tmp_path: Path) -> None:
+    """A device would be replaced by the finished file."""
+    source, pipe = tmp_path / "in", tmp_path / "pipe"
+    source.write_text("one\n")
+    os.mkfifo(pipe)
+    for target, said in ((pipe, "no file"), (tmp_path, "no file"), (tmp_path / "a" / "b", "no such folder")):
+        with pytest.raises(UserError, match=f"decode.output={target}: .*{said}"):
+            lines.check_files(source, target)
+    with pytest.raises(UserError, match=r"cannot be written: Is a directory"):
+        lines.writable(tmp_path)
 
 
 @pytest.mark.slow

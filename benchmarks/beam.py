@@ -128,13 +128,16 @@ def made(name: str) -> tuple[Transformer, tuple[Any, jax.Array], list[list[int]]
     return model, (params, alpha), sources
 
 
+def searched(engine: Engine, weights: tuple[Any, Any], sources: Sequence[Sequence[int]]) -> Callable[[], list[Any]]:
+    """The search of ours that is timed."""
+    asked = [Asked(source, number) for number, source in enumerate(sources)]
+    return lambda: list(engine.search((weights,), asked))
+
+
 def untrained(name: str, pairs: int) -> dict[str, Any]:
     """Ours over the straightforward beams, and whether hypotheses are the same."""
     model, (params, alpha), sources = made(name)
-    engine, asked = Engine((model,), CONFIG), [Asked(source, number) for number, source in enumerate(sources)]
-
-    def ours() -> list[Any]:
-        return list(engine.search(((params, alpha),), asked))
+    ours = searched(Engine((model,), CONFIG), (params, alpha), sources)
 
     def theirs(sources: list[list[int]], recompute: bool) -> Callable[[], list[Any]]:
         search = straightforward(model, CONFIG, recompute)
@@ -173,20 +176,15 @@ def exported(model: Transformer, weights: tuple[Any, Any], vocabularies: Sequenc
 
 def against_ctranslate2(name: str, pairs: int) -> dict[str, Any]:
     """Ours over CTranslate2, as many steps on both sides: EOS is not allowed before LENGTH tokens."""
-    model, (params, alpha), sources = made(name)
-    engine = Engine((model,), dataclasses.replace(CONFIG, max_length_a=0.0, max_length_b=LENGTH, min_length=LENGTH))
-    asked = [Asked(source, number) for number, source in enumerate(sources)]
+    model, weights, sources = made(name)
+    config = dataclasses.replace(CONFIG, max_length_a=0.0, max_length_b=LENGTH, min_length=LENGTH)
+    ours = searched(Engine((model,), config), weights, sources)
     pieces = ["<pad>", "</s>", "<unk>", *(f"w{number}" for number in range(UNK + 1, VOCABULARY))]
-    theirs = exported(model, (params, alpha), (pieces, pieces))
+    theirs = exported(model, weights, (pieces, pieces))
     given = [[pieces[token] for token in source[:-1]] for source in sources]
 
     def other() -> Any:
-        return theirs.translate_batch(
-            given, **ctranslate2.search_settings(engine.config, LENGTH + 2), max_batch_size=ROWS
-        )
-
-    def ours() -> list[Any]:
-        return list(engine.search(((params, alpha),), asked))
+        return theirs.translate_batch(given, **ctranslate2.search_settings(config, LENGTH + 2), max_batch_size=ROWS)
 
     mine = {index: [pieces[token] for token in found.tokens[0, :LENGTH]] for index, found in ours()}
     equal = sum(one.hypotheses[0][:LENGTH] == mine[index] for index, one in enumerate(other()))
@@ -198,15 +196,15 @@ def trained(folder: Path, pairs: int) -> dict[str, Any]:
     """The test set of a run: ours over CTranslate2."""
     workdir = Workdir(folder)
     config = configs.load(workdir / "config.json")
-    decode = dataclasses.replace(CONFIG, max_length_a=2.0, max_length_b=20, batch_tokens=32 * 4 * 32)
+    decode = dataclasses.replace(CONFIG, max_length_a=2.0, max_length_b=20)
     config = dataclasses.replace(config, decode=decode)
     run = load(config, workdir)
     translator, tokenizer = run.translator, run.translator.tokenizer
     test = list(read_pairs(config.data, "test"))
     sources, references = [source for source, _ in test], [target for _, target in test]
     ids = tokenizer.encode_source(sources)
-    asked = [Asked(source, number) for number, source in enumerate(ids)]
     weights = run.params, run.branch_scale
+    ours = searched(translator.engine, weights, ids)
     theirs = exported(translator.model, weights, (tokenizer.source_pieces, tokenizer.target_pieces))
     pieces = [[tokenizer.source_pieces[token] for token in line[:-1]] for line in ids]
 
@@ -214,9 +212,6 @@ def trained(folder: Path, pairs: int) -> dict[str, Any]:
         return theirs.translate_batch(
             pieces, beam_size=4, length_penalty=0.6, max_batch_size=ROWS, max_decoding_length=SLOTS
         )
-
-    def ours() -> list[Any]:
-        return list(translator.engine.search((weights,), asked))
 
     mine: list[str] = [""] * len(ids)
     for index, found in ours():

@@ -90,7 +90,6 @@ def run_stack(
     return carry, outputs
 
 
-@jax.jit
 def apart(per_layer: PerLayer) -> list[PerLayer]:
     """A tree of [L, ...] leaves as L trees.
 

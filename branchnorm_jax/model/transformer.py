@@ -210,7 +210,8 @@ class Transformer:
         """
         if self.recipe.stream.startswith("combination"):
             return params
-        return params | {"decoder": apart(params["decoder"])}
+        # Compiled: slice by slice it would take longer than a short search.
+        return params | {"decoder": jax.jit(apart)(params["decoder"])}
 
     def start_cache(self, params: Params, memory_BSD: jax.Array, slots: int) -> Caches:
         """Empty room for `slots` tokens of each sentence, and the source's keys and values."""

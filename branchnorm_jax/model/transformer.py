@@ -258,6 +258,9 @@ class Transformer:
 
         inputs = self._layer_inputs("decoder", branch_scale, None)
         x_BQD, new = self._run_layers(params, "decoder", x_BQD, inputs, arguments, caches)
+        # Whatever x is, that is `slot`. But now tokens are written after all layers have read, which XLA cannot know of
+        # layers that are apart: it would copy every cache, twice at each step.
+        slot = jnp.minimum(slot, slot + (x_BQD[0, 0, 0] > 0))
         return self.logits(params, x_BQD), write_tokens(caches, new, slot)
 
     def positions(self, length: int) -> jax.Array:

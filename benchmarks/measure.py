@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from tqdm import tqdm
 
 from branchnorm_jax.training.logs import environment
 
@@ -26,10 +27,9 @@ def seconds(call: Callable[[], Any]) -> float:
 
 def in_turn(calls: Sequence[Callable[[], Any]], rounds: int) -> list[list[float]]:
     """Seconds of each call in each round, after one call of each that does not count."""
-    for call in calls:
-        seconds(call)
-    times = [[seconds(call) for call in calls] for _ in range(rounds)]
-    return [list(of_call) for of_call in zip(*times, strict=True)]
+    turns = tqdm([call for _ in range(1 + rounds) for call in calls], desc="timed calls")
+    times = [seconds(call) for call in turns]
+    return [times[len(calls) + which :: len(calls)] for which in range(len(calls))]
 
 
 def alternate(first: Callable[[], Any], second: Callable[[], Any], pairs: int = 7) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """Fixtures: a tiny run, and main.py as a user starts it."""
 
+import fcntl
 import json
 import os
 import signal
@@ -71,10 +72,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: item.path.name not in LONG)
 
 
+@pytest.fixture(scope="session")
+def session_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What all workers of a test session share."""
+    own = tmp_path_factory.getbasetemp()
+    return own.parent if "PYTEST_XDIST_WORKER" in os.environ else own
+
+
 @pytest.fixture(scope="session", autouse=True)
-def compile_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Compiles each program once per test session, in this process and in those that it starts."""
-    folder = str(tmp_path_factory.mktemp("compile_cache"))
+def compile_cache(session_folder: Path) -> None:
+    """Compiles each program once per test session, in this process, in other workers and in those that they start."""
+    folder = str(session_folder / "compile_cache")
     os.environ["JAX_COMPILATION_CACHE_DIR"] = folder
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
     # What is tested in this process runs for milliseconds; processes of main.py compile as a user's do.
@@ -138,9 +146,13 @@ def kill_when(process: subprocess.Popen[str], ready: Callable[[], bool], number:
 
 
 @pytest.fixture(scope="session")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def trained(session_folder: Path) -> Path:
     """The workdir of a finished tiny run, made once: tests read it or copy it, and leave it as it is."""
-    workdir = tmp_path_factory.mktemp("trained") / "run"
-    done = run_main(*TINY, f"--workdir={workdir}")
-    assert done.returncode == 0, done.stderr
+    workdir, made = session_folder / "trained", session_folder / "trained.made"
+    with (session_folder / "trained.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not made.exists():
+            done = run_main(*TINY, f"--workdir={workdir}")
+            assert done.returncode == 0, done.stderr
+            made.touch()
     return workdir

@@ -226,6 +226,11 @@ class TrainConfig:
     steps: int = option(100_000, "length of the run; 0: see epochs", unit="updates", minimum=0, maximum=1e9, free=True)
     epochs: float = option(0.0, "length of the run instead of steps", unit="epochs", minimum=0, maximum=1e6, free=True)
     seed: int = option(0, "seed of initialisation, batches and dropout", minimum=0)
+    finetune_from: str = option(
+        "",
+        "workdir, or workdir:checkpoint, of a run whose vocabulary, parameters and alpha this one begins with: the "
+        "same model, with other text or another way of training",
+    )
     batch_tokens: int = option(
         4096,
         "positions per update on the larger of the two sides (fairseq's max-tokens x workers x accumulation)",

@@ -1,26 +1,21 @@
 """What several modes need: a trained model, and lines from a stream."""
 
-import dataclasses
 import itertools
 import os
 import stat
 import threading
 from collections.abc import Iterator
-from pathlib import Path
 from queue import Empty, Queue
 from typing import BinaryIO, NamedTuple
 
-from branchnorm_jax.config import load as load_config
-from branchnorm_jax.data.tokenizer import Tokenizer, load_tokenizer
-from branchnorm_jax.decoding.translate import Member, Translator, make_model
+from branchnorm_jax.data.tokenizer import Tokenizer
+from branchnorm_jax.decoding.translate import Member, Translator
 from branchnorm_jax.errors import UserError
 from branchnorm_jax.model.parameters import Params
-from branchnorm_jax.model.transformer import BranchScale, Transformer
-from branchnorm_jax.options import Config, ParallelConfig
-from branchnorm_jax.parallel.mesh import make_mesh
+from branchnorm_jax.model.transformer import BranchScale
+from branchnorm_jax.options import Config
 from branchnorm_jax.training import logs
-from branchnorm_jax.training.checkpoint import Checkpoints
-from branchnorm_jax.training.state import abstract_params
+from branchnorm_jax.training.trained import named, network, restored
 from branchnorm_jax.workdir import Workdir
 
 
@@ -38,7 +33,7 @@ def load(config: Config, workdir: Workdir) -> Trained:
     tokenizer, model = network(config, workdir)
     params, alpha, step = restored(config, workdir, model, config.decode.checkpoint)
     paths = filter(None, map(str.strip, config.decode.ensemble.split(",")))
-    others = tuple(member(path, tokenizer, config.parallel) for path in paths)
+    others = tuple(member(path, tokenizer, config) for path in paths)
     for other in others:
         if config.decode.alignment_layer > (depth := other.model.config.decoder_layers):
             raise UserError(
@@ -47,44 +42,18 @@ def load(config: Config, workdir: Workdir) -> Trained:
     return Trained(Translator(model, tokenizer, config.decode, logs.say, others), params, alpha, step)
 
 
-def member(path: str, tokenizer: Tokenizer, parallel: ParallelConfig) -> Member:
+def member(path: str, tokenizer: Tokenizer, config: Config) -> Member:
     """A model of an ensemble: the checkpoint "workdir" (its best) or "workdir:checkpoint".
 
     Raises:
       UserError: if there is none, or its vocabulary is not `tokenizer`.
     """
-    folder, _, which = path.partition(":")
-    workdir = Workdir(Path(folder))
-    if not (workdir / "config.json").exists():
-        raise UserError(f"decode.ensemble: {folder}: no training run in this folder")
-    # The devices are those here, whatever it was trained on.
-    config = dataclasses.replace(load_config(workdir / "config.json"), parallel=parallel)
+    config, workdir, which = named("decode.ensemble", path, config)
     theirs, model = network(config, workdir)
     if theirs.sha256 != tokenizer.sha256:
-        raise UserError(f"decode.ensemble: {folder} has another vocabulary; models that vote must share one")
-    params, alpha, _ = restored(config, workdir, model, which or "best")
+        raise UserError(f"decode.ensemble: {workdir.path} has another vocabulary; models that vote must share one")
+    params, alpha, _ = restored(config, workdir, model, which)
     return Member(model, params, alpha)
-
-
-def network(config: Config, workdir: Workdir) -> tuple[Tokenizer, Transformer]:
-    """The run's vocabulary and network. Raises `UserError` if the workdir holds no run, or another vocabulary."""
-    if not (workdir / "config.json").exists():
-        raise UserError(f"{workdir.path}: no training run in this workdir; train first (--mode=train)")
-    tokenizer = load_tokenizer(workdir / "vocabulary")
-    if tokenizer.sha256 != workdir.data_identity().get("vocabulary"):
-        raise UserError(f"{workdir / 'vocabulary'}: not the vocabulary that this run was trained with; restore it")
-    return tokenizer, make_model(config.model, tokenizer)
-
-
-def restored(config: Config, workdir: Workdir, model: Transformer, which: str) -> tuple[Params, BranchScale, int]:
-    """Parameters, alpha and step of a checkpoint of the run, or of its "average". Raises `UserError` if it has none."""
-    averaged = which == "average"
-    folder = workdir / ("average" if averaged else "checkpoints")
-    if averaged and not folder.exists():
-        raise UserError(f"{workdir.path}: no average of checkpoints; make it with --mode=average")
-    abstract = abstract_params(model, make_mesh(config.parallel, 0))
-    found = Checkpoints(folder, config.train, logs.say, read_only=True)
-    return found.restore_params("last" if averaged else which, abstract)
 
 
 def read_chunks(stream: BinaryIO | None, name: str, most: int) -> Iterator[list[str]]:

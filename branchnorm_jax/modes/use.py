@@ -19,10 +19,11 @@ from branchnorm_jax.evaluation.comet import load_comet
 from branchnorm_jax.evaluation.evaluate import format_table, score_split, write_results
 from branchnorm_jax.evaluation.language import right_language
 from branchnorm_jax.export import ctranslate2, fold, huggingface
-from branchnorm_jax.modes.common import Trained, load, network, restored
+from branchnorm_jax.modes.common import Trained, load
 from branchnorm_jax.options import Config
 from branchnorm_jax.training import logs
 from branchnorm_jax.training.checkpoint import Checkpoints
+from branchnorm_jax.training.trained import network, restored
 from branchnorm_jax.workdir import Workdir, atomic_directory
 
 TOLERANCE = 1e-3

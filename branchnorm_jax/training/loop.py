@@ -31,8 +31,9 @@ from branchnorm_jax.training import logs, schedules
 from branchnorm_jax.training.checkpoint import Checkpoints
 from branchnorm_jax.training.optimizer import make_optimizer
 from branchnorm_jax.training.record import OF_THE_PROCESS, Memory, Recorder, note
-from branchnorm_jax.training.state import Batch, TrainState, abstract_state, init_state, sha256
+from branchnorm_jax.training.state import Batch, TrainState, abstract_state, init_state, sha256, state_of
 from branchnorm_jax.training.step import Metrics, make_eval_step, make_train_step
+from branchnorm_jax.training.trained import take_vocabulary, taken
 from branchnorm_jax.training.watch import ADVICE, check_finite
 from branchnorm_jax.workdir import Workdir, write_atomically
 
@@ -50,6 +51,8 @@ def train(config: Config, workdir: Workdir) -> None:
     workdir.create()
     with workdir.locked():
         workdir.agree_on_config(config)
+        if config.train.finetune_from and not workdir.has_checkpoints:
+            take_vocabulary(config, workdir)
         corpus = prepare(config.data, workdir.path, logs.say)
         workdir.agree_on_data(corpus.identity())
         run = Run(config, workdir, corpus)
@@ -119,8 +122,14 @@ class Run:
         """Goes to the newest good checkpoint of at most `until` updates, or to the start if there is none."""
         restored = self.checkpoints.restore_latest(self.abstract, until)
         if restored is None:
-            first, train = Batch(*to_devices(self.mesh, self.plan.batch_at(0))), self.config.train
-            self.state = init_state(self.model, self.optimizer, self.mesh, train.seed, first, bool(train.ema_decay))
+            train, parts = self.config.train, (self.model, self.optimizer, self.mesh)
+            if train.finetune_from:
+                params, alpha = taken(self.config, self.model, logs.say)
+                clock = schedules.clock_at(self.config.model, alpha)
+                self.state = state_of(*parts, params, clock, bool(train.ema_decay))
+            else:
+                first = Batch(*to_devices(self.mesh, self.plan.batch_at(0)))
+                self.state = init_state(*parts, train.seed, first, bool(train.ema_decay))
             self.memory = Memory()
         else:
             self.state, memory = restored

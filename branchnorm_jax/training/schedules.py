@@ -3,6 +3,7 @@
 Both are evaluated inside the compiled update, on a traced int32 scalar.
 """
 
+import bisect
 import math
 from collections.abc import Callable, Mapping, Sequence
 
@@ -139,6 +140,17 @@ def alpha(model: ModelConfig) -> Callable[[jax.Array], BranchScale]:
         return {stack: jnp.where(end, 1.0, grown((way - stagger * r) / (1 - stagger))) for stack, r in ranks.items()}
 
     return schedule
+
+
+def clock_at(model: ModelConfig, scale: BranchScale) -> int:
+    """The first clock at which the mean of `alpha(model)` over all layers is that of `scale`, or more; at most T."""
+    schedule = jax.jit(alpha(model))
+
+    def mean(scale: BranchScale) -> float:
+        return float(np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(scale)]).mean(dtype=np.float64))
+
+    wanted = mean(scale)
+    return bisect.bisect_left(range(model.alpha_steps), wanted, key=lambda clock: mean(schedule(jnp.int32(clock))))
 
 
 def order(name: str, layers: int) -> np.ndarray:

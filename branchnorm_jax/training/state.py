@@ -1,5 +1,6 @@
 """The train state: all that a checkpoint holds, and digests by which two states can be compared."""
 
+import dataclasses
 import hashlib
 from typing import Any, NamedTuple
 
@@ -122,6 +123,23 @@ def init_state(
 
     shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract_state(model, optimizer, mesh, ema))
     return jax.jit(create, out_shardings=shardings)(first)
+
+
+def state_of(
+    model: Transformer,
+    optimizer: optax.GradientTransformation,
+    mesh: Mesh,
+    params: Params,
+    clock: int,
+    ema: bool = False,
+) -> TrainState:
+    """The state at step 0 of parameters that were trained before, which are given up, and with alpha's clock there."""
+
+    def create(params: Params) -> TrainState:
+        return dataclasses.replace(first_state(params, optimizer, ema), clock=jnp.int32(clock))
+
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract_state(model, optimizer, mesh, ema))
+    return jax.jit(create, out_shardings=shardings, donate_argnums=0)(params)
 
 
 def sha256(state: TrainState) -> str:

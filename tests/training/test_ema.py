@@ -14,7 +14,7 @@ from branchnorm_jax.analysis.plan import make_plan, peak_bytes
 from branchnorm_jax.data.batches import make_plans
 from branchnorm_jax.data.prepare import prepare
 from branchnorm_jax.model.transformer import Transformer
-from branchnorm_jax.modes.common import load, network, restored
+from branchnorm_jax.modes.common import load
 from branchnorm_jax.options import Config, DataConfig, ModelConfig, ParallelConfig, PlanConfig, TrainConfig
 from branchnorm_jax.parallel.mesh import make_mesh
 from branchnorm_jax.training import logs, loop
@@ -22,6 +22,7 @@ from branchnorm_jax.training.checkpoint import Checkpoints
 from branchnorm_jax.training.optimizer import make_optimizer
 from branchnorm_jax.training.state import Batch, TrainState, abstract_state, init_state, sha256
 from branchnorm_jax.training.step import loss_sums, make_train_step
+from branchnorm_jax.training.trained import network, restored
 from branchnorm_jax.workdir import Workdir
 
 MODEL = ModelConfig(encoder_layers=2, decoder_layers=2, width=16, ffn_width=24, heads=2, alpha_steps=40)

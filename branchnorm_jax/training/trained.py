@@ -1,0 +1,92 @@
+"""What a training leaves to others: its vocabulary, its network, its parameters; and a run that begins with them."""
+
+import dataclasses
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+from branchnorm_jax import config as configs
+from branchnorm_jax.data.tokenizer import Tokenizer, load_tokenizer
+from branchnorm_jax.decoding.translate import make_model
+from branchnorm_jax.errors import UserError
+from branchnorm_jax.model.parameters import Params
+from branchnorm_jax.model.transformer import BranchScale, Transformer
+from branchnorm_jax.options import Config, ModelConfig
+from branchnorm_jax.parallel.mesh import make_mesh
+from branchnorm_jax.training import logs
+from branchnorm_jax.training.checkpoint import Checkpoints
+from branchnorm_jax.training.state import abstract_params
+from branchnorm_jax.workdir import Workdir, atomic_directory
+
+OF_THE_TRAINING = {
+    *("dropout", "attention_dropout", "activation_dropout", "word_dropout", "init", "dtype", "carry_dtype"),
+    *("alpha_schedule", "alpha_floor", "alpha_hold", "alpha_steps", "alpha_order", "alpha_stagger", "mask_unused"),
+}
+"""Options of the model which say how it is trained: a run may have others than that whose parameters it takes."""
+
+
+def network(config: Config, workdir: Workdir) -> tuple[Tokenizer, Transformer]:
+    """The run's vocabulary and network. Raises `UserError` if the workdir holds no run, or another vocabulary."""
+    if not (workdir / "config.json").exists():
+        raise UserError(f"{workdir.path}: no training run in this workdir; train first (--mode=train)")
+    tokenizer = load_tokenizer(workdir / "vocabulary")
+    if tokenizer.sha256 != workdir.data_identity().get("vocabulary"):
+        raise UserError(f"{workdir / 'vocabulary'}: not the vocabulary that this run was trained with; restore it")
+    return tokenizer, make_model(config.model, tokenizer)
+
+
+def restored(config: Config, workdir: Workdir, model: Transformer, which: str) -> tuple[Params, BranchScale, int]:
+    """Parameters, alpha and step of a checkpoint of the run, or of its "average". Raises `UserError` if it has none."""
+    averaged = which == "average"
+    folder = workdir / ("average" if averaged else "checkpoints")
+    if averaged and not folder.exists():
+        raise UserError(f"{workdir.path}: no average of checkpoints; make it with --mode=average")
+    abstract = abstract_params(model, make_mesh(config.parallel, 0))
+    found = Checkpoints(folder, config.train, logs.say, read_only=True)
+    return found.restore_params("last" if averaged else which, abstract)
+
+
+def named(option: str, name: str, config: Config) -> tuple[Config, Workdir, str]:
+    """The run that an option names, as "workdir" (its best checkpoint) or "workdir:checkpoint".
+
+    Returns:
+      Its config, but for the devices: they are `config`'s, whatever it was trained on; its workdir; its checkpoint.
+    """
+    folder, _, which = name.partition(":")
+    workdir = Workdir(Path(folder))
+    if not (workdir / "config.json").exists():
+        raise UserError(f"{option}: {folder}: no training run in this folder")
+    theirs = dataclasses.replace(configs.load(workdir / "config.json"), parallel=config.parallel)
+    return theirs, workdir, which or "best"
+
+
+def take_vocabulary(config: Config, workdir: Workdir) -> None:
+    """Copies the vocabulary of the run that `train.finetune_from` names.
+
+    Raises:
+      UserError: if there is none, or its model is another one than `config`'s.
+    """
+    theirs, parent, _ = named("train.finetune_from", config.train.finetune_from, config)
+    if parent.path.resolve() == workdir.path.resolve():
+        raise UserError("train.finetune_from: that is this --workdir; choose another one for the new run")
+    ours = {field.name for field in dataclasses.fields(ModelConfig) if not field.metadata["free"]} - OF_THE_TRAINING
+    changed = [
+        f"model.{name}={getattr(theirs.model, name)}"
+        for name in sorted(ours)
+        if getattr(theirs.model, name) != getattr(config.model, name)
+    ]
+    if theirs.data.shared_vocab != config.data.shared_vocab:
+        changed.append(f"data.shared_vocab={theirs.data.shared_vocab}")
+    if changed:
+        raise UserError(f"train.finetune_from: {parent.path} has another model; set {' '.join(changed)} here, too")
+    network(theirs, parent)  # It must be the vocabulary that it was trained with.
+    with atomic_directory(workdir / "vocabulary") as temporary:
+        shutil.copytree(parent / "vocabulary", temporary, dirs_exist_ok=True)
+
+
+def taken(config: Config, model: Transformer, say: Callable[[str], None]) -> tuple[Params, BranchScale]:
+    """Parameters and alpha that the run begins with, of the run that `train.finetune_from` names."""
+    theirs, parent, which = named("train.finetune_from", config.train.finetune_from, config)
+    params, alpha, step = restored(theirs, parent, model, which)
+    say(f"begins with the parameters of {parent.path}, step {step}")
+    return params, alpha

@@ -1,0 +1,143 @@
+"""A run that begins with what another has learned."""
+
+import dataclasses
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from branchnorm_jax import config as configs
+from branchnorm_jax.data.prepare import prepare
+from branchnorm_jax.errors import UserError
+from branchnorm_jax.options import Config, ModelConfig
+from branchnorm_jax.training import logs, loop, schedules
+from branchnorm_jax.training.trained import network, restored
+from branchnorm_jax.workdir import Workdir
+
+
+def child_of(parent: Path, which: str = "last", model: dict[str, Any] | None = None, **train: Any) -> Config:
+    """The parent's config, with other text and fresh training; nothing is learned unless `train` says so."""
+    config = configs.load(parent / "config.json")
+    still = {"steps": 2, "learning_rate": 0.0, "warmup_init": 0.0}
+    return dataclasses.replace(
+        config,
+        model=dataclasses.replace(config.model, **(model or {})),
+        data=dataclasses.replace(config.data, numerals_pairs=200, vocab_size=200),
+        train=dataclasses.replace(config.train, **{"finetune_from": f"{parent}:{which}"} | still | train),
+    )
+
+
+def read(workdir: Path, name: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (workdir / name).read_text().splitlines()]
+
+
+def test_it_begins_with_vocabulary_parameters_and_alpha(trained: Path, tmp_path: Path) -> None:
+    """After 10 updates of T = 40 alpha is 0.25, and goes on from there with T = 400; a rate of 0 changes nothing."""
+    theirs = configs.load(trained / "config.json")
+    theirs = dataclasses.replace(theirs, train=dataclasses.replace(theirs.train, steps=10))
+    parent, child = Workdir(tmp_path / "parent"), Workdir(tmp_path / "child")
+    loop.train(theirs, parent)
+    config = child_of(parent.path, "10", model={"dropout": 0.3, "alpha_steps": 400}, ema_decay=0.9)
+    loop.train(config, child)
+    assert (child / "vocabulary" / "vocab.model").read_bytes() == (parent / "vocabulary" / "vocab.model").read_bytes()
+    _, model = network(config, child)
+    params, _, _ = restored(theirs, parent, model, "10")
+    kept, _, step = restored(config, child, model, "last")
+    assert step == 2
+    jax.tree.map(np.testing.assert_array_equal, kept, params)
+    alphas = [line["alpha"] for line in read(child.path, "metrics.jsonl")]
+    np.testing.assert_allclose(alphas, [100 / 400, 101 / 400], rtol=1e-6)
+
+
+@pytest.mark.slow
+def test_it_learns_from_where_the_parent_stood(trained: Path, tmp_path: Path) -> None:
+    """The same text: the first loss is about the parent's last, not that of an untrained model, and the next less."""
+    config = dataclasses.replace(
+        child_of(trained, steps=40, learning_rate=5e-3, eval_every=10),
+        data=configs.load(trained / "config.json").data,
+    )
+    loop.train(config, Workdir(tmp_path / "child"))
+    last, first = read(trained, "validation.jsonl")[-1]["loss"], read(trained, "metrics.jsonl")[0]["loss"]
+    losses = [line["loss"] for line in read(tmp_path / "child", "validation.jsonl")]
+    assert losses[-1] < last < first - 0.5
+
+
+@pytest.mark.slow
+def test_the_parent_may_go_once_there_is_a_checkpoint(trained: Path, tmp_path: Path) -> None:
+    parent = shutil.copytree(trained, tmp_path / "parent")
+    config, child = child_of(parent, learning_rate=1e-3), Workdir(tmp_path / "child")
+    loop.train(config, child)
+    shutil.rmtree(parent)
+    loop.train(dataclasses.replace(config, train=dataclasses.replace(config.train, steps=4)), child)
+    assert json.loads((child / "status.json").read_text())["step"] == 4
+
+
+@pytest.mark.slow
+def test_a_vocabulary_of_before_gives_way(trained: Path, tmp_path: Path) -> None:
+    """What `prepare` made for a plan or preflight is not what the parent's parameters are of."""
+    config, child = child_of(trained), Workdir(tmp_path / "child")
+    child.create()
+    before = prepare(config.data, child.path, logs.say).tokenizer.sha256
+    loop.train(config, child)
+    assert child.data_identity()["vocabulary"] == Workdir(trained).data_identity()["vocabulary"] != before
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (
+            {"ffn_width": 32, "method": "deepnorm"},
+            r"has another model; set model\.ffn_width=24 model\.method=branchnorm",
+        ),
+        ({"positions": "fairseq"}, r"has another model; set model\.positions=marian"),
+    ],
+)
+def test_another_model_is_refused(trained: Path, tmp_path: Path, model: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        loop.train(child_of(trained, model=model), Workdir(tmp_path / "child"))
+
+
+def test_what_cannot_be_begun_with(trained: Path, tmp_path: Path) -> None:
+    run = Workdir(tmp_path / "child")
+    for name, message in (
+        (str(tmp_path), "no training run in this folder"),
+        (f"{trained}:7", "no checkpoint of step 7; there are"),
+        (f"{trained}:newest", "neither best, nor last"),
+    ):
+        with pytest.raises(UserError, match=message):
+            loop.train(child_of(trained, finetune_from=name), run)
+    copied = shutil.copytree(trained, tmp_path / "copied")
+    shutil.rmtree(copied / "checkpoints")
+    with pytest.raises(UserError, match="that is this --workdir"):
+        loop.train(child_of(trained, finetune_from=str(copied)), Workdir(copied))
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    schedule=st.sampled_from(["linear", "exp", "sigmoid", "adaptive"]),
+    order=st.sampled_from(["uniform", "bottom_up", "top_down", "progressive"]),
+    steps=st.integers(1, 500),
+    clock=st.integers(0, 1000),
+)
+def test_the_clock_of_an_alpha(schedule: str, order: str, steps: int, clock: int) -> None:
+    """It is the first clock of that alpha: the same one, but where alpha does not grow from one to the next."""
+    model = ModelConfig(
+        encoder_layers=3, decoder_layers=5, alpha_schedule=schedule, alpha_order=order, alpha_steps=steps
+    )
+    alpha = jax.jit(schedules.alpha(model))
+    found = schedules.clock_at(model, alpha(jnp.int32(clock)))
+    assert found <= min(clock, steps)
+    jax.tree.map(np.testing.assert_array_equal, alpha(jnp.int32(found)), alpha(jnp.int32(clock)))
+
+
+def test_a_clock_of_another_schedule() -> None:
+    """Half way of T = 1000 is half way of T = 100."""
+    alpha = schedules.alpha(ModelConfig(alpha_steps=1000))(jnp.int32(500))
+    assert schedules.clock_at(ModelConfig(alpha_steps=100), alpha) == 50

@@ -24,6 +24,9 @@ OF_THE_TRAINING = {
 }
 """Options of the model which say how it is trained: a run may have others than that whose parameters it takes."""
 
+OF_THE_VOCABULARY = "shared_vocab", "vocab_type"
+"""Options of the data that tell what kind of vocabulary it is."""
+
 
 def network(config: Config, workdir: Workdir) -> tuple[Tokenizer, Transformer]:
     """The run's vocabulary and network. Raises `UserError` if the workdir holds no run, or another vocabulary."""
@@ -71,12 +74,11 @@ def take_vocabulary(config: Config, workdir: Workdir) -> None:
         raise UserError("train.finetune_from: that is this --workdir; choose another one for the new run")
     ours = {field.name for field in dataclasses.fields(ModelConfig) if not field.metadata["free"]} - OF_THE_TRAINING
     changed = [
-        f"model.{name}={getattr(theirs.model, name)}"
-        for name in sorted(ours)
-        if getattr(theirs.model, name) != getattr(config.model, name)
+        f"{section}.{name}={getattr(getattr(theirs, section), name)}"
+        for section, names in (("model", sorted(ours)), ("data", OF_THE_VOCABULARY))
+        for name in names
+        if getattr(getattr(theirs, section), name) != getattr(getattr(config, section), name)
     ]
-    if theirs.data.shared_vocab != config.data.shared_vocab:
-        changed.append(f"data.shared_vocab={theirs.data.shared_vocab}")
     if changed:
         raise UserError(f"train.finetune_from: {parent.path} has another model; set {' '.join(changed)} here, too")
     network(theirs, parent)  # It must be the vocabulary that it was trained with.

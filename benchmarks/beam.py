@@ -120,10 +120,11 @@ def straightforward(
 
 def made(name: str) -> tuple[Transformer, tuple[Any, jax.Array], list[list[int]]]:
     """An untrained model, its parameters and alpha, and sentences to translate."""
-    model, rng = Transformer(MODELS[name], VOCABULARY, VOCABULARY), np.random.default_rng(0)
+    # A table of their own and of larger logits, or the likeliest word would always be the last one once more.
+    config = dataclasses.replace(MODELS[name], shared_embeddings="none")
+    model, rng = Transformer(config, VOCABULARY, VOCABULARY), np.random.default_rng(0)
     params, alpha = jax.jit(model.init)(jax.random.key(0)), jnp.float32(0.3)
-    # Embeddings of another size make words that differ, and hypotheses that are no ties.
-    params["embedding"]["shared"] = 3 * params["embedding"]["shared"]
+    params["embedding"]["output"] = 4 * params["embedding"]["output"]
     sources = [[*rng.integers(3, VOCABULARY, rng.integers(4, 30)).tolist(), EOS] for _ in range(SENTENCES)]
     return model, (params, alpha), sources
 
@@ -147,11 +148,12 @@ def untrained(name: str, pairs: int) -> dict[str, Any]:
 
     as_written, at_best = theirs(sources, True), theirs(sorted(sources, key=len), False)
     tokens, scores = (np.concatenate(side) for side in zip(*jax.device_get(as_written()), strict=True))
-    equal, apart = 0, 0.0
+    equal, apart, hypotheses = 0, 0.0, set()
     for index, found in ours():
         longest = found.tokens.shape[1]
         equal += bool((found.tokens[0] == tokens[index, 0, :longest]).all())
         apart = max(apart, float(abs(found.scores[0] - scores[index, 0])))
+        hypotheses.add(tuple(found.tokens[0].tolist()))
     times = dict(zip(("as_written", "at_best", "ours"), in_turn((as_written, at_best, ours), pairs), strict=True))
 
     def ratio(other: str) -> float:
@@ -162,6 +164,7 @@ def untrained(name: str, pairs: int) -> dict[str, Any]:
         f"{name}_speedup_over_sorted_and_hoisted": ratio("at_best"),
         **{f"{name}_{which}_seconds": seconds for which, seconds in times.items()},
         f"{name}_identical": f"{equal} of {SENTENCES}",
+        f"{name}_different_from_each_other": len(hypotheses),
         f"{name}_largest_difference_of_scores": apart,
     }
 

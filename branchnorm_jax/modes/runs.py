@@ -15,7 +15,6 @@ from branchnorm_jax.analysis.report import draw_curves, draw_layers
 from branchnorm_jax.config import to_json
 from branchnorm_jax.data.batches import make_plans
 from branchnorm_jax.data.corpus import read_pairs
-from branchnorm_jax.data.prepare import prepare
 from branchnorm_jax.decoding.translate import make_model
 from branchnorm_jax.errors import DivergedError, UserError
 from branchnorm_jax.model.methods import get_recipe
@@ -25,6 +24,7 @@ from branchnorm_jax.options import Config
 from branchnorm_jax.training import logs, loop
 from branchnorm_jax.training.loop import check_names
 from branchnorm_jax.training.state import Batch, init_params
+from branchnorm_jax.training.trained import corpus_of
 from branchnorm_jax.workdir import Workdir, write_atomically
 
 DOCS = Path(__file__).parent.parent.parent / "docs"
@@ -64,7 +64,7 @@ def preflight(config: Config, workdir: Workdir) -> None:
     """A time lapse of the run at its real depth, narrow, and a verdict: preflight.json, preflight.png."""
     check_names(config)
     workdir.create()
-    corpus = prepare(config.data, workdir.path, logs.say)
+    corpus = corpus_of(config, workdir)
     with logs.progress_bar(0, 0, "update", "preflight") as bar:
 
         def progress(done: int, total: int) -> None:
@@ -103,7 +103,7 @@ def analyze(config: Config, workdir: Workdir) -> None:
     if (workdir / "status.json").exists() and not workdir.has_checkpoints:
         logs.say(f"{workdir.path}: no checkpoint; the untrained model is measured")
     workdir.create()
-    corpus = prepare(config.data, workdir.path, logs.say)
+    corpus = corpus_of(config, workdir)
     _, valid = make_plans(config.data, corpus.train, corpus.valid, config.train.batch_tokens, config.train.seed)
     batch = Batch(*map(jnp.asarray, valid[0].single(ANALYZED)))
     signals = {}

@@ -212,7 +212,7 @@ class Checkpoints:
             best = self.best_step() if which == "best" else None
             candidates = ([best] if best is not None else []) + [step for step in reversed(steps) if step != best]
         else:
-            raise UserError(f"checkpoint {which!r}: neither best, nor last, nor average, nor a step")
+            raise UserError(f"{self._directory}: checkpoint {which!r}: neither best, nor last, average or a step")
         for place, step in enumerate(candidates):
             try:
                 restored = self._manager.restore(

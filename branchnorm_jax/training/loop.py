@@ -16,7 +16,7 @@ import optax
 from branchnorm_jax.data.batches import BatchPlan, TextBatch, make_plans, prefetch
 from branchnorm_jax.data.corpus import read_pairs
 from branchnorm_jax.data.packing import Shape
-from branchnorm_jax.data.prepare import Corpus, prepare
+from branchnorm_jax.data.prepare import Corpus
 from branchnorm_jax.decoding.translate import Translator, make_model
 from branchnorm_jax.errors import BranchNormError, DivergedError, Preempted, StorageError, UserError
 from branchnorm_jax.evaluation.bleu import corpus_bleu
@@ -33,7 +33,7 @@ from branchnorm_jax.training.optimizer import make_optimizer
 from branchnorm_jax.training.record import OF_THE_PROCESS, Memory, Recorder, note
 from branchnorm_jax.training.state import Batch, TrainState, abstract_state, init_state, sha256, state_of
 from branchnorm_jax.training.step import Metrics, make_eval_step, make_train_step
-from branchnorm_jax.training.trained import take_vocabulary, taken
+from branchnorm_jax.training.trained import corpus_of, parents_parameters
 from branchnorm_jax.training.watch import ADVICE, check_finite
 from branchnorm_jax.workdir import Workdir, write_atomically
 
@@ -51,9 +51,7 @@ def train(config: Config, workdir: Workdir) -> None:
     workdir.create()
     with workdir.locked():
         workdir.agree_on_config(config)
-        if config.train.finetune_from and not workdir.has_checkpoints:
-            take_vocabulary(config, workdir)
-        corpus = prepare(config.data, workdir.path, logs.say)
+        corpus = corpus_of(config, workdir)
         workdir.agree_on_data(corpus.identity())
         run = Run(config, workdir, corpus)
         try:
@@ -124,7 +122,7 @@ class Run:
         if restored is None:
             train, parts = self.config.train, (self.model, self.optimizer, self.mesh)
             if train.finetune_from:
-                params, alpha = taken(self.config, self.model, logs.say)
+                params, alpha = parents_parameters(self.config, self.model)
                 clock = schedules.clock_at(self.config.model, alpha)
                 self.state = state_of(*parts, params, clock, bool(train.ema_decay))
             else:

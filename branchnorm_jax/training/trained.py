@@ -2,11 +2,11 @@
 
 import dataclasses
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 from branchnorm_jax import config as configs
-from branchnorm_jax.data.tokenizer import Tokenizer, load_tokenizer
+from branchnorm_jax.data.prepare import Corpus, prepare
+from branchnorm_jax.data.tokenizer import UNUSED, Tokenizer, load_tokenizer
 from branchnorm_jax.decoding.translate import make_model
 from branchnorm_jax.errors import UserError
 from branchnorm_jax.model.parameters import Params
@@ -24,8 +24,8 @@ OF_THE_TRAINING = {
 }
 """Options of the model which say how it is trained: a run may have others than that whose parameters it takes."""
 
-OF_THE_VOCABULARY = "shared_vocab", "vocab_type"
-"""Options of the data that tell what kind of vocabulary it is."""
+OF_THE_VOCABULARY = "vocab_size", "vocab_type", "shared_vocab"
+"""Options of the data that tell what vocabulary it is."""
 
 
 def network(config: Config, workdir: Workdir) -> tuple[Tokenizer, Transformer]:
@@ -72,10 +72,13 @@ def take_vocabulary(config: Config, workdir: Workdir) -> None:
     theirs, parent, _ = named("train.finetune_from", config.train.finetune_from, config)
     if parent.path.resolve() == workdir.path.resolve():
         raise UserError("train.finetune_from: that is this --workdir; choose another one for the new run")
+    if theirs.data.pairs and not config.data.pairs:
+        raise UserError(f"train.finetune_from: {parent.path} has tags of languages; set data.pairs, be it to one pair")
+    of_the_data = OF_THE_VOCABULARY + (("tags",) if theirs.data.pairs else ())
     ours = {field.name for field in dataclasses.fields(ModelConfig) if not field.metadata["free"]} - OF_THE_TRAINING
     changed = [
         f"{section}.{name}={getattr(getattr(theirs, section), name)}"
-        for section, names in (("model", sorted(ours)), ("data", OF_THE_VOCABULARY))
+        for section, names in (("model", sorted(ours)), ("data", of_the_data))
         for name in names
         if getattr(getattr(theirs, section), name) != getattr(getattr(config, section), name)
     ]
@@ -83,12 +86,20 @@ def take_vocabulary(config: Config, workdir: Workdir) -> None:
         raise UserError(f"train.finetune_from: {parent.path} has another model; set {' '.join(changed)} here, too")
     network(theirs, parent)  # It must be the vocabulary that it was trained with.
     with atomic_directory(workdir / "vocabulary") as temporary:
-        shutil.copytree(parent / "vocabulary", temporary, dirs_exist_ok=True)
+        # Which pieces are unused is a matter of the new text.
+        shutil.copytree(parent / "vocabulary", temporary, ignore=shutil.ignore_patterns(UNUSED), dirs_exist_ok=True)
 
 
-def taken(config: Config, model: Transformer, say: Callable[[str], None]) -> tuple[Params, BranchScale]:
+def corpus_of(config: Config, workdir: Workdir) -> Corpus:
+    """`prepare` for the run of this workdir, with the vocabulary that it has or will begin with."""
+    if config.train.finetune_from and not workdir.has_checkpoints:
+        take_vocabulary(config, workdir)
+    return prepare(config.data, workdir.path, logs.say)
+
+
+def parents_parameters(config: Config, model: Transformer) -> tuple[Params, BranchScale]:
     """Parameters and alpha that the run begins with, of the run that `train.finetune_from` names."""
     theirs, parent, which = named("train.finetune_from", config.train.finetune_from, config)
     params, alpha, step = restored(theirs, parent, model, which)
-    say(f"begins with the parameters of {parent.path}, step {step}")
+    logs.say(f"begins with the parameters of {parent.path}, step {step}")
     return params, alpha

@@ -15,10 +15,11 @@ from hypothesis import strategies as st
 
 from branchnorm_jax import config as configs
 from branchnorm_jax.data.prepare import prepare
+from branchnorm_jax.data.tokenizer import load_tokenizer
 from branchnorm_jax.errors import UserError
 from branchnorm_jax.options import Config, ModelConfig
 from branchnorm_jax.training import logs, loop, schedules
-from branchnorm_jax.training.trained import network, restored
+from branchnorm_jax.training.trained import corpus_of, network, restored
 from branchnorm_jax.workdir import Workdir
 
 
@@ -29,7 +30,7 @@ def child_of(parent: Path, which: str = "last", model: dict[str, Any] | None = N
     return dataclasses.replace(
         config,
         model=dataclasses.replace(config.model, **(model or {})),
-        data=dataclasses.replace(config.data, numerals_pairs=200, vocab_size=200),
+        data=dataclasses.replace(config.data, numerals_pairs=200),
         train=dataclasses.replace(config.train, **{"finetune_from": f"{parent}:{which}"} | still | train),
     )
 
@@ -58,15 +59,16 @@ def test_it_begins_with_vocabulary_parameters_and_alpha(trained: Path, tmp_path:
 
 @pytest.mark.slow
 def test_it_learns_from_where_the_parent_stood(trained: Path, tmp_path: Path) -> None:
-    """The same text: the first loss is about the parent's last, not that of an untrained model, and the next less."""
+    """The same text: the first loss is about the parent's last, not an untrained model's; the last is below it."""
     config = dataclasses.replace(
         child_of(trained, steps=40, learning_rate=5e-3, eval_every=10),
         data=configs.load(trained / "config.json").data,
     )
     loop.train(config, Workdir(tmp_path / "child"))
-    last, first = read(trained, "validation.jsonl")[-1]["loss"], read(trained, "metrics.jsonl")[0]["loss"]
-    losses = [line["loss"] for line in read(tmp_path / "child", "validation.jsonl")]
-    assert losses[-1] < last < first - 0.5
+    last = read(trained, "validation.jsonl")[-1]["loss"]
+    untrained, first = (read(run, "metrics.jsonl")[0]["loss"] for run in (trained, tmp_path / "child"))
+    assert abs(first - last) < 0.5 * (untrained - last)
+    assert read(tmp_path / "child", "validation.jsonl")[-1]["loss"] < last
 
 
 @pytest.mark.slow
@@ -84,9 +86,34 @@ def test_a_vocabulary_of_before_gives_way(trained: Path, tmp_path: Path) -> None
     """What `prepare` made for a plan or preflight is not what the parent's parameters are of."""
     config, child = child_of(trained), Workdir(tmp_path / "child")
     child.create()
-    before = prepare(config.data, child.path, logs.say).tokenizer.sha256
+    other = dataclasses.replace(config.data, vocab_size=200)
+    before = prepare(other, child.path, logs.say).tokenizer.sha256
     loop.train(config, child)
     assert child.data_identity()["vocabulary"] == Workdir(trained).data_identity()["vocabulary"] != before
+
+
+def test_unused_pieces_are_those_of_the_new_text_however_often_it_starts(trained: Path, tmp_path: Path) -> None:
+    config, child = child_of(trained), Workdir(tmp_path / "child")
+    child.create()
+    unused = [corpus_of(config, child).tokenizer.unused_target for _ in range(2)]
+    assert unused[0] == unused[1] != load_tokenizer(trained / "vocabulary").unused_target
+    used = np.unique(corpus_of(config, child).train.stores[0].target_tokens)
+    assert not set(unused[0]) & set(used.tolist())
+
+
+def test_tags_of_languages_are_not_forgotten(trained: Path, tmp_path: Path) -> None:
+    parent = shutil.copytree(trained, tmp_path / "parent")
+    values = json.loads((parent / "config.json").read_text())
+    values["data"] |= {"pairs": "en-de,de-en", "tags": "both"}
+    (parent / "config.json").write_text(json.dumps(values))
+    config, child = child_of(parent), Workdir(tmp_path / "child")
+    mistakes: list[tuple[dict[str, Any], str]] = [
+        ({"pairs": ""}, "set data.pairs"),
+        ({"tags": "source"}, r"set data\.tags=both here"),
+    ]
+    for changed, message in mistakes:
+        with pytest.raises(UserError, match=message):
+            loop.train(dataclasses.replace(config, data=dataclasses.replace(config.data, **changed)), child)
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,7 @@ from branchnorm_jax.training import logs, schedules
 from branchnorm_jax.training.checkpoint import Checkpoints
 from branchnorm_jax.training.optimizer import make_optimizer
 from branchnorm_jax.training.record import OF_THE_PROCESS, Memory, Recorder, note
-from branchnorm_jax.training.state import Batch, TrainState, abstract_state, init_state, sha256, state_of
+from branchnorm_jax.training.state import Batch, TrainState, abstract_state, init_state, sha256, state_from
 from branchnorm_jax.training.step import Metrics, make_eval_step, make_train_step
 from branchnorm_jax.training.trained import corpus_of, parents_parameters
 from branchnorm_jax.training.watch import ADVICE, check_finite
@@ -120,14 +120,14 @@ class Run:
         """Goes to the newest good checkpoint of at most `until` updates, or to the start if there is none."""
         restored = self.checkpoints.restore_latest(self.abstract, until)
         if restored is None:
-            train, parts = self.config.train, (self.model, self.optimizer, self.mesh)
+            train = self.config.train
             if train.finetune_from:
                 params, alpha = parents_parameters(self.config, self.model)
                 clock = schedules.clock_at(self.config.model, alpha)
-                self.state = state_of(*parts, params, clock, bool(train.ema_decay))
+                self.state = state_from(self.model, self.optimizer, self.mesh, params, clock, bool(train.ema_decay))
             else:
                 first = Batch(*to_devices(self.mesh, self.plan.batch_at(0)))
-                self.state = init_state(*parts, train.seed, first, bool(train.ema_decay))
+                self.state = init_state(self.model, self.optimizer, self.mesh, train.seed, first, bool(train.ema_decay))
             self.memory = Memory()
         else:
             self.state, memory = restored

@@ -1,6 +1,7 @@
 """The train state: all that a checkpoint holds, and digests by which two states can be compared."""
 
 import dataclasses
+import functools
 import hashlib
 from typing import Any, NamedTuple
 
@@ -117,15 +118,12 @@ def init_state(
     ema: bool = False,
 ) -> TrainState:
     """The state at step 0, made in place on the devices that hold it. The numbers do not depend on the mesh."""
-
-    def create(first: Batch) -> TrainState:
-        return first_state(init_params(model, seed, first), optimizer, ema)
-
-    shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract_state(model, optimizer, mesh, ema))
-    return jax.jit(create, out_shardings=shardings)(first)
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract_params(model, mesh))
+    params = jax.jit(functools.partial(init_params, model, seed), out_shardings=shardings)(first)
+    return state_from(model, optimizer, mesh, params, 0, ema)
 
 
-def state_of(
+def state_from(
     model: Transformer,
     optimizer: optax.GradientTransformation,
     mesh: Mesh,
@@ -133,7 +131,7 @@ def state_of(
     clock: int,
     ema: bool = False,
 ) -> TrainState:
-    """The state at step 0 of parameters that were trained before, which are given up, and with alpha's clock there."""
+    """The state at step 0 with these parameters, which are given up, and alpha's clock there."""
 
     def create(params: Params) -> TrainState:
         return dataclasses.replace(first_state(params, optimizer, ema), clock=jnp.int32(clock))

@@ -19,9 +19,9 @@ from branchnorm_jax.training.state import abstract_params
 from branchnorm_jax.workdir import Workdir, atomic_directory
 
 OF_THE_TRAINING = {
-    *("dropout", "attention_dropout", "activation_dropout", "word_dropout", "init", "dtype", "carry_dtype"),
-    *("alpha_schedule", "alpha_floor", "alpha_hold", "alpha_steps", "alpha_order", "alpha_stagger", "mask_unused"),
-}
+    "dropout", "attention_dropout", "activation_dropout", "word_dropout", "init", "dtype", "carry_dtype", "mask_unused",
+    "alpha_schedule", "alpha_floor", "alpha_hold", "alpha_steps", "alpha_order", "alpha_stagger",
+}  # fmt: skip
 """Options of the model which say how it is trained: a run may have others than that whose parameters it takes."""
 
 OF_THE_VOCABULARY = "vocab_size", "vocab_type", "shared_vocab"

@@ -149,6 +149,7 @@ def test_bad_corpora(damage: Callable[[Path], None], data: dict, parts: list[str
         assert part in str(error.value)
 
 
+@pytest.mark.slow
 def test_another_config_corpus_or_vocabulary_in_a_workdir_is_refused(tmp_path: Path) -> None:
     folder, workdir = corpus(tmp_path / "corpus"), Workdir(tmp_path / "run")
     config = small_config(path=str(folder))
@@ -365,6 +366,7 @@ def test_score_prints_a_line_per_pair_whatever_the_order(trained: Path) -> None:
     assert is_one_line(bad.stderr, "line 1", "source<TAB>target")
 
 
+@pytest.mark.slow
 def test_evaluate_writes_scores_with_signatures(trained: Path, tmp_path: Path) -> None:
     workdir = tmp_path / "run"
     shutil.copytree(trained, workdir)
@@ -390,6 +392,7 @@ def test_inference_without_a_run_says_so(tmp_path: Path) -> None:
     assert is_one_line(done.stderr, "train first")
 
 
+@pytest.mark.slow
 def test_a_diverging_run_says_so_and_keeps_nothing_that_is_not_finite(tmp_path: Path) -> None:
     options = ("--config.train.learning_rate=1e38", "--config.train.warmup_steps=0", "--config.train.eval_every=0")
     done = run_main(*TINY, f"--workdir={tmp_path}", *options)
@@ -404,6 +407,7 @@ def test_a_diverging_run_says_so_and_keeps_nothing_that_is_not_finite(tmp_path: 
     assert not [entry for entry in (tmp_path / "checkpoints").iterdir() if entry.name.isdecimal()]
 
 
+@pytest.mark.slow
 def test_training_never_imports_tensorflow(tmp_path: Path) -> None:
     """The whole way of a run: text, training, validation with BLEU, TensorBoard files, checkpoints."""
     code = (

@@ -85,7 +85,7 @@ def test_a_scan_keeps_what_its_gradient_needs(wrap: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "remat", [pytest.param(remat, marks=[] if remat in ("none", "nested") else pytest.mark.slow) for remat in REMAT]
+    "remat", [pytest.param(remat, marks=[] if remat == "none" else pytest.mark.slow) for remat in REMAT]
 )
 def test_an_update_against_the_compiler(remat: str) -> None:
     """Peak memory of a whole update, 30L-30L, within a tenth of the compiler's; see benchmarks/plan.py for many."""

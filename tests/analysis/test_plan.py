@@ -99,7 +99,8 @@ def test_matrix_products_of_an_update_are_those_of_the_formula() -> None:
         assert counted == pytest.approx(3 * sum(parts.values()) + again, rel=0.02)
 
 
-@pytest.mark.parametrize(("remat", "accumulation"), [pytest.param("full", 4, marks=pytest.mark.slow), ("nested", 1)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("remat", "accumulation"), [("full", 4), ("nested", 1)])
 def test_as_many_tokens_as_fit(remat: str, accumulation: int) -> None:
     """One row more, or a few, does not fit; what is said to fit does. In little memory, and in much."""
     run = config(
@@ -129,6 +130,7 @@ def test_calibration_is_exact_where_it_measured(monkeypatch: pytest.MonkeyPatch)
         assert on_device(seconds(shallow, device, update_costs(shallow, 8, 32))) == pytest.approx(expected, rel=1e-3)
 
 
+@pytest.mark.slow
 def test_a_run_that_cannot_fit_is_refused() -> None:
     run = config("100L-100L", model__width=64, model__ffn_width=256, model__heads=2, data__vocab_size=400)
     peaks = {remat: peak_bytes(with_remat(run, remat), 1) for remat in REMAT}

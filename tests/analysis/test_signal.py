@@ -25,6 +25,7 @@ def make(method: str, layers: int = 3) -> tuple[Config, Transformer]:
     return Config(model=model), Transformer(model, 20, 20)
 
 
+@pytest.mark.slow
 def test_rezero_passes_everything_on_and_its_encoder_learns_nothing_yet() -> None:
     config, model = make("rezero", 30)
     found = signal.measure(config, model, model.init(jax.random.key(0)), ONE, BATCH)

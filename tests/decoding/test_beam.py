@@ -187,6 +187,7 @@ def test_each_sentence_may_ask_for_its_own_number_of_hypotheses() -> None:
     assert sooner > 0
 
 
+@pytest.mark.slow
 @settings(max_examples=4, deadline=None)
 @given(st.integers(0, 1000), st.lists(st.integers(0, 9), min_size=3, max_size=6), st.sampled_from([1, 3]))
 def test_rows_that_take_the_next_sentence_at_any_time(seed: int, limits: list[int], beam_size: int) -> None:

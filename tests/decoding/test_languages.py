@@ -61,6 +61,7 @@ def test_scores_are_those_of_the_tagged_text_and_what_is_shown_has_no_tag(case: 
     assert (len(tags[0].source), len(tags[0].target)) == (data.tags != "target", data.tags != "source")
 
 
+@pytest.mark.slow
 def test_what_is_warmed_up_for_tags_compiles_nothing_later(case: Case) -> None:
     """Also for a line that just fits without its tag."""
     translator, params, languages, data = case

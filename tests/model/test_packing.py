@@ -29,7 +29,7 @@ def batch(rows: list[np.ndarray], shape: Shape) -> Batch:
     return Batch(*map(jnp.asarray, fill_rows(Text(LENGTHS), rows, shape)))
 
 
-@pytest.mark.parametrize("method", ["branchnorm", "dlcl_post"])
+@pytest.mark.parametrize("method", ["branchnorm", pytest.param("dlcl_post", marks=pytest.mark.slow)])
 def test_loss_and_gradient_are_those_of_the_sentences_alone(method: str) -> None:
     model = Transformer(dataclasses.replace(SMALL, method=method), 20, 20)
     params = jax.tree.map(

@@ -189,6 +189,7 @@ def test_one_branch_scale_per_layer() -> None:
 RATES = dict(dropout=0.2, attention_dropout=0.1, activation_dropout=0.1)
 
 
+@pytest.mark.slow
 def test_loop_scan_and_remat_draw_the_same_masks_and_give_the_same_numbers() -> None:
     """Losses and gradients; XLA fuses a loop's layers differently, so equality is up to rounding."""
     method = "branchnorm"
@@ -292,6 +293,7 @@ def test_layer_norm_equals_pytorch_far_from_zero() -> None:
     np.testing.assert_allclose(ours, theirs.numpy(), atol=2e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "method", ["branchnorm", *(pytest.param(name, marks=pytest.mark.slow) for name in ("mixnorm", "mixnorm_anneal"))]
 )

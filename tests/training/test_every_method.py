@@ -135,7 +135,7 @@ def loop_errors(scan: Step, loop: Step, fresh: TrainState, data: Batch) -> tuple
 
 
 # A few that share least code; the others are slow: `make test-all`.
-QUICK = ("branchnorm", "rezero")
+QUICK = ("branchnorm",)
 
 
 @pytest.mark.parametrize("method", every_method(QUICK))
@@ -148,6 +148,7 @@ def test_method(method: str, tmp_path: Path) -> None:
     assert found.gradient_error <= 1e-6
 
 
+@pytest.mark.slow
 def test_a_new_method_is_one_row(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Nothing but the table is touched: a scalar gate on the branch that grows with alpha and is learned per layer."""
     recipe = Recipe(

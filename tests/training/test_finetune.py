@@ -39,6 +39,7 @@ def read(workdir: Path, name: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (workdir / name).read_text().splitlines()]
 
 
+@pytest.mark.slow
 def test_it_begins_with_vocabulary_parameters_and_alpha(trained: Path, tmp_path: Path) -> None:
     """After 10 updates of T = 40 alpha is 0.25, and goes on from there with T = 400; a rate of 0 changes nothing."""
     theirs = configs.load(trained / "config.json")

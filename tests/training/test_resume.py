@@ -74,6 +74,7 @@ def test_a_finished_run_is_left_as_it_is(trained: Path, tmp_path: Path) -> None:
     assert read_status(workdir)["state_sha256"] == read_status(trained)["state_sha256"]
 
 
+@pytest.mark.slow
 def test_two_trainings_in_one_workdir_are_refused(tmp_path: Path) -> None:
     first = start_main(*TINY, f"--workdir={tmp_path}", "--config.train.steps=100000")
     try:

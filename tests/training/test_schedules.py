@@ -143,6 +143,7 @@ def test_order(order: str, layers: int, expected: list[int]) -> None:
     np.testing.assert_allclose(schedules.order(order, layers), np.array(expected) / max(1, layers - 1), rtol=1e-6)
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=20)
 @given(
     layers=st.integers(1, 40),

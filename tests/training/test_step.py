@@ -82,6 +82,7 @@ def test_one_compilation_per_shape_while_alpha_changes_at_every_step() -> None:
     assert ran.losses[-4] < ran.losses[0]
 
 
+@pytest.mark.slow
 def test_accumulation_gives_the_same_update() -> None:
     """Without dropout, whose bits depend on the shape of a part."""
     model = dataclasses.replace(CONFIG.model, dropout=0.0, attention_dropout=0.0)

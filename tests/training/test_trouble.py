@@ -133,6 +133,7 @@ def test_its_update_can_be_skipped(
     assert found["metrics"][-1]["loss"] == pytest.approx(well["metrics"][-1]["loss"], rel=0.05)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("factor", "policy"), POLICIES)
 def test_it_can_be_rolled_back_and_its_batches_left_out(
     factor: float, policy: str, poison: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -267,6 +268,7 @@ def test_with_no_old_checkpoint_the_oldest_is_better_than_none(
     assert (found["status"], found["events"][1]["to"], found["left_out"]) == ("done", 60, [[58, 65]])
 
 
+@pytest.mark.slow
 def test_skipping_too_much_ends_the_run_whatever_else_is_rolled_back(
     poison: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -45,10 +45,10 @@ def train(model: ModelConfig, train: TrainConfig) -> tuple[TrainState, Metrics]:
     ("method", "optimizer", "remat", "changes"),
     [
         ("branchnorm", "adamw", "nested", {"group": 2, "alpha_order": "bottom_up", "shared_embeddings": "none"}),
-        pytest.param("branchnorm", "adamw", "full", {}, marks=pytest.mark.slow),
-        pytest.param("pre_ln", "lamb", "nested", {}, marks=pytest.mark.slow),
-        pytest.param("admin", "radam", "full", {"carry_dtype": "float16"}, marks=pytest.mark.slow),
-        pytest.param("residual_dual", "adagrad", "full", {"alpha_schedule": "adaptive"}, marks=pytest.mark.slow),
+        ("branchnorm", "adamw", "full", {}),
+        ("pre_ln", "lamb", "nested", {}),
+        ("admin", "radam", "full", {"carry_dtype": "float16"}),
+        ("residual_dual", "adagrad", "full", {"alpha_schedule": "adaptive"}),
     ],
 )
 def test_it_makes_the_same_updates(method: str, optimizer: str, remat: str, changes: dict[str, Any]) -> None:

@@ -105,6 +105,7 @@ def test_watching_changes_no_figure_and_can_be_off() -> None:
     np.testing.assert_allclose(on._replace(layers={})[:-1], off[:-1], rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_run_logs_and_draws_its_layers(tmp_path: Path) -> None:
     options = (*HASTY, f"--workdir={tmp_path}", "--config.train.steps=12", "--config.train.watch_every=5")
     done = run_main(*options, "--config.train.eval_every=0")

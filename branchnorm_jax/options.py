@@ -407,7 +407,10 @@ class DecodeConfig:
         minimum=0,
         free=True,
     )
-    batch_tokens: int = option(4096, "source positions x beam decoded at once", unit="tokens", minimum=1, free=True)
+    batch_tokens: int = option(4096, "source positions x beam of a batch", unit="tokens", minimum=1, free=True)
+    streams: int = option(
+        0, "batches decoded at the same time; 0: two on a CPU, one elsewhere", unit="batches", minimum=0, free=True
+    )
     unroll: int = option(
         12,
         "decoders of up to so many layers run without a loop: a fifth faster, but twice the time to compile",
@@ -419,7 +422,7 @@ class DecodeConfig:
     @property
     def search(self) -> dict[str, Any]:
         """By name, what a translation depends on, beside its line and the models: not where they lie, nor how fast."""
-        others = "checkpoint", "ensemble", "input", "output", "batch_tokens", "unroll"
+        others = "checkpoint", "ensemble", "input", "output", "batch_tokens", "streams", "unroll"
         return {name: value for name, value in vars(self).items() if name not in others}
 
 

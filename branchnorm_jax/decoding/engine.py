@@ -3,7 +3,10 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
+from contextlib import ExitStack
+from itertools import chain
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +19,8 @@ from branchnorm_jax.model.parameters import Params
 from branchnorm_jax.model.places import source_mask
 from branchnorm_jax.model.transformer import BranchScale, Transformer
 from branchnorm_jax.options import PAD, DecodeConfig
+
+T = TypeVar("T")
 
 SHORTEST = 16
 """Sources are padded to this length or twice, four times ... as much, so that few shapes are compiled."""
@@ -104,6 +109,26 @@ def vote(each: Sequence[tuple[jax.Array, jax.Array]]) -> tuple[jax.Array, jax.Ar
     return jax.nn.logsumexp(log_probs, axis=0), jnp.full(log_probs.shape[1:-1], jnp.log(len(each)))
 
 
+def side_by_side(streams: Sequence[Iterator[Sequence[T]]]) -> Iterator[T]:
+    """What all of them give, as it comes.
+
+    Each has a thread of its own, for what one thread asks of a CPU is done one after another.
+    """
+    if len(streams) == 1:
+        yield from chain.from_iterable(streams[0])
+        return
+    with ExitStack() as stack:
+        threads = [(stack.enter_context(ThreadPoolExecutor(1)), stream) for stream in streams]
+        turns = {thread.submit(next, stream, None): (thread, stream) for thread, stream in threads}
+        while turns:
+            for turn in wait(turns, return_when=FIRST_COMPLETED).done:
+                thread, stream = turns.pop(turn)
+                found = turn.result()
+                if found is not None:
+                    turns[thread.submit(next, stream, None)] = thread, stream
+                    yield from found
+
+
 @dataclasses.dataclass(frozen=True)
 class Engine:
     """Beam search with models whose parameters are given at each call, so that nothing compiles twice.
@@ -125,6 +150,9 @@ class Engine:
 
         A hypothesis does not depend on what else is decoded: its limit comes from its own source's length, and rows
         know nothing of each other.
+
+        Several batches, the streams, are searched at the same time: many operations of a step are too small for all
+        cores of a CPU. Which texts a stream has does not depend on which one is faster, so neither do rounding errors.
         """
         order = sorted(range(len(texts)), key=lambda index: len(texts[index].source))
         weights = self._ready(weights)
@@ -135,25 +163,27 @@ class Engine:
             # A few shorter ones are not worth a shape of their own, which rows would wait for, and so come along.
             group = order[-max(same, rows) :] if len(order) - same > ALONG * rows else order[:]
             del order[-len(group) :]
-            yield from self._group(weights, texts, group, length)
+            parts = [group[which :: self._streams] for which in range(min(self._streams, len(group)))]
+            shape = min(rows, self.rounding(len(parts[0]))), length, max(len(texts[index].prefix) for index in group)
+            yield from side_by_side([self._stream(weights, texts, part, *shape) for part in parts])
 
-    def _group(
+    def _stream(
         self,
         weights: Weights,
         texts: Sequence[Asked],
         waiting: list[int],
+        rows: int,
         length: int,
-    ) -> Iterator[tuple[int, Hypotheses]]:
-        """Texts of at most `length` tokens, `waiting` in the order from the last to the first."""
-        rows = min(self._rows(length), self.rounding(len(waiting)))
+        prefix: int,
+    ) -> Iterator[list[tuple[int, Hypotheses]]]:
+        """In so many rows texts of at most `length` tokens and prefixes of `prefix`, from the end of `waiting`."""
         chunk = max(1, rows // REFILL)
-        prefix = max(len(texts[index].prefix) for index in waiting)
         prefix = padded_length(prefix) if prefix else 0
         rings = self._rings(length, prefix)
         ring = rings[0]
         search = self._start(weights, rows, length, ring, prefix)
         inside: dict[int, int] = {}
-        while True:
+        while waiting or inside:
             free = [row for row in range(rows) if row not in inside]
             while waiting and free:
                 count = min(chunk, len(free), len(waiting))
@@ -165,10 +195,8 @@ class Engine:
             until = chunk if waiting else rows
             search = self._run(weights, search, np.int32(until))
             done, positions, found = jax.device_get(self._look(search))
-            for row in [row for row in inside if done[row]]:
-                yield inside.pop(row), jax.tree.map(lambda leaf, row=row: leaf[row], found)
-            if not (waiting or inside):
-                return
+            over = [row for row in inside if done[row]]
+            yield [(inside.pop(row), jax.tree.map(lambda leaf, row=row: leaf[row], found)) for row in over]
             needed = max((int(positions[row]) for row in inside), default=0)
             wanted = next(size for size in rings if size > needed)
             if wanted > ring or wanted * 2 < ring:
@@ -188,7 +216,7 @@ class Engine:
                     search = self._begin(weights, search, self._new([], [], rows, length, prefix))
                     search = self._run(weights, search, np.int32(rows))
                     self._look(search)
-                    # As `_group` does: to the next one, or to one of less than half the size.
+                    # As `_stream` does: to the next one, or to one of less than half the size.
                     for other in [*rings[index + 1 : index + 2], *(size for size in rings if size * 2 < ring)]:
                         self._resized(search, other)
 
@@ -204,8 +232,14 @@ class Engine:
             column([text.nbest for text in given], chunk),
         )
 
+    @property
+    def _streams(self) -> int:
+        """Batches that are searched at the same time, at most."""
+        alone = jax.default_backend() == "cpu" and jax.device_count() == 1
+        return self.config.streams or (2 if alone else 1)
+
     def _rows(self, length: int) -> int:
-        """Sentences of this padded length that are decoded at once."""
+        """Sentences of this padded length in a full batch."""
         return max(1, self.config.batch_tokens // (length * self.config.beam_size))
 
     def limit(self, length: int) -> int:

@@ -97,8 +97,8 @@ class Translator:
     ) -> list[list[Translation]]:
         """The `nbest` translations of each line, in input order; of an empty line, empty ones.
 
-        Lines are decoded in order of length, `decode.batch_tokens` source positions x beam at a time. A line of more
-        than `decode.max_input_length` tokens is cut with a warning that names it.
+        Lines are decoded in order of length, in batches of `decode.batch_tokens` source positions x beam. A line of
+        more than `decode.max_input_length` tokens is cut with a warning that names it.
 
         Args:
           params: the model's parameters.

@@ -2,6 +2,8 @@
 
 import dataclasses
 import functools
+import threading
+from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +11,7 @@ import numpy as np
 import pytest
 
 from branchnorm_jax.data.tokenizer import Tokenizer, train_tokenizer
-from branchnorm_jax.decoding.engine import coarse, padded_length, padded_lengths, rounded
+from branchnorm_jax.decoding.engine import coarse, padded_length, padded_lengths, rounded, side_by_side
 from branchnorm_jax.decoding.translate import Sentence, Translator, pharaoh
 from branchnorm_jax.model.transformer import Transformer
 from branchnorm_jax.options import EOS, DataConfig, DecodeConfig, ModelConfig
@@ -77,19 +79,40 @@ def test_beam_one_is_greedy_is_teacher_forced_argmax(translator: tuple[Translato
         assert hypotheses[0].text == engine.tokenizer.decode_target(tokens)
 
 
-@pytest.mark.parametrize(("batch_tokens", "unroll"), [(1, 12), (64, 0), (100_000, 12)])
+@pytest.mark.parametrize(("batch_tokens", "streams", "unroll"), [(1, 1, 12), (64, 2, 0), (64, 3, 12), (100_000, 1, 12)])
 def test_results_do_not_depend_on_batch_or_order(
-    translator: tuple[Translator, dict], batch_tokens: int, unroll: int
+    translator: tuple[Translator, dict], batch_tokens: int, streams: int, unroll: int
 ) -> None:
     engine, params = translator
     expected = engine.translate(params, ALPHA, LINES)
-    config = dataclasses.replace(engine.config, batch_tokens=batch_tokens, unroll=unroll)
+    config = dataclasses.replace(engine.config, batch_tokens=batch_tokens, streams=streams, unroll=unroll)
     other = dataclasses.replace(engine, config=config)
     order = np.random.default_rng(batch_tokens).permutation(len(LINES))
     found = other.translate(params, ALPHA, [LINES[index] for index in order])
     for place, index in enumerate(order):
         assert [h.text for h in found[place]] == [h.text for h in expected[index]]
         np.testing.assert_allclose([h.score for h in found[place]], [h.score for h in expected[index]], atol=1e-5)
+
+
+def test_streams_run_side_by_side_and_a_failure_in_one_is_raised() -> None:
+    together = threading.Barrier(3, timeout=20)
+
+    def stream(name: str) -> Iterator[list[str]]:
+        for turn in range(4):
+            together.wait()  # which no stream passes alone
+            yield [f"{name}{turn}", "again"][: turn + 1]
+
+    found = list(side_by_side([stream(name) for name in "abc"]))
+    for name in "abc":
+        assert [item[1] for item in found if item[0] == name and item != "again"] == list("0123")
+    assert found.count("again") == 9
+
+    def broken() -> Iterator[list[str]]:
+        yield ["fine"]
+        raise KeyError("broken")
+
+    with pytest.raises(KeyError, match="broken"):
+        list(side_by_side([iter([["a"], ["b"]]), broken()]))
 
 
 def test_empty_lines_stay_empty_and_nothing_is_lost(translator: tuple[Translator, dict]) -> None:

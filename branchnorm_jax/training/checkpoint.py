@@ -191,6 +191,20 @@ class Checkpoints:
             )
         return None
 
+    def named(self, which: str) -> list[int]:
+        """Its step, then those that `restore_params` falls back to. Raises `UserError` if there is no such one."""
+        steps = self.steps()
+        if not steps:
+            raise UserError(f"{self._directory}: no checkpoint; train first")
+        if which.isdecimal():
+            if int(which) not in steps:
+                raise UserError(f"{self._directory}: no checkpoint of step {which}; there are {steps}")
+            return [int(which)]
+        if which not in ("best", "last"):
+            raise UserError(f"{self._directory}: checkpoint {which!r}: neither best, nor last, average or a step")
+        best = self.best_step() if which == "best" else None
+        return ([best] if best is not None else []) + [step for step in reversed(steps) if step != best]
+
     def restore_params(self, which: str, abstract: Params) -> tuple[Params, BranchScale, int]:
         """Parameters, alpha and step of one checkpoint.
 
@@ -201,19 +215,7 @@ class Checkpoints:
         Raises:
           UserError: if there is no such checkpoint or it is damaged and there is none to fall back to.
         """
-        steps = self.steps()
-        if not steps:
-            raise UserError(f"{self._directory}: no checkpoint; train first")
-        if which.isdecimal():
-            if int(which) not in steps:
-                raise UserError(f"{self._directory}: no checkpoint of step {which}; there are {steps}")
-            candidates = [int(which)]
-        elif which in ("best", "last"):
-            best = self.best_step() if which == "best" else None
-            candidates = ([best] if best is not None else []) + [step for step in reversed(steps) if step != best]
-        else:
-            raise UserError(f"{self._directory}: checkpoint {which!r}: neither best, nor last, average or a step")
-        for place, step in enumerate(candidates):
+        for place, step in enumerate(self.named(which)):
             try:
                 restored = self._manager.restore(
                     step,

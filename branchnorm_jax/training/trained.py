@@ -40,13 +40,19 @@ def network(config: Config, workdir: Workdir) -> tuple[Tokenizer, Transformer]:
 
 def restored(config: Config, workdir: Workdir, model: Transformer, which: str) -> tuple[Params, BranchScale, int]:
     """Parameters, alpha and step of a checkpoint of the run, or of its "average". Raises `UserError` if it has none."""
+    checkpoints, name = kept(config, workdir, which)
+    return checkpoints.restore_params(name, abstract_params(model, make_mesh(config.parallel, 0)))
+
+
+def kept(config: Config, workdir: Workdir, which: str) -> tuple[Checkpoints, str]:
+    """Where the run keeps a checkpoint, and what it is called there. Raises `UserError` if there is none."""
     averaged = which == "average"
     folder = workdir / ("average" if averaged else "checkpoints")
     if averaged and not folder.exists():
         raise UserError(f"{workdir.path}: no average of checkpoints; make it with --mode=average")
-    abstract = abstract_params(model, make_mesh(config.parallel, 0))
-    found = Checkpoints(folder, config.train, logs.say, read_only=True)
-    return found.restore_params("last" if averaged else which, abstract)
+    checkpoints, name = Checkpoints(folder, config.train, logs.say, read_only=True), "last" if averaged else which
+    checkpoints.named(name)
+    return checkpoints, name
 
 
 def named(option: str, name: str, config: Config) -> tuple[Config, Workdir, str]:
@@ -67,9 +73,9 @@ def take_vocabulary(config: Config, workdir: Workdir) -> None:
     """Copies the vocabulary of the run that `train.finetune_from` names.
 
     Raises:
-      UserError: if there is none, or its model is another one than `config`'s.
+      UserError: if there is none, no such checkpoint, or its model is another one than `config`'s.
     """
-    theirs, parent, _ = named("train.finetune_from", config.train.finetune_from, config)
+    theirs, parent, which = named("train.finetune_from", config.train.finetune_from, config)
     if parent.path.resolve() == workdir.path.resolve():
         raise UserError("train.finetune_from: that is this --workdir; choose another one for the new run")
     if theirs.data.pairs and not config.data.pairs:
@@ -85,6 +91,7 @@ def take_vocabulary(config: Config, workdir: Workdir) -> None:
     if changed:
         raise UserError(f"train.finetune_from: {parent.path} has another model; set {' '.join(changed)} here, too")
     network(theirs, parent)  # It must be the vocabulary that it was trained with.
+    kept(theirs, parent, which)
     with atomic_directory(workdir / "vocabulary") as temporary:
         # Which pieces are unused is a matter of the new text.
         shutil.copytree(parent / "vocabulary", temporary, ignore=shutil.ignore_patterns(UNUSED), dirs_exist_ok=True)

@@ -141,6 +141,7 @@ def test_what_cannot_be_begun_with(trained: Path, tmp_path: Path) -> None:
     ):
         with pytest.raises(UserError, match=message):
             loop.train(child_of(trained, finetune_from=name), run)
+        assert not (run / "vocabulary").exists(), "told before any text is prepared"
     copied = shutil.copytree(trained, tmp_path / "copied")
     shutil.rmtree(copied / "checkpoints")
     with pytest.raises(UserError, match="that is this --workdir"):

@@ -413,7 +413,7 @@ class DecodeConfig:
     )
     unroll: int = option(
         12,
-        "decoders of up to so many layers run without a loop: a fifth faster, but twice the time to compile",
+        "decoders of up to so many layers run without a loop: a quarter faster, but longer to compile",
         unit="layers",
         minimum=0,
         free=True,

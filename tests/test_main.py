@@ -170,6 +170,7 @@ def test_another_config_corpus_or_vocabulary_in_a_workdir_is_refused(tmp_path: P
         train(config, workdir)
 
 
+@pytest.mark.slow
 def test_a_start_that_failed_does_not_bind_the_workdir(tmp_path: Path) -> None:
     """Before the first checkpoint nothing is lost: the corrected command works where the wrong one failed."""
     folder, workdir = corpus(tmp_path / "corpus"), Workdir(tmp_path / "run")
@@ -180,6 +181,7 @@ def test_a_start_that_failed_does_not_bind_the_workdir(tmp_path: Path) -> None:
         train(small_config(path=str(folder), vocab_size=29), workdir)
 
 
+@pytest.mark.slow
 def test_broken_files_of_a_workdir(trained: Path, tmp_path: Path) -> None:
     workdir = tmp_path / "run"
     shutil.copytree(trained, workdir)
@@ -348,6 +350,7 @@ def test_translate_names_the_line_of_invalid_utf8(trained: Path) -> None:
     assert is_one_line(process.stderr.decode(), "line 2", "UTF-8")
 
 
+@pytest.mark.slow
 def test_score_prints_a_line_per_pair_whatever_the_order(trained: Path) -> None:
     """That the figures are right is tested in tests/decoding/test_translate.py."""
     pairs = ["The answer is 1,234.\tDie Antwort lautet 1.234.", "twenty-one\teinundzwanzig", "one\t", "\teins"]

@@ -66,6 +66,7 @@ REFERENCE = texts(0)
 BASE, SAME, BETTER = noisy(REFERENCE, 0.4, 1), noisy(REFERENCE, 0.4, 2), noisy(REFERENCE, 0.25, 3)
 
 
+@pytest.mark.slow
 def test_p_values_are_those_of_the_sacrebleu_command(found: dict[str, Any], tmp_path: Path) -> None:
     for name, lines in (("ref", REFERENCE), ("base", BASE), ("same", SAME), ("better", BETTER)):
         (tmp_path / name).write_text("\n".join(lines) + "\n", encoding="utf-8")
@@ -149,6 +150,7 @@ def test_the_page_shows_text_as_text(found: dict[str, Any], tmp_path: Path) -> N
     assert "&lt;script&gt;" in html
 
 
+@pytest.mark.slow
 def test_mode_compare_takes_workdirs_and_files(tmp_path: Path, trained: Path) -> None:
     (tmp_path / "sys").write_text("eins\nzwei\n", encoding="utf-8")
     done = run_main(

@@ -29,6 +29,7 @@ def options(workdir: Path, **decode: Any) -> Config:
     return dataclasses.replace(config, decode=dataclasses.replace(config.decode, **decode))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("nbest", [1, 2])
 def test_a_killed_translation_goes_on(trained: Path, tmp_path: Path, monkeypatch: Any, capsys: Any, nbest: int) -> None:
     monkeypatch.setattr(lines, "CHUNK", 4)

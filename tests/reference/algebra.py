@@ -1,7 +1,6 @@
 """Which methods compute the same function, so that the quick tests run each function once."""
 
 import dataclasses
-from collections.abc import Collection
 from typing import Any
 
 import pytest
@@ -27,11 +26,8 @@ def algebra(method: str) -> Recipe:
     )
 
 
-def every_method(quick: Collection[str] = ()) -> list[Any]:
-    """Parameters of a test: all methods.
-
-    Slow are all but the `quick` ones; if none are named, those that differ from an earlier one in initial values alone.
-    """
+def every_method() -> list[Any]:
+    """Parameters of a test: all methods. Slow are those that differ from an earlier one in initial values alone."""
     first = {algebra(method): method for method in reversed(METHODS)}
-    chosen = quick or [method for method in METHODS if first[algebra(method)] == method]
+    chosen = [method for method in METHODS if first[algebra(method)] == method]
     return [method if method in chosen else pytest.param(method, marks=pytest.mark.slow) for method in METHODS]

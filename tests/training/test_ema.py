@@ -138,6 +138,7 @@ def test_resumed_bit_for_bit(straight: Workdir, tmp_path: Path) -> None:
     np.testing.assert_array_equal(flat(state_of(workdir)), flat(state_of(straight)))
 
 
+@pytest.mark.slow
 def test_it_is_what_validates_and_what_others_read(straight: Workdir) -> None:
     """And not the parameters that training goes on from."""
     _, model = network(RUN, straight)
@@ -161,6 +162,7 @@ def test_it_is_what_validates_and_what_others_read(straight: Workdir) -> None:
     assert validation["loss"] != pytest.approx(loss(state.params), rel=1e-3)
 
 
+@pytest.mark.slow
 def test_nothing_else_is_needed_to_translate(straight: Workdir) -> None:
     """The run's own translations, which BLEU is of, are those of the restored model."""
     run = loop.Run(RUN, straight, prepare(RUN.data, straight.path, logs.say))

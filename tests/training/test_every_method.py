@@ -24,7 +24,6 @@ from branchnorm_jax.training.optimizer import make_optimizer
 from branchnorm_jax.training.state import Batch, TrainState, abstract_state, init_state, sha256
 from branchnorm_jax.training.step import Metrics, make_train_step
 from tests.decoding.cached import cached_logits
-from tests.reference.algebra import every_method
 
 Step = Callable[[TrainState, Batch], tuple[TrainState, Metrics]]
 
@@ -134,11 +133,8 @@ def loop_errors(scan: Step, loop: Step, fresh: TrainState, data: Batch) -> tuple
     return loss_error, max(jax.tree.leaves(difference)) / float(optax.tree.norm(theirs))
 
 
-# A few that share least code; the others are slow: `make test-all`.
-QUICK = ("branchnorm",)
-
-
-@pytest.mark.parametrize("method", every_method(QUICK))
+@pytest.mark.slow
+@pytest.mark.parametrize("method", METHODS)
 def test_method(method: str, tmp_path: Path) -> None:
     found = try_method(method, tmp_path)
     assert found.learns, found.losses

@@ -88,6 +88,7 @@ def test_two_trainings_in_one_workdir_are_refused(tmp_path: Path) -> None:
         first.communicate()
 
 
+@pytest.mark.slow
 def test_damaged_checkpoints_fall_back_and_say_so(
     straight: tuple[str, list[dict]], trained: Path, tmp_path: Path
 ) -> None:

@@ -75,6 +75,7 @@ def run(config: Config, count: int = 20, words: int = 40) -> Ran:
     return Ran(found, jax.device_get(metrics.layers), state, update._cache_size())
 
 
+@pytest.mark.slow
 def test_one_compilation_per_shape_while_alpha_changes_at_every_step() -> None:
     ran = run(CONFIG)
     assert ran.compiled == 2

@@ -41,6 +41,7 @@ def train(model: ModelConfig, train: TrainConfig) -> tuple[TrainState, Metrics]:
     return jax.device_get((state, metrics))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("method", "optimizer", "remat", "changes"),
     [

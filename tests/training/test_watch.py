@@ -89,6 +89,7 @@ def test_branch_cosine_and_sparsity_of_the_encoder() -> None:
         np.testing.assert_allclose(found["sparsity"], (hidden == 0).mean(), atol=1e-6)
 
 
+@pytest.mark.slow
 def test_accumulation_averages_its_parts() -> None:
     _, _, whole, _ = one_update(CONFIG)
     _, _, parts, _ = one_update(with_train(accumulation=2))

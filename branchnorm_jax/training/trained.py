@@ -45,14 +45,12 @@ def restored(config: Config, workdir: Workdir, model: Transformer, which: str) -
 
 
 def kept(config: Config, workdir: Workdir, which: str) -> tuple[Checkpoints, str]:
-    """Where the run keeps a checkpoint, and what it is called there. Raises `UserError` if there is none."""
+    """Where the run keeps a checkpoint, and what it is called there. Raises `UserError` if there is no "average"."""
     averaged = which == "average"
     folder = workdir / ("average" if averaged else "checkpoints")
     if averaged and not folder.exists():
         raise UserError(f"{workdir.path}: no average of checkpoints; make it with --mode=average")
-    checkpoints, name = Checkpoints(folder, config.train, logs.say, read_only=True), "last" if averaged else which
-    checkpoints.named(name)
-    return checkpoints, name
+    return Checkpoints(folder, config.train, logs.say, read_only=True), "last" if averaged else which
 
 
 def named(option: str, name: str, config: Config) -> tuple[Config, Workdir, str]:
@@ -90,8 +88,10 @@ def take_vocabulary(config: Config, workdir: Workdir) -> None:
     ]
     if changed:
         raise UserError(f"train.finetune_from: {parent.path} has another model; set {' '.join(changed)} here, too")
-    network(theirs, parent)  # It must be the vocabulary that it was trained with.
-    kept(theirs, parent, which)
+    # It must have the checkpoint, and the vocabulary that it was trained with: what is wrong is told before any work.
+    network(theirs, parent)
+    checkpoints, name = kept(theirs, parent, which)
+    checkpoints.named(name)
     with atomic_directory(workdir / "vocabulary") as temporary:
         # Which pieces are unused is a matter of the new text.
         shutil.copytree(parent / "vocabulary", temporary, ignore=shutil.ignore_patterns(UNUSED), dirs_exist_ok=True)

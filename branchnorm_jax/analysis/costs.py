@@ -132,7 +132,8 @@ def flatten(jaxpr: Any, wanted: Sequence[bool] | None = None) -> Program:
                 outputs = inputs
             else:
                 outputs = [new(variable.aval) for variable in equation.outvars]
-                ops.append(Op(name, params, tuple(inputs), tuple(outputs), _flops(equation)))
+                parts = _parts(equation) if name == "scan" else {}
+                ops.append(Op(name, params | parts, tuple(inputs), tuple(outputs), _flops(equation)))
             known.update(zip(equation.outvars, outputs, strict=True))
         return [value(atom) for atom in jaxpr.outvars]
 
@@ -147,11 +148,25 @@ def flatten(jaxpr: Any, wanted: Sequence[bool] | None = None) -> Program:
     return Program(used[::-1], sizes, arguments, results)
 
 
+def _parts(equation: Any) -> dict[str, int]:
+    """How many of a scan's inputs are the same for every pass, and how many of its results are carried.
+
+    What is taken apart or stacked has an axis more than in the body; how jax names the numbers depends on its version.
+    """
+    body = equation.params["jaxpr"].jaxpr
+
+    def alike(outside: Sequence[Any], inside: Sequence[Any]) -> int:
+        return sum(a.aval.ndim == b.aval.ndim for a, b in zip(outside, inside, strict=True))
+
+    carries = alike(equation.outvars, body.outvars)
+    return {"consts": alike(equation.invars, body.invars) - carries, "carries": carries}
+
+
 def _without_unused(op: Op, needed: set[int]) -> Op:
     """A scan without the inputs and outputs that no needed output depends on; any other primitive as it is."""
     if op.name != "scan":
         return op
-    consts, carries = op.params["num_consts"], op.params["num_carry"]
+    consts, carries = op.params["consts"], op.params["carries"]
     wanted = [value in needed for value in op.outputs]
     while True:
         body = flatten(op.params["jaxpr"], wanted)
@@ -212,8 +227,8 @@ def fuse(program: Program) -> tuple[list[Kernel], set[int], float, float]:
 def _inside(op: Op) -> Costs:
     """Of a loop, all its passes (of an unknown number, one); of a choice, the dearest; of all else, nothing."""
     if op.name == "scan":
-        first, length = op.params["num_consts"], op.params["length"]
-        carried = slice(first, first + op.params["num_carry"])
+        first, length = op.params["consts"], op.params["length"]
+        carried = slice(first, first + op.params["carries"])
         body = measure(op.params["jaxpr"], wanted=op.params["wanted"], carried=carried)
         return Costs(length * body.flops, length * body.traffic, body.peak)
     if op.name == "while":

@@ -3,12 +3,16 @@
 Flags, start-up and dispatch; what happens then is in `branchnorm_jax/`.
 """
 
+import contextlib
 import os
 import re
 import signal
 import sys
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 from absl import flags
 from ml_collections import config_flags
@@ -50,13 +54,14 @@ config_flags.DEFINE_config_file(
 
 def main(argv: list[str]) -> int:
     """Runs one mode and returns the exit code; every error a user can meet is one line on stderr."""
-    for number in (signal.SIGTERM, signal.SIGUSR1):
-        signal.signal(number, stop)
     try:
         config, workdir = parse(argv)
         run(FLAGS.mode, config, workdir)
     except BranchNormError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return error.exit_code
+    except Preempted as error:
+        print(f"Preempted: {error}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
@@ -70,9 +75,35 @@ def main(argv: list[str]) -> int:
     return 0
 
 
+@contextlib.contextmanager
+def undisturbed() -> Iterator[None]:
+    """A signal ends the process at once: what it raises in the middle of an import comes out as another error."""
+    before = signal.getsignal(signal.SIGINT)
+    if before is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def heed_signals() -> None:
+    """From now on a signal raises."""
+    sys.unraisablehook = send_again
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, stop)
+
+
 def stop(number: int, frame: FrameType | None) -> None:
     """What a signal does while there is nothing to save; the training loop has its own answer."""
     raise Preempted(f"stopped by signal {number}", number)
+
+
+def send_again(lost: Any) -> None:
+    """Python drops what is raised in the middle of collecting garbage, also a signal: that one comes once more."""
+    if not isinstance(lost.exc_value, KeyboardInterrupt):
+        sys.__unraisablehook__(lost)
+        return
+    number = lost.exc_value.signal_number if isinstance(lost.exc_value, Preempted) else signal.SIGINT
+    threading.Timer(0.1, os.kill, (os.getpid(), number)).start()
 
 
 def parse(argv: list[str]) -> tuple[Config, Workdir]:
@@ -154,10 +185,12 @@ def run(mode: str, config: Config, workdir: Workdir) -> None:
     if mode == "help":
         print("\n".join(f"--mode={name:10} {text}" for name, text in MODES.items()) + "\n\n" + configs.help_text())
         return
-    import jax
+    with undisturbed():
+        import jax
 
-    from branchnorm_jax.parallel import hosts
-
+        from branchnorm_jax import modes
+        from branchnorm_jax.parallel import hosts
+    heed_signals()
     hosts.start(config.parallel.distributed)
     cache = os.environ.get("JAX_COMPILATION_CACHE_DIR") or str((workdir / "compile_cache").absolute())
     jax.config.update("jax_compilation_cache_dir", cache)
@@ -169,8 +202,6 @@ def run(mode: str, config: Config, workdir: Workdir) -> None:
             name = line.split(":")[0]
             why = f"  (recommended for {config.model.method})" if recommended.get(name) == chosen[name] else ""
             print(f"  {line}{why}", file=sys.stderr)
-
-    from branchnorm_jax import modes
 
     getattr(modes, mode)(config, workdir)
 

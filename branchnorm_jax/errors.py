@@ -54,11 +54,14 @@ class MismatchError(BranchNormError):
     exit_code = 6
 
 
-class Preempted(BranchNormError):
-    """A signal asked the run to stop; the state was saved before this was raised."""
+class Preempted(KeyboardInterrupt):
+    """A signal asked the process to stop; what there was to save was saved before this was raised.
+
+    As Ctrl-C it is no `Exception`: nobody who expects a failure may take it for one and go on.
+    """
 
     status = "preempted"
 
     def __init__(self, message: str, signal_number: int) -> None:
         super().__init__(message)
-        self.exit_code = 128 + signal_number
+        self.signal_number, self.exit_code = signal_number, 128 + signal_number

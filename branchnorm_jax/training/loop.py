@@ -60,7 +60,7 @@ def train(config: Config, workdir: Workdir) -> None:
             failure = error
             if isinstance(error, OSError):
                 failure = StorageError(f"{workdir.path}: {error.strerror or error}; what was saved before is kept")
-            status = failure.status if isinstance(failure, BranchNormError) else "failed"
+            status = failure.status if isinstance(failure, BranchNormError | Preempted) else "failed"
             # A disk that cannot take the results may not take the status either: the first error is the one to tell.
             with contextlib.suppress(OSError):
                 run.write_status(status, str(failure) or type(failure).__name__)

@@ -4,6 +4,7 @@ import random
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -62,6 +63,44 @@ def test_ctrl_c_saves_and_leaves_with_its_own_code(tmp_path: Path) -> None:
     assert process.returncode == 130, error
     assert read_status(tmp_path)["status"] == "preempted"
     assert "Traceback" not in error
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_a_translation_whenever_it_comes(trained: Path, number: signal.Signals) -> None:
+    """Also while a checkpoint is read, which then is not taken for damaged."""
+    for tenths in range(4, 60, 7):
+        process = start_main("--mode=translate", f"--workdir={trained}", stdin=subprocess.PIPE)
+        time.sleep(tenths / 10)
+        process.send_signal(number)
+        try:
+            _, error = process.communicate(timeout=60)
+        finally:
+            process.kill()
+        # At the very start it is Python's own answer, or the system's.
+        assert process.returncode in (128 + number, -number), (tenths, error)
+        assert "damaged" not in error
+        assert tenths < 10 or "Traceback" not in error
+
+
+def test_a_signal_is_not_lost_while_garbage_is_collected() -> None:
+    code = """
+import gc, os, signal, sys, time
+import main
+main.heed_signals()
+def once(*_):
+    gc.callbacks.remove(once)
+    signal.raise_signal(signal.SIGTERM)
+gc.callbacks.append(once)
+try:
+    gc.collect()
+    print("lost at first", flush=True)
+    time.sleep(60)
+except main.Preempted as error:
+    sys.exit(error.exit_code)
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=50)
+    assert (done.returncode, done.stdout, done.stderr) == (128 + signal.SIGTERM, "lost at first\n", "")
 
 
 def test_a_finished_run_is_left_as_it_is(trained: Path, tmp_path: Path) -> None:

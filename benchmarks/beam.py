@@ -1,7 +1,7 @@
 """The beam against the straightforward one, and against CTranslate2 with the same model.
 
     python -m benchmarks.beam                       6L-6L of width 512, 100L-100L of width 128, untrained
-    python -m benchmarks.beam --workdir=runs/x      also a trained model's test set, ours against CTranslate2
+    python -m benchmarks.beam --workdir=runs/x      a trained model's test set, ours against CTranslate2
 
 The straightforward beam is what public JAX examples write: the source is repeated for each hypothesis, its keys and
 values are computed again at every step, the whole cache is gathered when hypotheses branch, and the vocabulary is
@@ -14,11 +14,14 @@ what XLA makes of such code where it sees that the source stays the same.
 
 CTranslate2 has the exported model, float32, batches of 32 and two threads: for one batch, or for one each of two
 batches at the same time, whichever is faster here. Untrained, every translation is made 30 tokens long on both sides.
+
+Ours with one batch at a time, against two, is timed as well.
 """
 
 import argparse
 import dataclasses
 import functools
+import itertools
 import json
 import statistics
 import tempfile
@@ -136,7 +139,7 @@ def searched(engine: Engine, weights: tuple[Any, Any], sources: Sequence[Sequenc
     return lambda: list(engine.search((weights,), asked))
 
 
-def untrained(name: str, pairs: int) -> dict[str, Any]:
+def against_straightforward(name: str, pairs: int) -> dict[str, Any]:
     """Ours over the straightforward beams, and whether hypotheses are the same."""
     model, (params, alpha), sources = made(name)
     ours = searched(Engine((model,), CONFIG), (params, alpha), sources)
@@ -161,13 +164,22 @@ def untrained(name: str, pairs: int) -> dict[str, Any]:
         return statistics.median(a / b for a, b in zip(times[other], times["ours"], strict=True))
 
     return {
-        f"{name}_speedup": ratio("as_written"),
-        f"{name}_speedup_over_sorted_and_hoisted": ratio("at_best"),
-        **{f"{name}_{which}_seconds": seconds for which, seconds in times.items()},
-        f"{name}_identical": f"{equal} of {SENTENCES}",
-        f"{name}_different_from_each_other": len(hypotheses),
-        f"{name}_largest_difference_of_scores": apart,
+        "speedup": ratio("as_written"),
+        "speedup_over_sorted_and_hoisted": ratio("at_best"),
+        **{f"{which}_seconds": seconds for which, seconds in times.items()},
+        "identical": f"{equal} of {SENTENCES}",
+        "different_from_each_other": len(hypotheses),
+        "largest_difference_of_scores": apart,
     }
+
+
+def two_streams(name: str, pairs: int) -> dict[str, Any]:
+    """One batch at a time over two at the same time."""
+    model, weights, sources = made(name)
+    one, two = (
+        searched(Engine((model,), dataclasses.replace(CONFIG, streams=streams)), weights, sources) for streams in (1, 2)
+    )
+    return {"one_over_two": alternate(one, two, pairs)}
 
 
 def exported(
@@ -206,15 +218,15 @@ def against_ctranslate2(name: str, pairs: int) -> dict[str, Any]:
     other, threads = exported(model, weights, (pieces, pieces), given, **settings)
     mine = {index: [pieces[token] for token in found.tokens[0, :LENGTH]] for index, found in ours()}
     equal = sum(one.hypotheses[0][:LENGTH] == mine[index] for index, one in enumerate(other()))
-    measured = {f"{name}_over_ctranslate2": alternate(other, ours, pairs)}
+    measured = {"over_ctranslate2": alternate(other, ours, pairs)}
     if model.config.decoder_layers > config.unroll:
         unrolled = dataclasses.replace(config, unroll=model.config.decoder_layers)
         flat = searched(Engine((model,), unrolled), weights, sources)
-        measured[f"{name}_without_loop_over_ctranslate2"] = alternate(other, flat, pairs)
+        measured["without_loop_over_ctranslate2"] = alternate(other, flat, pairs)
     return {
         **measured,
-        f"{name}_ctranslate2_batches_x_threads": threads,
-        f"{name}_identical_to_ctranslate2": f"{equal} of {SENTENCES}",
+        "ctranslate2_batches_x_threads": threads,
+        "identical_to_ctranslate2": f"{equal} of {SENTENCES}",
     }
 
 
@@ -253,20 +265,27 @@ def trained(folder: Path, pairs: int) -> dict[str, Any]:
     }
 
 
+MEASURES = {
+    "straightforward": against_straightforward,
+    "ctranslate2": against_ctranslate2,
+    "streams": two_streams,
+}
+
+
 def main() -> None:
     """All figures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pairs", type=int, default=7, help="pairs of each measurement")
-    parser.add_argument("--workdir", type=Path, help="a trained run")
-    parser.add_argument("--models", nargs="*", default=list(MODELS), help=f"of {', '.join(MODELS)}")
+    parser.add_argument("--workdir", type=Path, help="a trained run, instead of the untrained models")
+    parser.add_argument("--models", nargs="*", default=list(MODELS), choices=list(MODELS))
+    parser.add_argument("--measures", nargs="*", default=list(MEASURES), choices=list(MEASURES))
     arguments = parser.parse_args()
-    for name in arguments.models:
-        found = untrained(name, arguments.pairs)
-        jax.clear_caches()
-        save(f"beam_{name}", found | against_ctranslate2(name, arguments.pairs))
-        jax.clear_caches()
     if arguments.workdir:
-        save("beam_ctranslate2", trained(arguments.workdir, arguments.pairs))
+        save("beam_trained", trained(arguments.workdir, arguments.pairs))
+        return
+    for name, measure in itertools.product(arguments.models, arguments.measures):
+        jax.clear_caches()
+        save(f"beam_{name}_{measure}", MEASURES[measure](name, arguments.pairs))
 
 
 if __name__ == "__main__":

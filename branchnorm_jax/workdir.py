@@ -10,6 +10,7 @@ import shutil
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
+from typing import IO, Any
 
 from branchnorm_jax import config as configs
 from branchnorm_jax.errors import StorageError, UserError
@@ -71,10 +72,7 @@ class Workdir:
     def locked(self) -> Iterator[None]:
         """Holds the workdir against a second training. Raises `UserError` if another process holds it."""
         with (self.path / ".lock").open("w") as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError as error:
-                raise UserError(f"{self.path}: another process is training in this workdir") from error
+            lock(file, f"{self.path}: another process is training in this workdir")
             yield
 
     def check_config(self, config: Config) -> None:
@@ -94,13 +92,11 @@ class Workdir:
     def agree_on_config(self, config: Config) -> None:
         """Checks the config against that of the run so far, then saves it.
 
-        Until the first checkpoint nothing is lost by another config: then the run starts over, with the vocabulary that
-        the new config asks for.
+        Until the first checkpoint nothing is lost by another config: then the run starts over.
         """
         if not self.has_checkpoints:
             path = self / "config.json"
             if path.exists() and configs.difference(configs.load(path), config, free=False):
-                shutil.rmtree(self / "vocabulary", ignore_errors=True)
                 (self / "events.jsonl").unlink(missing_ok=True)
             for name in ("data.json", "metrics.jsonl", "layers.jsonl", "validation.jsonl"):
                 (self / name).unlink(missing_ok=True)
@@ -141,6 +137,14 @@ class Workdir:
                 f"{path}: cannot read the hashes of this run's data ({error}); if text and vocabulary are those of the "
                 f"run, delete the file and train on: they will be taken as they are"
             ) from error
+
+
+def lock(file: IO[Any], held: str) -> None:
+    """Holds a file until it is closed. Raises `UserError`, saying `held`, if another process holds it."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        raise UserError(held) from error
 
 
 def write_atomically(path: Path, text: str) -> None:

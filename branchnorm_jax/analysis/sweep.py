@@ -84,6 +84,8 @@ def folder_of(run: Mapping[str, str]) -> str:
 
 def plan_runs(config: Config) -> dict[str, tuple[Run, Config]]:
     """Every run of the config's grid, by its folder. Raises `UserError` for a grid, or a run, that cannot be."""
+    if "test" not in config.evaluate.split_names:
+        raise UserError(f"evaluate.splits={config.evaluate.splits}: a sweep compares scores of test; name it, too")
     grid, columns = parse_grid(config.sweep.grid, config.sweep.baseline), config.sweep.column_names
     runs: dict[str, tuple[Run, Config]] = {}
     for run in grid:

@@ -2,16 +2,17 @@
 
 import hashlib
 import itertools
+import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
-from branchnorm_jax.data.corpus import read_pairs
+from branchnorm_jax.data.corpus import corpus_key, read_pairs
 from branchnorm_jax.data.mixture import Mixture
 from branchnorm_jax.data.store import TokenStore, build_store, describe_counts
-from branchnorm_jax.data.tokenizer import UNUSED, Tokenizer, load_tokenizer, note_unused, train_tokenizer
+from branchnorm_jax.data.tokenizer import ORIGIN, UNUSED, Tokenizer, load_tokenizer, note_unused, train_tokenizer
 from branchnorm_jax.options import DataConfig
 
 
@@ -35,19 +36,24 @@ class Corpus(NamedTuple):
         }
 
 
-def prepare(config: DataConfig, directory: Path, say: Callable[[str], None]) -> Corpus:
+INGREDIENTS = "vocab_size", "vocab_type", "shared_vocab", "byte_fallback", "vocab_sentences", "pairs", "tags"
+"""Options that a vocabulary depends on, beside the text."""
+
+
+def prepare(config: DataConfig, directory: Path, say: Callable[[str], None], keep: bool = False) -> Corpus:
     """Loads or makes `vocabulary/` and `corpus/` under `directory`; `say` receives what was done, a line each.
 
-    With several pairs, each has a folder of its own under `corpus/`.
+    With several pairs, each has a folder of its own under `corpus/`. A vocabulary that was made of other text, or with
+    other options, is made anew, unless the run is to `keep` it; one that does not say what it was made of is kept.
     """
     vocabulary, directions = directory / "vocabulary", config.directions()
     validated = [direction for direction in directions if direction in config.validated()]
-    if vocabulary.exists():
+    if keep or reusable(vocabulary, origin := origin_of(config)):
         tokenizer = load_tokenizer(vocabulary)
     else:
         say(f"training a vocabulary of {config.vocab_size} pieces")
         text = itertools.chain.from_iterable(read_pairs(direction, "train") for direction in directions)
-        tokenizer = train_tokenizer(config, text, vocabulary)
+        tokenizer = train_tokenizer(config, text, vocabulary, origin)
     train: list[TokenStore] = []
     valid: list[TokenStore] = []
     for direction in directions:
@@ -71,3 +77,16 @@ def prepare(config: DataConfig, directory: Path, say: Callable[[str], None]) -> 
         drawn = np.array(mixture.draws).reshape(len(directions), -1)[:, 0]
         say("an epoch draws " + ", ".join(f"{n:,} of {d.pair}" for n, d in zip(drawn, directions, strict=True)))
     return Corpus(tokenizer, validated, mixture, valid)
+
+
+def origin_of(config: DataConfig) -> str:
+    """What a vocabulary is made of, as JSON."""
+    options = {name: getattr(config, name) for name in INGREDIENTS}
+    text = [corpus_key(direction, "train") for direction in config.directions()]
+    return json.dumps({"options": options, "text": text}, indent=2) + "\n"
+
+
+def reusable(vocabulary: Path, origin: str) -> bool:
+    """Whether there is a vocabulary, and not one of another origin."""
+    made_of = vocabulary / ORIGIN
+    return vocabulary.exists() and (not made_of.exists() or made_of.read_text(encoding="utf-8") == origin)

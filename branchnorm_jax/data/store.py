@@ -17,12 +17,15 @@ from branchnorm_jax.data.corpus import Pair, corpus_key, read_pairs
 from branchnorm_jax.data.sampling import Sampler
 from branchnorm_jax.data.tokenizer import NO_TAGS, Tags, Tokenizer
 from branchnorm_jax.errors import UserError
-from branchnorm_jax.options import DataConfig
+from branchnorm_jax.options import UNK, DataConfig
 from branchnorm_jax.workdir import atomic_directory
 
 _FORMAT = 1  # raise it when the files or the filters change their meaning
 _CHUNK_PAIRS = 8192
 _SIDES = ("source", "target")
+NOTED = 1e-3
+"""Share of unknown tokens from which on it is told."""
+
 _OUTCOMES = ("kept", "empty", "too_long", "bad_ratio")
 
 
@@ -155,8 +158,13 @@ def open_store(path: Path, key: dict[str, Any]) -> TokenStore | None:
 
 def describe_counts(split: str, store: TokenStore) -> str:
     """One line: how many pairs were read, kept and left out, and why."""
-    note = "; tokens reused" if store.reused else ""
-    return _described(split, store.counts, store.max_length, store.max_ratio) + note
+    line = _described(split, store.counts, store.max_length, store.max_ratio)
+    if store.reused:
+        return f"{line}; tokens reused"
+    for side, tokens in zip(_SIDES, (store.source_tokens, store.target_tokens), strict=True):
+        unknown = np.count_nonzero(tokens == UNK) / len(tokens)
+        line += f"; {unknown:.1%} of the {side}'s tokens are unknown to the vocabulary" if unknown > NOTED else ""
+    return line
 
 
 def _described(split: str, counts: dict[str, int], max_length: int, max_ratio: float) -> str:

@@ -23,6 +23,9 @@ T = TypeVar("T")
 UNUSED = "unused_target.txt"
 """File beside a vocabulary: a piece id per line."""
 
+ORIGIN = "made_of.json"
+"""File beside a vocabulary that was trained here: text and options that it was made of."""
+
 TAG = re.compile(r">>([^<>\s]+)<<")
 """The piece that asks for a language, as Marian's and Hugging Face's multilingual models write it."""
 
@@ -148,7 +151,9 @@ def _decode(processor: sentencepiece.SentencePieceProcessor, ids: Iterable[int])
     return " ".join(text.splitlines())
 
 
-def train_tokenizer(config: DataConfig, pairs: Iterable[tuple[str, str]], directory: Path) -> Tokenizer:
+def train_tokenizer(
+    config: DataConfig, pairs: Iterable[tuple[str, str]], directory: Path, origin: str = ""
+) -> Tokenizer:
     """Trains the vocabulary on the training pairs and writes it to `directory`, which it replaces.
 
     The same pairs and options give the same vocabulary, byte for byte. Text is normalised as `nmt_nfkc`; every
@@ -157,7 +162,8 @@ def train_tokenizer(config: DataConfig, pairs: Iterable[tuple[str, str]], direct
 
     With `config.pairs`, each target language's tag is a control symbol: text never spells it, and it is never printed.
 
-    Files: `vocab.model`, or `source.model` and `target.model`; beside each a readable `.vocab` with pieces and scores.
+    Files: `vocab.model`, or `source.model` and `target.model`; beside each a readable `.vocab` with pieces and scores;
+    `made_of.json` with `origin`, if that is given.
 
     Raises:
       UserError: if the text is empty, or `config.vocab_size` too large or too small for it.
@@ -173,6 +179,8 @@ def train_tokenizer(config: DataConfig, pairs: Iterable[tuple[str, str]], direct
         for name, model in models.items():
             (temporary / f"{name}.model").write_bytes(model)
             (temporary / f"{name}.vocab").write_text(_readable(model), encoding="utf-8")
+        if origin:
+            (temporary / ORIGIN).write_text(origin, encoding="utf-8")
     return load_tokenizer(directory)
 
 

@@ -24,7 +24,7 @@ from branchnorm_jax.options import Config
 from branchnorm_jax.training import logs, loop
 from branchnorm_jax.training.loop import check_names
 from branchnorm_jax.training.state import Batch, init_params
-from branchnorm_jax.training.trained import corpus_of
+from branchnorm_jax.training.trained import corpus_of, parent_of
 from branchnorm_jax.workdir import Workdir, write_atomically
 
 DOCS = Path(__file__).parent.parent.parent / "docs"
@@ -142,6 +142,11 @@ def sweep(config: Config, workdir: Workdir) -> None:
     memory, runs = devices.memory(), {}
     for name, (run, chosen) in sweeping.plan_runs(config).items():
         check_names(chosen)
+        if chosen.train.finetune_from:
+            try:
+                parent_of(chosen, Workdir(workdir / name))
+            except UserError as error:
+                raise UserError(f"sweep.grid: {name}: {error}") from error
         runs[name] = run, planning.fitting(chosen, memory)
     corpora = {chosen.data for _, chosen in runs.values()}
     for split, found in (

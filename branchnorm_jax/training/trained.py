@@ -60,6 +60,8 @@ def named(option: str, name: str, config: Config) -> tuple[Config, Workdir, str]
       Its config, but for the devices: they are `config`'s, whatever it was trained on; its workdir; its checkpoint.
     """
     folder, _, which = name.partition(":")
+    if not folder:
+        raise UserError(f"{option}={name}: this names no run; write workdir, or workdir:checkpoint")
     workdir = Workdir(Path(folder))
     if not (workdir / "config.json").exists():
         raise UserError(f"{option}: {folder}: no training run in this folder")
@@ -67,8 +69,8 @@ def named(option: str, name: str, config: Config) -> tuple[Config, Workdir, str]
     return theirs, workdir, which or "best"
 
 
-def take_vocabulary(config: Config, workdir: Workdir) -> None:
-    """Copies the vocabulary of the run that `train.finetune_from` names.
+def parent_of(config: Config, workdir: Workdir) -> Workdir:
+    """That of the run which `train.finetune_from` names, for a run in `workdir`.
 
     Raises:
       UserError: if there is none, no such checkpoint, or its model is another one than `config`'s.
@@ -78,6 +80,10 @@ def take_vocabulary(config: Config, workdir: Workdir) -> None:
         raise UserError("train.finetune_from: that is this --workdir; choose another one for the new run")
     if theirs.data.pairs and not config.data.pairs:
         raise UserError(f"train.finetune_from: {parent.path} has tags of languages; set data.pairs, be it to one pair")
+    if config.data.pairs and config.data.tags != "none" and not theirs.data.pairs:
+        raise UserError(
+            f"train.finetune_from: {parent.path} has no tags of languages; leave data.pairs empty or set data.tags=none"
+        )
     of_the_data = OF_THE_VOCABULARY + (("tags",) if theirs.data.pairs else ())
     ours = {field.name for field in dataclasses.fields(ModelConfig) if not field.metadata["free"]} - OF_THE_TRAINING
     changed = [
@@ -92,6 +98,11 @@ def take_vocabulary(config: Config, workdir: Workdir) -> None:
     network(theirs, parent)
     checkpoints, name = kept(theirs, parent, which)
     checkpoints.named(name)
+    return parent
+
+
+def take_vocabulary(parent: Workdir, workdir: Workdir) -> None:
+    """Copies it."""
     with atomic_directory(workdir / "vocabulary") as temporary:
         # Which pieces are unused is a matter of the new text.
         shutil.copytree(parent / "vocabulary", temporary, ignore=shutil.ignore_patterns(UNUSED), dirs_exist_ok=True)
@@ -100,8 +111,9 @@ def take_vocabulary(config: Config, workdir: Workdir) -> None:
 def corpus_of(config: Config, workdir: Workdir) -> Corpus:
     """`prepare` for the run of this workdir, with the vocabulary that it has or will begin with."""
     if config.train.finetune_from and not workdir.has_checkpoints:
-        take_vocabulary(config, workdir)
-    return prepare(config.data, workdir.path, logs.say)
+        take_vocabulary(parent_of(config, workdir), workdir)
+    keep = workdir.has_checkpoints or bool(config.train.finetune_from)
+    return prepare(config.data, workdir.path, logs.say, keep)
 
 
 def parents_parameters(config: Config, model: Transformer) -> tuple[Params, BranchScale]:

@@ -11,7 +11,7 @@ import pytest
 from branchnorm_jax.analysis import sweep
 from branchnorm_jax.config import load
 from branchnorm_jax.errors import UserError
-from branchnorm_jax.options import Config, SweepConfig
+from branchnorm_jax.options import Config, EvaluateConfig, SweepConfig
 from branchnorm_jax.workdir import Workdir
 from tests.conftest import HASTY, run_main
 
@@ -87,6 +87,12 @@ def test_folders_of_runs_stay_in_the_workdir() -> None:
 def test_what_is_no_sweep(options: SweepConfig, said: str) -> None:
     with pytest.raises(UserError, match=said):
         sweep.plan_runs(dataclasses.replace(Config(), sweep=options))
+
+
+def test_a_sweep_without_scores_to_compare() -> None:
+    config = dataclasses.replace(Config(), evaluate=EvaluateConfig(splits="valid"))
+    with pytest.raises(UserError, match=r"evaluate\.splits=valid: a sweep compares scores of test"):
+        sweep.plan_runs(config)
 
 
 def test_table_of_means_and_stars() -> None:

@@ -17,7 +17,8 @@ from branchnorm_jax import config as configs
 from branchnorm_jax.data.prepare import prepare
 from branchnorm_jax.data.tokenizer import load_tokenizer
 from branchnorm_jax.errors import UserError
-from branchnorm_jax.options import Config, ModelConfig
+from branchnorm_jax.modes.runs import sweep
+from branchnorm_jax.options import Config, ModelConfig, SweepConfig
 from branchnorm_jax.training import logs, loop, schedules
 from branchnorm_jax.training.trained import corpus_of, network, restored
 from branchnorm_jax.workdir import Workdir
@@ -132,12 +133,27 @@ def test_another_model_is_refused(trained: Path, tmp_path: Path, model: dict[str
         loop.train(child_of(trained, model=model), Workdir(tmp_path / "child"))
 
 
+def test_a_parent_without_tags_cannot_be_asked_for_a_language(trained: Path, tmp_path: Path) -> None:
+    config = child_of(trained)
+    config = dataclasses.replace(config, data=dataclasses.replace(config.data, pairs="en-de,de-en"))
+    with pytest.raises(UserError, match=r"has no tags of languages; leave data\.pairs empty"):
+        loop.train(config, Workdir(tmp_path / "child"))
+
+
+def test_a_sweep_tells_of_every_run_before_the_first_begins(trained: Path, tmp_path: Path) -> None:
+    config = dataclasses.replace(child_of(trained), sweep=SweepConfig("method=branchnorm,post_ln"))
+    with pytest.raises(UserError, match=r"sweep\.grid: post_ln: .* set model\.method=branchnorm here"):
+        sweep(config, Workdir(tmp_path / "sweep"))
+    assert not (tmp_path / "sweep").exists()
+
+
 def test_what_cannot_be_begun_with(trained: Path, tmp_path: Path) -> None:
     run = Workdir(tmp_path / "child")
     for name, message in (
         (str(tmp_path), "no training run in this folder"),
         (f"{trained}:7", "no checkpoint of step 7; there are"),
         (f"{trained}:newest", "neither best, nor last"),
+        (":7", "this names no run"),
     ):
         with pytest.raises(UserError, match=message):
             loop.train(child_of(trained, finetune_from=name), run)

@@ -369,9 +369,14 @@ class DecodeConfig:
     max_length_b: int = option(
         20, "b of the longest translation a*x+b", unit="tokens", minimum=1, maximum=100_000, free=True
     )
-    min_length: int = option(1, "shortest translation", unit="tokens", minimum=0, free=True)
+    min_length: int = option(1, "shortest translation, language tags not counted", unit="tokens", minimum=0, free=True)
     max_input_length: int = option(
-        1024, "longer input lines are cut, with a warning", unit="tokens", minimum=4, maximum=100_000, free=True
+        1024,
+        "longer input lines are cut, with a warning; score cuts none",
+        unit="tokens",
+        minimum=4,
+        maximum=100_000,
+        free=True,
     )
     no_repeat_ngram: int = option(
         0, "no sequence of so many tokens comes twice; 0: any may", unit="tokens", minimum=0, maximum=100, free=True
@@ -409,7 +414,11 @@ class DecodeConfig:
     )
     batch_tokens: int = option(4096, "source positions x beam of a batch", unit="tokens", minimum=1, free=True)
     streams: int = option(
-        0, "batches decoded at the same time; 0: two on a CPU, one elsewhere", unit="batches", minimum=0, free=True
+        0,
+        "batches decoded at the same time; 0: two on a single CPU device, one elsewhere",
+        unit="batches",
+        minimum=0,
+        free=True,
     )
     unroll: int = option(
         12,
@@ -501,7 +510,11 @@ class ExportConfig:
         choices=("", "int8", "int8_float16", "int16", "float16", "bfloat16"),
         free=True,
     )
-    path: str = option("", "folder to write; empty: <workdir>/export/<format>", free=True)
+    path: str = option(
+        "",
+        "folder to write, new, empty or an earlier export; empty: <workdir>/export/<format>[-<quantization>]",
+        free=True,
+    )
     check_lines: int = option(
         100,
         "validation pairs whose log-probabilities both sides compute; 0: no check",
@@ -509,6 +522,11 @@ class ExportConfig:
         minimum=0,
         free=True,
     )
+
+    @property
+    def name(self) -> str:
+        """Of the folder, where `path` names none."""
+        return "-".join(filter(None, (self.format, self.quantization)))
 
 
 @dataclasses.dataclass(frozen=True)

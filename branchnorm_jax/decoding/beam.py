@@ -70,6 +70,8 @@ class Search(NamedTuple):
     """int32 [B]."""
     limit: jax.Array
     """Tokens of the longest hypothesis without EOS, int32 [B]; -1: nothing is asked for."""
+    least: jax.Array
+    """Tokens of the shortest one without EOS, int32 [B]."""
     live: Live
     finished: Hypotheses
     """In order of their end; scores of -inf where there is none yet."""
@@ -119,6 +121,7 @@ def nothing(cache: Any, rows: int, beam_size: int, longest: int, ring: int, pref
         clock=jnp.int32(0),
         start=count,
         limit=count - 1,
+        least=count,
         live=live,
         finished=Hypotheses(tokens, log_probs, log_probs, each),
         ended=count,
@@ -137,6 +140,7 @@ def begin(
     numbers: jax.Array | None = None,
     prefixes: jax.Array | None = None,
     nbest: jax.Array | None = None,
+    least: jax.Array | None = None,
 ) -> Search:
     """Sentences begin in these rows, a row number of B or more is none; arguments as the fields of `Search`."""
 
@@ -149,6 +153,7 @@ def begin(
     return search._replace(
         start=put(search.start, search.clock),
         limit=put(search.limit, limits),
+        least=put(search.least, config.min_length if least is None else least),
         live=search.live._replace(log_probs=put(search.live.log_probs, jnp.where(speaks, 0.0, -jnp.inf))),
         finished=finished._replace(
             tokens=put(finished.tokens, PAD),
@@ -263,7 +268,7 @@ def banned(search: Search, config: DecodeConfig, vocabulary: int) -> jax.Array:
     """bool [B, K, V] or less: what must not come next."""
     live, position, word = search.live, search.position[:, None, None], jnp.arange(vocabulary)
     at_limit = position >= search.limit[:, None, None]
-    ban = (word == EOS) & (position < config.min_length) & ~at_limit
+    ban = (word == EOS) & (position < search.least[:, None, None]) & ~at_limit
     if n := config.no_repeat_ngram:
         # Where the last n - 1 tokens stood before, the word that followed them.
         length = live.tokens.shape[2]

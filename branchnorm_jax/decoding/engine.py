@@ -4,7 +4,6 @@ import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
-from contextlib import ExitStack
 from itertools import chain
 from typing import Any, NamedTuple, TypeVar
 
@@ -54,6 +53,8 @@ class Asked(NamedTuple):
     """Token ids that its translations begin with, without EOS."""
     nbest: int = 1
     """How many of its best hypotheses are wanted, at most K; others may be there or not."""
+    tags: int = 0
+    """How many tokens of the prefix are language tags, which no length of a translation counts."""
 
 
 class New(NamedTuple):
@@ -65,6 +66,7 @@ class New(NamedTuple):
     number: Any
     prefix: Any
     nbest: Any
+    least: Any
 
 
 def padded_length(length: int) -> int:
@@ -112,20 +114,18 @@ def vote(each: Sequence[tuple[jax.Array, jax.Array]]) -> tuple[jax.Array, jax.Ar
 def side_by_side(streams: Sequence[Iterator[Sequence[T]]]) -> Iterator[T]:
     """What all of them give, as it comes.
 
-    Each has a thread of its own, for what one thread asks of a CPU is done one after another.
+    As many threads as streams take turns, for what one thread asks of a CPU is done one after another.
     """
     if len(streams) == 1:
         yield from chain.from_iterable(streams[0])
         return
-    with ExitStack() as stack:
-        threads = [(stack.enter_context(ThreadPoolExecutor(1)), stream) for stream in streams]
-        turns = {thread.submit(next, stream, None): (thread, stream) for thread, stream in threads}
+    with ThreadPoolExecutor(len(streams)) as threads:
+        turns = {threads.submit(next, stream, None): stream for stream in streams}
         while turns:
             for turn in wait(turns, return_when=FIRST_COMPLETED).done:
-                thread, stream = turns.pop(turn)
-                found = turn.result()
+                stream, found = turns.pop(turn), turn.result()
                 if found is not None:
-                    turns[thread.submit(next, stream, None)] = thread, stream
+                    turns[threads.submit(next, stream, None)] = stream
                     yield from found
 
 
@@ -230,6 +230,7 @@ class Engine:
             column([text.number for text in given], chunk),
             pad([text.prefix for text in given], chunk, prefix, -1),
             column([text.nbest for text in given], chunk),
+            column([self.config.min_length + text.tags for text in given], chunk),
         )
 
     @property
@@ -289,7 +290,7 @@ class Engine:
                 tuple(filled(model, *weight, cache) for model, weight, cache in members),
                 mask.at[new.row].set(source_mask(new.source), mode="drop"),
             )
-            given = new.number, new.prefix, new.nbest
+            given = new.number, new.prefix, new.nbest, new.least
             return beam.begin(search._replace(cache=text), new.row, new.limit, self.config, *given)
 
         return begin

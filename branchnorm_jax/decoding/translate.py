@@ -94,6 +94,7 @@ class Translator:
         progress: Callable[[int], Any] = lambda done: None,
         prefixes: Sequence[str] | None = None,
         tags: Sequence[Tags] | None = None,
+        attention: bool = False,
     ) -> list[list[Translation]]:
         """The `nbest` translations of each line, in input order; of an empty line, empty ones.
 
@@ -108,6 +109,7 @@ class Translator:
           progress: called with the number of lines that were finished.
           prefixes: what the translation of each line begins with.
           tags: what asks for the language of each line's translation, where there are several.
+          attention: whether to tell what each of their tokens looks at.
         """
         sources, cut = self.sources(lines)
         for index, warning in cut.items():
@@ -124,7 +126,7 @@ class Translator:
             if found[0].score == -math.inf:
                 asked = " that begins as asked" if sentence.prefix else ""
                 self.warn(f"line {sentence.number}: no translation was found{asked}")
-        return self.attended(params, branch_scale, sentences, results) if self.config.alignments else results
+        return self.attended(params, branch_scale, sentences, results) if attention else results
 
     def sources(self, lines: Sequence[str]) -> tuple[list[list[int]], dict[int, str]]:
         """Token ids of source text, EOS last, and by index a warning for each line that had to be cut."""
@@ -149,7 +151,7 @@ class Translator:
         places = [place for place, each in enumerate(sentences) if len(each.source) > 1 or each.prefix]
         progress(len(sentences) - len(places))
         asked = [
-            Asked([*tags.source, *source], number, [*tags.target, *prefix], nbest)
+            Asked([*tags.source, *source], number, [*tags.target, *prefix], nbest, len(tags.target))
             for source, number, tags, prefix, nbest in map(sentences.__getitem__, places)
         ]
         for index, found in self.engine.search(self._weights(params, branch_scale), asked):

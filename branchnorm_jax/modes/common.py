@@ -15,6 +15,7 @@ from branchnorm_jax.model.parameters import Params
 from branchnorm_jax.model.transformer import BranchScale
 from branchnorm_jax.options import Config
 from branchnorm_jax.training import logs
+from branchnorm_jax.training.state import checksums
 from branchnorm_jax.training.trained import named, network, restored
 from branchnorm_jax.workdir import Workdir
 
@@ -26,6 +27,12 @@ class Trained(NamedTuple):
     params: Params
     branch_scale: BranchScale
     step: int
+
+    @property
+    def checksums(self) -> list[list[int]]:
+        """What tells the models that vote from any others."""
+        others = ((other.params, other.branch_scale) for other in self.translator.others)
+        return [checksums(weights).tolist() for weights in ((self.params, self.branch_scale), *others)]
 
 
 def load(config: Config, workdir: Workdir) -> Trained:
@@ -48,11 +55,16 @@ def member(path: str, tokenizer: Tokenizer, config: Config) -> Member:
     Raises:
       UserError: if there is none, or its vocabulary is not `tokenizer`.
     """
-    config, workdir, which = named("decode.ensemble", path, config)
-    theirs, model = network(config, workdir)
-    if theirs.sha256 != tokenizer.sha256:
+    theirs, workdir, which = named("decode.ensemble", path, config)
+    its_tokenizer, model = network(theirs, workdir)
+    if its_tokenizer.sha256 != tokenizer.sha256:
         raise UserError(f"decode.ensemble: {workdir.path} has another vocabulary; models that vote must share one")
-    params, alpha, _ = restored(config, workdir, model, which)
+    if config.data.pairs and theirs.data.tags != config.data.tags:
+        raise UserError(
+            f"decode.ensemble: {workdir.path} was trained with data.tags={theirs.data.tags}, not {config.data.tags}; "
+            "models that vote must be asked for a language in the same way"
+        )
+    params, alpha, _ = restored(theirs, workdir, model, which)
     return Member(model, params, alpha)
 
 
@@ -114,9 +126,11 @@ def _read_as_it_comes(stream: BinaryIO, most: int) -> Iterator[list[bytes | OSEr
     queue: Queue[bytes | OSError | None] = Queue(most)
 
     def read() -> None:
+        # A file of its own: whoever closes one that another thread waits at must wait, too.
         try:
-            for line in stream:
-                queue.put(line)
+            with open(os.dup(stream.fileno()), "rb") as own:
+                for line in own:
+                    queue.put(line)
         except OSError as error:
             queue.put(error)
         queue.put(None)

@@ -14,8 +14,7 @@ from branchnorm_jax.errors import UserError
 from branchnorm_jax.modes.common import Trained, lines_ahead, load, read_chunks
 from branchnorm_jax.options import Config, DecodeConfig
 from branchnorm_jax.training import logs
-from branchnorm_jax.training.state import checksums
-from branchnorm_jax.workdir import Workdir, write_atomically
+from branchnorm_jax.workdir import Workdir, lock, write_atomically
 
 CHUNK = 2000
 """Lines of a file that are sorted by length and translated together: what a kill can lose."""
@@ -80,7 +79,14 @@ def translated(
             sources, prefixes = map(list, zip(*pairs, strict=True))
         with logs.progress_bar(total or len(lines), done if total else 0, "line", "translate") as bar:
             found = trained.translator.translate(
-                trained.params, trained.branch_scale, sources, done + 1, bar.update, prefixes, tags
+                trained.params,
+                trained.branch_scale,
+                sources,
+                done + 1,
+                bar.update,
+                prefixes,
+                tags,
+                config.decode.alignments,
             )
         yield [
             line
@@ -101,15 +107,14 @@ def translate_file(config: Config, trained: Trained, source: Path, target: Path)
     made_of = config.decode.search
     made_of["file"] = [str(source.absolute()), stat.st_size, stat.st_mtime_ns]
     made_of["vocabulary"] = trained.translator.tokenizer.sha256
-    models = [(trained.params, trained.branch_scale), *((m.params, m.branch_scale) for m in trained.translator.others)]
-    made_of["models"] = [checksums(weights).tolist() for weights in models]
-    done, before = finished_lines(part), read_record(record)
-    if done and before != made_of:
-        changed = ", ".join(name for name in made_of if before.get(name) != made_of[name])
-        logs.say(f"{part}: {done:,} lines begin anew, made with other {changed if before else 'options'}")
-        done = 0
-    done = done // config.decode.nbest // CHUNK * CHUNK
+    made_of["models"] = trained.checksums
     with writable(part) as file:
+        done, before = finished_lines(part), read_record(record)
+        if done and before != made_of:
+            changed = ", ".join(name for name in made_of if before.get(name) != made_of[name])
+            logs.say(f"{part}: {done:,} lines begin anew, made with other {changed if before else 'options'}")
+            done = 0
+        done = done // config.decode.nbest // CHUNK * CHUNK
         file.truncate(end_of_line(part, done * config.decode.nbest))
         file.seek(0, os.SEEK_END)
         write_atomically(record, json.dumps(made_of))
@@ -123,8 +128,8 @@ def translate_file(config: Config, trained: Trained, source: Path, target: Path)
                 file.write("".join(line + "\n" for line in lines).encode())
                 file.flush()
                 os.fsync(file.fileno())
-    os.replace(part, target)
-    record.unlink()
+        os.replace(part, target)
+        record.unlink()
 
 
 def read_record(path: Path) -> dict[str, Any]:
@@ -136,18 +141,22 @@ def read_record(path: Path) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def writable(path: Path) -> BinaryIO:
-    """A file that is appended to. Raises `UserError` if it cannot be opened."""
-    try:
-        return open(path, "ab")
-    except OSError as error:
-        raise UserError(f"{path}: cannot be written: {error.strerror}; choose another decode.output") from error
+@contextlib.contextmanager
+def writable(path: Path) -> Iterator[BinaryIO]:
+    """A file that nobody else appends to. Raises `UserError` if it cannot be opened, or another process has it."""
+    with contextlib.ExitStack() as stack:
+        try:
+            file = stack.enter_context(open(path, "ab"))
+        except OSError as error:
+            raise UserError(f"{path}: cannot be written: {error.strerror}; choose another decode.output") from error
+        lock(file, f"{path}: another process is writing this translation")
+        if not path.exists() or not os.path.samestat(os.fstat(file.fileno()), path.stat()):
+            raise UserError(f"{path}: another process has just finished this translation")
+        yield file
 
 
 def finished_lines(path: Path) -> int:
-    """Line feeds in a file; 0 if there is none."""
-    if not path.exists():
-        return 0
+    """Line feeds in a file."""
     with open(path, "rb") as file:
         return sum(line.endswith(b"\n") for line in file)
 

@@ -30,8 +30,7 @@ def serve(config: Config, workdir: Workdir) -> None:
     workdir.check_config(config)
     with listening(config.serve.host, config.serve.port) as listener:
         trained = load(config, workdir)
-        search = dataclasses.replace(config.decode, alignments=False)
-        translator = dataclasses.replace(trained.translator, config=search, rounding=coarse)
+        translator = dataclasses.replace(trained.translator, rounding=coarse)
         languages = Languages(config.data, translator.tokenizer)
         # Small programs are kept, too, so that the next start compiles nothing.
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)

@@ -46,7 +46,12 @@ def evaluate(config: Config, workdir: Workdir) -> None:
         next(read_pairs(direction, split), None)
     comet = [load_comet(config.evaluate.comet)] if config.evaluate.comet else []
     decode = {"checkpoint": config.decode.checkpoint, "ensemble": config.decode.ensemble, **config.decode.search}
-    run = {"step": trained.step, "pairs": config.evaluate.pairs or data.pairs, **decode}
+    run = {
+        "step": trained.step,
+        "models": trained.checksums,
+        "pairs": config.evaluate.pairs or data.pairs,
+        **decode,
+    }
     results: dict[str, list[Score]] = {}
     each: dict[str, list[list[Score]]] = {}
     for (split, direction), tag in zip(asked, tags, strict=True):
@@ -90,6 +95,8 @@ def average(config: Config, workdir: Workdir) -> None:
 def compare(config: Config, workdir: Workdir) -> None:
     """Compares the systems of `compare.systems`: a table, compare.json and compare.html in the workdir."""
     split, reference = config.compare.split, config.compare.reference
+    if not config.compare.systems:
+        raise UserError("compare: nothing to compare; give compare.systems=runs/a,runs/b, or files of translations")
     systems: dict[str, list[str]] = {}
     evaluated: list[Path] = []
     for name, path in config.compare.named():
@@ -141,10 +148,16 @@ def export(config: Config, workdir: Workdir) -> None:
       MismatchError: if a token's log-probability differs by more than `TOLERANCE`, unless the weights were quantised.
     """
     workdir.check_config(config)
-    trained = load(config, workdir)
-    e, model, tokenizer = config.export, trained.translator.model, trained.translator.tokenizer
+    e = config.export
+    folder = Path(e.path).absolute() if e.path else workdir / "export" / e.name
     if config.decode.ensemble:
         raise UserError("config: an ensemble cannot be exported; leave decode.ensemble empty")
+    if e.format == "huggingface" and e.quantization:
+        raise UserError("config: export.quantization is for export.format=ctranslate2")
+    if folder.exists() and not replaceable(folder):
+        raise UserError(f"export.path={folder}: holds something else, which is not replaced; choose a new folder")
+    trained = load(config, workdir)
+    model, tokenizer = trained.translator.model, trained.translator.tokenizer
     if config.decode.length_penalty_kind != "fairseq":
         logs.say("other engines divide scores by L^p: set their length penalty yourself")
     if config.decode.temperature:
@@ -157,15 +170,11 @@ def export(config: Config, workdir: Workdir) -> None:
     if reason := fold.obstacle(model):
         raise UserError(f"export: {config.model.method} is no plain Transformer: {reason}")
     plain = fold.fold(model, trained.params, trained.branch_scale)
-    if e.format == "huggingface":
-        if e.quantization:
-            raise UserError("config: export.quantization is for export.format=ctranslate2")
-        if reason := huggingface.obstacle(plain, config.model):
-            raise UserError(f"export: not for Hugging Face: {reason}; take export.format=ctranslate2")
+    if e.format == "huggingface" and (reason := huggingface.obstacle(plain, config.model)):
+        raise UserError(f"export: not for Hugging Face: {reason}; take export.format=ctranslate2")
     most = config.decode.max_input_length
     longest = max(most, trained.translator.engine.limit(most) + 1)
     vocabularies = tokenizer.source_pieces, tokenizer.target_pieces
-    folder = Path(e.path) if e.path else workdir / "export" / "-".join(filter(None, (e.format, e.quantization)))
     with atomic_directory(folder) as temporary:
         for side, model_proto in zip(("source", "target"), tokenizer.models, strict=True):
             (temporary / f"{side}.spm").write_bytes(model_proto)
@@ -181,6 +190,11 @@ def export(config: Config, workdir: Workdir) -> None:
             check_export(config, trained, temporary, longest)
     logs.say(f"wrote {folder}, step {trained.step}")
     print(folder)
+
+
+def replaceable(folder: Path) -> bool:
+    """Whether it is a folder in which nothing lies but an earlier export."""
+    return folder.is_dir() and ((folder / "source.spm").exists() or not any(folder.iterdir()))
 
 
 def check_export(config: Config, trained: Trained, folder: Path, longest: int) -> None:

@@ -3,6 +3,7 @@
 import dataclasses
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -27,7 +28,7 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     config = ModelConfig(width=16, heads=2, ffn_width=16, encoder_layers=2, decoder_layers=2)
     model = make_model(config, tokenizer)
     params = jax.tree.map(lambda leaf: 2.0 * leaf, jax.jit(model.init)(jax.random.key(1)))
-    decode = DecodeConfig(beam_size=4, nbest=4, max_length_a=1.0, max_length_b=3, batch_tokens=128, alignments=True)
+    decode = DecodeConfig(beam_size=4, nbest=4, max_length_a=1.0, max_length_b=3, batch_tokens=128)
     return Translator(model, tokenizer, decode), params, Languages(data, tokenizer), data
 
 
@@ -36,7 +37,7 @@ def test_scores_are_those_of_the_tagged_text_and_what_is_shown_has_no_tag(case: 
     lines, tags = languages.asked([f">>{lang}<< {line}" for line in LINES[:4] for lang in ("de", "fr")], "")
     assert lines == [line for line in LINES[:4] for _ in range(2)]
     sources = translator.tokenizer.encode_source(lines)
-    found = translator.translate(params, ALPHA, lines, tags=tags)
+    found = translator.translate(params, ALPHA, lines, tags=tags, attention=True)
     expected = translator.token_log_probs(
         params,
         ALPHA,
@@ -65,7 +66,7 @@ def test_scores_are_those_of_the_tagged_text_and_what_is_shown_has_no_tag(case: 
 def test_what_is_warmed_up_for_tags_compiles_nothing_later(case: Case) -> None:
     """Also for a line that just fits without its tag."""
     translator, params, languages, data = case
-    config = dataclasses.replace(translator.config, beam_size=2, nbest=2, batch_tokens=256, alignments=False)
+    config = dataclasses.replace(translator.config, beam_size=2, nbest=2, batch_tokens=256)
     server = dataclasses.replace(translator, config=config, rounding=coarse)
     compiled: list[str] = []
     jax.monitoring.register_event_duration_secs_listener(lambda event, *_, **__: compiled.append(event))
@@ -79,6 +80,18 @@ def test_what_is_warmed_up_for_tags_compiles_nothing_later(case: Case) -> None:
     sentences = [Sentence(ids, number, tag) for number, (ids, tag) in enumerate(zip(sources, tags, strict=True))]
     server.attended(params, ALPHA, sentences, found)
     assert [event for event in compiled if "backend_compile" in event] == []
+
+
+@pytest.mark.parametrize("least", [0, 1, 3])
+def test_the_shortest_translation_is_counted_without_its_tag(case: Case, least: int) -> None:
+    """Asked of a model to which all words are as likely: of equals EOS comes before them."""
+    translator, params, languages, _ = case
+    params = jax.tree.map(jnp.zeros_like, params)
+    config = dataclasses.replace(translator.config, beam_size=1, nbest=1, min_length=least, length_penalty=0.0)
+    short = dataclasses.replace(translator, config=config)
+    lines, tags = languages.asked([">>de<< " + LINES[0]], "")
+    ((found,),) = short.translate(params, ALPHA, lines, tags=tags)
+    assert len(found.tokens) == least + 1
 
 
 def test_empty_lines_ask_for_nothing_and_tabs_stay(case: Case) -> None:

@@ -103,8 +103,20 @@ def test_outputs_that_cannot_be_written(tmp_path: Path) -> None:
     for target, said in ((pipe, "no file"), (tmp_path, "no file"), (tmp_path / "a" / "b", "no such folder")):
         with pytest.raises(UserError, match=f"decode.output={target}: .*{said}"):
             lines.check_files(source, target)
-    with pytest.raises(UserError, match=r"cannot be written: Is a directory"):
-        lines.writable(tmp_path)
+    with pytest.raises(UserError, match=r"cannot be written: Is a directory"), lines.writable(tmp_path):
+        pass
+
+
+def test_two_processes_do_not_write_one_translation(tmp_path: Path) -> None:
+    part = tmp_path / "out.part"
+    with lines.writable(part) as first:
+        first.write(b"one\n")
+        # A lock belongs to an open file, not to a process, so this process may stand for another.
+        with pytest.raises(UserError, match="another process is writing"), lines.writable(part):
+            pass
+    with lines.writable(part) as again:
+        again.write(b"two\n")
+    assert part.read_bytes() == b"one\ntwo\n"
 
 
 @pytest.mark.slow

@@ -84,12 +84,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="+")
     parser.add_argument("--lines", type=int, default=1000)
+    parser.add_argument("--name", default="export", help="of the file of results")
     arguments = parser.parse_args()
     results = []
     for name in arguments.runs:
         results.append(compared(name, arguments.lines))
         print(json.dumps(results[-1]), flush=True)
-        save("export", {"models": results})
+        save(arguments.name, {"models": results})
         jax.clear_caches()
 
 

@@ -8,7 +8,6 @@ import os
 import re
 import signal
 import sys
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
@@ -78,11 +77,13 @@ def main(argv: list[str]) -> int:
 @contextlib.contextmanager
 def undisturbed() -> Iterator[None]:
     """A signal ends the process at once: what it raises in the middle of an import comes out as another error."""
-    before = signal.getsignal(signal.SIGINT)
-    if before is signal.default_int_handler:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
+    for number, handler in before.items():
+        if handler is not signal.SIG_IGN:
+            signal.signal(number, lambda number, frame: os._exit(128 + number))
     yield
-    signal.signal(signal.SIGINT, before)
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 def heed_signals() -> None:
@@ -103,7 +104,8 @@ def send_again(lost: Any) -> None:
         sys.__unraisablehook__(lost)
         return
     number = lost.exc_value.signal_number if isinstance(lost.exc_value, Preempted) else signal.SIGINT
-    threading.Timer(0.1, os.kill, (os.getpid(), number)).start()
+    signal.signal(signal.SIGALRM, lambda *_: signal.raise_signal(number))
+    signal.setitimer(signal.ITIMER_REAL, 0.1)
 
 
 def parse(argv: list[str]) -> tuple[Config, Workdir]:

@@ -512,7 +512,7 @@ class ExportConfig:
     )
     path: str = option(
         "",
-        "folder to write, new, empty or an earlier export; empty: <workdir>/export/<format>[-<quantization>]",
+        "folder to write, new or empty; without it <workdir>/export/<format>[-<quantization>], which is replaced",
         free=True,
     )
     check_lines: int = option(

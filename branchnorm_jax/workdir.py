@@ -140,11 +140,13 @@ class Workdir:
 
 
 def lock(file: IO[Any], held: str) -> None:
-    """Holds a file until it is closed. Raises `UserError`, saying `held`, if another process holds it."""
+    """Holds a file until it is closed, if the file system can. Raises `UserError`, saying `held`, if another does."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
+    except BlockingIOError as error:
         raise UserError(held) from error
+    except OSError:
+        pass  # A network's file system without locks.
 
 
 def write_atomically(path: Path, text: str) -> None:

@@ -48,7 +48,8 @@ def prepare(config: DataConfig, directory: Path, say: Callable[[str], None], kee
     """
     vocabulary, directions = directory / "vocabulary", config.directions()
     validated = [direction for direction in directions if direction in config.validated()]
-    if keep or reusable(vocabulary, origin := origin_of(config)):
+    origin = origin_of(config)
+    if vocabulary.exists() and (keep or reusable(vocabulary, origin, say)):
         tokenizer = load_tokenizer(vocabulary)
     else:
         say(f"training a vocabulary of {config.vocab_size} pieces")
@@ -86,7 +87,10 @@ def origin_of(config: DataConfig) -> str:
     return json.dumps({"options": options, "text": text}, indent=2) + "\n"
 
 
-def reusable(vocabulary: Path, origin: str) -> bool:
-    """Whether there is a vocabulary, and not one of another origin."""
+def reusable(vocabulary: Path, origin: str, say: Callable[[str], None]) -> bool:
+    """Whether the vocabulary is not known to be of another origin."""
     made_of = vocabulary / ORIGIN
-    return vocabulary.exists() and (not made_of.exists() or made_of.read_text(encoding="utf-8") == origin)
+    if not made_of.exists():
+        say(f"{vocabulary}: there is no {ORIGIN} that tells what it was made of; it is taken as it is")
+        return True
+    return made_of.read_text(encoding="utf-8") == origin

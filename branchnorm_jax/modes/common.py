@@ -53,16 +53,17 @@ def member(path: str, tokenizer: Tokenizer, config: Config) -> Member:
     """A model of an ensemble: the checkpoint "workdir" (its best) or "workdir:checkpoint".
 
     Raises:
-      UserError: if there is none, or its vocabulary is not `tokenizer`.
+      UserError: if there is none, its vocabulary is not `tokenizer`, or its language tags come elsewhere.
     """
     theirs, workdir, which = named("decode.ensemble", path, config)
     its_tokenizer, model = network(theirs, workdir)
     if its_tokenizer.sha256 != tokenizer.sha256:
         raise UserError(f"decode.ensemble: {workdir.path} has another vocabulary; models that vote must share one")
-    if config.data.pairs and theirs.data.tags != config.data.tags:
+    its_tags, tags = (data.tags if data.pairs else "none" for data in (theirs.data, config.data))
+    if its_tags != tags:
         raise UserError(
-            f"decode.ensemble: {workdir.path} was trained with data.tags={theirs.data.tags}, not {config.data.tags}; "
-            "models that vote must be asked for a language in the same way"
+            f"decode.ensemble: {workdir.path} was trained with data.tags={its_tags}, not {tags}; models that vote must "
+            "be asked for a language in the same way"
         )
     params, alpha, _ = restored(theirs, workdir, model, which)
     return Member(model, params, alpha)
@@ -125,10 +126,12 @@ def _read_as_it_comes(stream: BinaryIO, most: int) -> Iterator[list[bytes | OSEr
     """
     queue: Queue[bytes | OSError | None] = Queue(most)
 
+    # A file of its own: whoever closes one that another thread waits at must wait, too.
+    descriptor = os.dup(stream.fileno())
+
     def read() -> None:
-        # A file of its own: whoever closes one that another thread waits at must wait, too.
         try:
-            with open(os.dup(stream.fileno()), "rb") as own:
+            with open(descriptor, "rb") as own:
                 for line in own:
                     queue.put(line)
         except OSError as error:

@@ -142,9 +142,10 @@ def sweep(config: Config, workdir: Workdir) -> None:
     memory, runs = devices.memory(), {}
     for name, (run, chosen) in sweeping.plan_runs(config).items():
         check_names(chosen)
-        if chosen.train.finetune_from:
+        folder = Workdir(workdir / name)
+        if chosen.train.finetune_from and not folder.has_checkpoints:
             try:
-                parent_of(chosen, Workdir(workdir / name))
+                parent_of(chosen, folder)
             except UserError as error:
                 raise UserError(f"sweep.grid: {name}: {error}") from error
         runs[name] = run, planning.fitting(chosen, memory)

@@ -154,8 +154,8 @@ def export(config: Config, workdir: Workdir) -> None:
         raise UserError("config: an ensemble cannot be exported; leave decode.ensemble empty")
     if e.format == "huggingface" and e.quantization:
         raise UserError("config: export.quantization is for export.format=ctranslate2")
-    if folder.exists() and not replaceable(folder):
-        raise UserError(f"export.path={folder}: holds something else, which is not replaced; choose a new folder")
+    if e.path and folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
+        raise UserError(f"export.path={folder}: there is something already, which is not replaced; choose a new folder")
     trained = load(config, workdir)
     model, tokenizer = trained.translator.model, trained.translator.tokenizer
     if config.decode.length_penalty_kind != "fairseq":
@@ -190,11 +190,6 @@ def export(config: Config, workdir: Workdir) -> None:
             check_export(config, trained, temporary, longest)
     logs.say(f"wrote {folder}, step {trained.step}")
     print(folder)
-
-
-def replaceable(folder: Path) -> bool:
-    """Whether it is a folder in which nothing lies but an earlier export."""
-    return folder.is_dir() and ((folder / "source.spm").exists() or not any(folder.iterdir()))
 
 
 def check_export(config: Config, trained: Trained, folder: Path, longest: int) -> None:

@@ -1,12 +1,13 @@
 """What a training leaves to others: its vocabulary, its network, its parameters; and a run that begins with them."""
 
 import dataclasses
+import json
 import shutil
 from pathlib import Path
 
 from branchnorm_jax import config as configs
 from branchnorm_jax.data.prepare import Corpus, prepare
-from branchnorm_jax.data.tokenizer import UNUSED, Tokenizer, load_tokenizer
+from branchnorm_jax.data.tokenizer import ORIGIN, UNUSED, Tokenizer, load_tokenizer
 from branchnorm_jax.decoding.translate import make_model
 from branchnorm_jax.errors import UserError
 from branchnorm_jax.model.parameters import Params
@@ -70,10 +71,11 @@ def named(option: str, name: str, config: Config) -> tuple[Config, Workdir, str]
 
 
 def parent_of(config: Config, workdir: Workdir) -> Workdir:
-    """That of the run which `train.finetune_from` names, for a run in `workdir`.
+    """The workdir of the run that `train.finetune_from` names, for a run in `workdir`.
 
     Raises:
-      UserError: if there is none, no such checkpoint, or its model is another one than `config`'s.
+      UserError: if there is none, no such checkpoint, or its model is another one than `config`'s, or asked for
+        languages in another way.
     """
     theirs, parent, which = named("train.finetune_from", config.train.finetune_from, config)
     if parent.path.resolve() == workdir.path.resolve():
@@ -102,17 +104,20 @@ def parent_of(config: Config, workdir: Workdir) -> Workdir:
 
 
 def take_vocabulary(parent: Workdir, workdir: Workdir) -> None:
-    """Copies it."""
+    """Copies the parent's vocabulary, less what is noted of the parent's text."""
     with atomic_directory(workdir / "vocabulary") as temporary:
         # Which pieces are unused is a matter of the new text.
         shutil.copytree(parent / "vocabulary", temporary, ignore=shutil.ignore_patterns(UNUSED), dirs_exist_ok=True)
+        # So that a run which begins here anew without a parent makes a vocabulary of its own.
+        (temporary / ORIGIN).write_text(json.dumps({"run": str(parent.path)}) + "\n", encoding="utf-8")
 
 
 def corpus_of(config: Config, workdir: Workdir) -> Corpus:
     """`prepare` for the run of this workdir, with the vocabulary that it has or will begin with."""
     if config.train.finetune_from and not workdir.has_checkpoints:
         take_vocabulary(parent_of(config, workdir), workdir)
-    keep = workdir.has_checkpoints or bool(config.train.finetune_from)
+    # From data.json on a training is under way, also where it has no checkpoint yet.
+    keep = workdir.has_checkpoints or (workdir / "data.json").exists() or bool(config.train.finetune_from)
     return prepare(config.data, workdir.path, logs.say, keep)
 
 

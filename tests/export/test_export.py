@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -236,13 +237,16 @@ def test_what_lies_there_is_not_replaced(
     (mine / "thesis.txt").write_text("years of work")
     monkeypatch.chdir(mine)
     there = {"folder": mine, "file": mine / "thesis.txt", "here": Path()}[which]
-    with pytest.raises(UserError, match=r"export\.path=.*holds something else, which is not replaced"):
+    with pytest.raises(UserError, match=r"export\.path=.*something already, which is not replaced"):
         export(to_export(trained, there, 2), Workdir(trained))
     assert (mine / "thesis.txt").read_text() == "years of work"
 
 
-def test_an_earlier_export_is_replaced(trained: Path, tmp_path: Path) -> None:
+def test_the_runs_own_export_is_replaced(trained: Path, tmp_path: Path) -> None:
+    run = shutil.copytree(trained, tmp_path / "run")
+    config = to_export(trained, tmp_path, 0)
+    config = dataclasses.replace(config, export=dataclasses.replace(config.export, path=""))
     for _ in range(2):
-        export(to_export(trained, tmp_path / "out", 0), Workdir(trained))
-        assert not (tmp_path / "out" / "old").exists()
-        (tmp_path / "out" / "old").touch()
+        export(config, Workdir(run))
+        assert not (run / "export" / "ctranslate2" / "old").exists()
+        (run / "export" / "ctranslate2" / "old").touch()

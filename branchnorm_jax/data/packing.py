@@ -13,7 +13,7 @@ import numpy as np
 from branchnorm_jax.errors import UserError
 
 SENTENCES = 4
-"""A short row holds so many sentences of average length: rather more fill it no better and cost more attention."""
+"""A short row holds so many sentences of average length at least: more fill it no better and cost more attention."""
 
 _BALANCE = 2.0
 """How much packing minds that one side of a row runs full before the other, against how full the row is."""
@@ -53,12 +53,18 @@ class Packing(NamedTuple):
 def row_lengths(mean: float, longest: float, batch_tokens: int, row_multiple: int) -> list[int]:
     """Positions of rows on the larger side, from short ones to those that hold `longest` tokens, each twice the last.
 
-    Short rows are for sentences of `mean` tokens, a multiple of 8. No row is longer than a batch has room for.
+    Short rows are for sentences of `mean` tokens. All are as long as a batch has room for with so many rows, in steps
+    of 8: the rows are a multiple of `row_multiple`, and a small batch would else be left unused in good part.
     """
     limit = batch_tokens // row_multiple
-    ladder = [min(-(-int(SENTENCES * mean) // 8) * 8, limit)]
+
+    def widened(length: int) -> int:
+        length = min(length, limit)
+        return max(length, limit // (limit // length) // 8 * 8)
+
+    ladder = [widened(-(-int(SENTENCES * mean) // 8) * 8)]
     while ladder[-1] < min(longest, limit):
-        ladder.append(min(2 * ladder[-1], limit))
+        ladder.append(widened(2 * ladder[-1]))
     return ladder
 
 
@@ -67,7 +73,8 @@ def choose_shapes(
 ) -> list[Shape]:
     """At most `count` shapes, the last of which has room for the longest sentences.
 
-    From one to the next rows are twice as long and half as many. Sides are as long as the sentences' are on average.
+    From one to the next rows are at least twice as long, where a batch has room, and half as many. Sides are as long as
+    the sentences' are on average.
 
     Args:
       lengths: tokens of source and target of each pair, EOS included, int [n, 2].

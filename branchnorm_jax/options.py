@@ -178,7 +178,7 @@ class DataConfig:
     )
     batch_shapes: int = option(
         4,
-        "static batch shapes at most, each compiled once; rows of one are twice as long",
+        "static batch shapes at most, each compiled once; from one to the next rows are half as many",
         unit="shapes",
         minimum=1,
         maximum=64,

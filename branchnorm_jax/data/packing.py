@@ -51,21 +51,18 @@ class Packing(NamedTuple):
 
 
 def row_lengths(mean: float, longest: float, batch_tokens: int, row_multiple: int) -> list[int]:
-    """Positions of rows on the larger side, from short ones to those that hold `longest` tokens, each twice the last.
+    """Positions of rows on the larger side: short ones first, then half as many each time, until `longest` tokens fit.
 
-    Short rows are for sentences of `mean` tokens. All are as long as a batch has room for with so many rows, in steps
-    of 8: the rows are a multiple of `row_multiple`, and a small batch would else be left unused in good part.
+    Short rows are for sentences of `mean` tokens. Rows are as long as a batch has room for with so many of them, in
+    steps of 8: their number is a multiple of `row_multiple`, which would else leave much of a small batch unused.
     """
     limit = batch_tokens // row_multiple
-
-    def widened(length: int) -> int:
-        length = min(length, limit)
-        return max(length, limit // (limit // length) // 8 * 8)
-
-    ladder = [widened(-(-int(SENTENCES * mean) // 8) * 8)]
-    while ladder[-1] < min(longest, limit):
-        ladder.append(widened(2 * ladder[-1]))
-    return ladder
+    multiples = max(1, limit // (-(-int(SENTENCES * mean) // 8) * 8))
+    ladder: list[int] = []
+    while multiples and (not ladder or ladder[-1] < longest):
+        ladder.append(limit // multiples // 8 * 8)
+        multiples //= 2
+    return ladder if ladder[-1] >= longest else [*ladder[:-1], limit]
 
 
 def choose_shapes(
@@ -73,8 +70,8 @@ def choose_shapes(
 ) -> list[Shape]:
     """At most `count` shapes, the last of which has room for the longest sentences.
 
-    From one to the next rows are at least twice as long, where a batch has room, and half as many. Sides are as long as
-    the sentences' are on average.
+    From one to the next rows are half as many and at least twice as long. Sides are as long as the sentences' are on
+    average.
 
     Args:
       lengths: tokens of source and target of each pair, EOS included, int [n, 2].

@@ -1,13 +1,14 @@
-# Every target makes its own virtual environment, in the versions of requirements-lock.txt, and remakes it when those change.
+# Each target creates the virtual environment it needs, with the versions of requirements-lock.txt, and updates it when
+# the requirements change.
 #
 #   make quickstart                                     train on the built-in corpus, evaluate, show translations
 #   make quickstart ARGS="--config.data.target_lang=fr" WORKDIR=runs/en-fr
-#                                                       another language pair needs a workdir of its own
-#   make test        the tests, minutes                 make test ARGS="-k bleu"   some of them
-#   make test-all    also the slow ones                 make lint                  style and types
-#   make bench       the figures that need no data      make clean                 environment and caches; runs/ stays
+#                                                       another language pair, in its own workdir
+#   make test        the tests, in minutes              make test ARGS="-k bleu"   some of the tests
+#   make test-all    all tests, also the slow ones      make lint                  style and types
+#   make bench       benchmarks that need no data       make clean                 environment and caches; keeps runs/
 #
-# PYTHON=python3.12 chooses the interpreter that the environment is made with, VENV=<folder> where it lies.
+# PYTHON=python3.12 selects the interpreter of the environment, and VENV=<folder> its location.
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -15,7 +16,7 @@ WORKDIR ?= runs/quickstart
 ARGS ?=
 RUN := $(VENV)/bin/python
 
-# Two stages, because the tests compare with PyTorch and a first translation should not wait for its download.
+# Two stages: only the tests need PyTorch, and the quickstart should not wait for its download.
 USE := $(VENV)/.installed-use
 DEVELOP := $(VENV)/.installed-develop
 
@@ -39,14 +40,14 @@ bench: $(DEVELOP)
 	@set -e; for name in loss depth growth "plan memory" "plan time"; do echo "== $$name"; $(RUN) -m benchmarks.$$name; done
 
 clean:
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(RUN):
 	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("Python 3.11 or newer is needed, this is " + sys.version.split()[0] + "; try make PYTHON=python3.12")'
 	$(PYTHON) -m venv $(VENV)
 
-$(USE): requirements.txt requirements-lock.txt | $(RUN)
+$(USE): requirements.txt $(wildcard requirements/*.txt) requirements-lock.txt | $(RUN)
 	$(RUN) -m pip install --quiet --requirement requirements.txt --constraint requirements-lock.txt
 	@touch $@
 

@@ -1,8 +1,9 @@
-"""Linear against adaptive alpha: how many layers get a gradient, update by update, and what the loss makes of it.
+"""Compares linear with adaptive alpha: layers that get a gradient, and the loss.
 
     python -m benchmarks.alive runs/sweep_adaptive
 
-Reads the runs of configs/sweep_adaptive.py. A layer is alive if its gradient is above 1/1000 of its stack's largest.
+Reads the runs of configs/sweep_adaptive.py. A layer is alive if its gradient is above 1/1000 of the largest gradient of
+its stack.
 """
 
 import argparse
@@ -13,7 +14,7 @@ import numpy as np
 
 from benchmarks.measure import save
 from branchnorm_jax import config as configs
-from branchnorm_jax.model.parameters import STACKS
+from branchnorm_jax.model.recipe import STACKS
 from branchnorm_jax.training.logs import read_lines
 from branchnorm_jax.training.watch import WEAK
 

@@ -1,21 +1,22 @@
-"""The beam against the straightforward one, and against CTranslate2 with the same model.
+"""Times the beam search against a straightforward one and against CTranslate2.
 
     python -m benchmarks.beam                       6L-6L of width 512, 100L-100L of width 128, untrained
     python -m benchmarks.beam --workdir=runs/x      a trained model's test set, ours against CTranslate2
 
-The straightforward beam is what public JAX examples write: the source is repeated for each hypothesis, its keys and
-values are computed again at every step, the whole cache is gathered when hypotheses branch, and the vocabulary is
-normalised in full. It searches with the same rules, so that hypotheses must be identical. Of 64 sentences of 5 to 30
-tokens it takes 32 at a time, as they come, padded to the longest of them. Untrained, hypotheses are as long as they may
-be, 1.2 x + 3.
+The straightforward beam is the one of public JAX examples. It repeats the source for each hypothesis, recomputes the
+keys and values of the source at every step, gathers the whole cache when hypotheses branch, and normalises over the
+whole vocabulary. It follows the same rules, so its hypotheses must be identical. It takes 64 sentences of 5 to 30
+tokens, 32 at a time in the given order, padded to the longest of them. Hypotheses of untrained models reach the length
+limit, 1.2 x + 3.
 
-It is timed a second time as well as it can be: sentences sorted by length, and keys and values computed once, which is
-what XLA makes of such code where it sees that the source stays the same.
+A second timing uses the straightforward beam at its best: sentences sorted by length, and keys and values computed
+once, as XLA does for such code when it sees that the source stays the same.
 
-CTranslate2 has the exported model, float32, batches of 32 and two threads: for one batch, or for one each of two
-batches at the same time, whichever is faster here. Untrained, every translation is made 30 tokens long on both sides.
+CTranslate2 runs the exported model in float32 with batches of 32 and two threads: both for one batch, or one for each
+of two concurrent batches, whichever is faster on this machine. With untrained models, both sides make every translation
+30 tokens long.
 
-Ours with one batch at a time, against two, is timed as well.
+The benchmark also times our decoder with one batch at a time against two.
 """
 
 import argparse
@@ -37,7 +38,7 @@ from benchmarks.measure import alternate, in_turn, save
 from branchnorm_jax import config as configs
 from branchnorm_jax.data.corpus import read_pairs
 from branchnorm_jax.decoding.beam import length_penalty
-from branchnorm_jax.decoding.engine import Asked, Engine, pad
+from branchnorm_jax.decoding.engine import Engine, Query, pad
 from branchnorm_jax.evaluation.bleu import corpus_bleu
 from branchnorm_jax.export import ctranslate2, fold
 from branchnorm_jax.model.cache import Cache
@@ -135,7 +136,7 @@ def made(name: str) -> tuple[Transformer, tuple[Any, jax.Array], list[list[int]]
 
 def searched(engine: Engine, weights: tuple[Any, Any], sources: Sequence[Sequence[int]]) -> Callable[[], list[Any]]:
     """The search of ours that is timed."""
-    asked = [Asked(source, number) for number, source in enumerate(sources)]
+    asked = [Query(source, number) for number, source in enumerate(sources)]
     return lambda: list(engine.search((weights,), asked))
 
 
@@ -241,7 +242,7 @@ def trained(folder: Path, pairs: int) -> dict[str, Any]:
     test = list(read_pairs(config.data, "test"))
     sources, references = [source for source, _ in test], [target for _, target in test]
     ids = tokenizer.encode_source(sources)
-    weights = run.params, run.branch_scale
+    weights = run.params, run.alpha
     ours = searched(translator.engine, weights, ids)
     pieces = [[tokenizer.source_pieces[token] for token in line[:-1]] for line in ids]
     vocabularies = tokenizer.source_pieces, tokenizer.target_pieces
@@ -261,7 +262,7 @@ def trained(folder: Path, pairs: int) -> dict[str, Any]:
         "bleu_ctranslate2": corpus_bleu(yours, references, language),
         "identical_lines": sum(a == b for a, b in zip(mine, yours, strict=True)),
         "model": f"{config.model.encoder_layers}L-{config.model.decoder_layers}L width {config.model.width}",
-        "alpha": json.dumps(jax.tree.map(lambda leaf: np.asarray(leaf).tolist(), run.branch_scale)),
+        "alpha": json.dumps(jax.tree.map(lambda leaf: np.asarray(leaf).tolist(), run.alpha)),
     }
 
 

@@ -1,13 +1,21 @@
-"""What rounding adds up to over depth: each `model.dtype` and `model.carry_dtype` against float64 of the same weights.
+"""Measures rounding errors over depth for each data type of products and stream.
 
     python -m benchmarks.carry [workdir ...]
 
-Untrained models of 10 to 500 layers on either side read random words; the checkpoint of a workdir reads validation
-sentences. Of each: |y - y64| / |y64| of the encoder's output and of what the output layer reads, the decoder's output
-in `dtype`; of checkpoints also nll less that in float64, nats per token, mean and root mean square; of checkpoints and
-of 500 layers also the same relative error of the gradient by the parameters of a stack's layers, from 8 sentences. No
-dropout; padding does not count; null: not finite. An update takes its gradient at the size of one token's (see
-`step.loss_scale`); with `--tokens` it is that of a loss that is divided by so many, without such a scale.
+Compares each `model.dtype` and `model.carry_dtype` with float64 at the same weights. Untrained models of 10 to 500
+layers per stack read random words. The checkpoint of a workdir reads validation sentences. There is no dropout, and
+padding does not count. Values that are not finite are null.
+
+The results contain:
+
+- all models: |y - y64| / |y64| of the encoder's output, and of the decoder's output in `dtype`, which the output layer
+  reads,
+- checkpoints: nll minus nll in float64, nats per token, mean and root mean square,
+- checkpoints and models of 500 layers: relative error of the gradient by the parameters of a stack's layers, from 8
+  sentences.
+
+By default the gradient has the scale of one token's loss, as in an update (see `step.loss_scale`). With `--tokens=n` it
+is the gradient of a loss that is divided by n and not scaled.
 """
 
 import argparse
@@ -26,8 +34,9 @@ from benchmarks.measure import save
 from branchnorm_jax import config as configs
 from branchnorm_jax.data.corpus import read_pairs
 from branchnorm_jax.decoding.translate import pad
-from branchnorm_jax.model.parameters import STACKS, Params
+from branchnorm_jax.model.parameters import Params
 from branchnorm_jax.model.places import decoder_inputs
+from branchnorm_jax.model.recipe import STACKS
 from branchnorm_jax.model.transformer import Transformer
 from branchnorm_jax.modes.common import load
 from branchnorm_jax.options import PAD, ModelConfig

@@ -1,8 +1,9 @@
-"""What depth costs: compilation, program size and memory of 500L-500L, and what the parts of an update add to its time.
+"""Measures the cost of depth: compilation, program size, memory and update time.
 
     python -m benchmarks.depth
 
-Widths are small, so that two cores can run it in about twenty minutes; the ratios are what counts.
+Measures models of 500L-500L, and the time that each part of an update adds. Takes about twenty minutes on two cores.
+The widths are small, so only the ratios are meaningful.
 """
 
 import argparse

@@ -1,9 +1,10 @@
-"""Exported models against ours: log-probabilities of the same tokens, and BLEU of beam 4, for CTranslate2 and Marian.
+"""Compares exported models with ours: log-probabilities, and BLEU of beam 4.
 
-    python -m benchmarks.export runs/a runs/b:500 ...       workdir, or workdir:checkpoint; as many as one likes
+    python -m benchmarks.export runs/a runs/b:500 ...       any number of workdirs, or workdir:checkpoint
 
-Log-probabilities, in float32, of the references of the first 100 test sentences, EOS included; BLEU of --lines test
-sentences, the same search on both sides, with one limit for all, as CTranslate2 has it.
+The engines are CTranslate2 and Hugging Face's Marian. Log-probabilities, in float32, are those of the references of the
+first 100 test sentences, EOS included. BLEU compares ours with CTranslate2 on --lines test sentences, with the same
+search on both sides and, as CTranslate2 requires, the same length limit for all sentences.
 """
 
 import argparse
@@ -40,14 +41,14 @@ def compared(name: str, lines: int) -> dict[str, Any]:
     test = list(itertools.islice(read_pairs(config.data, "test"), lines))
     ids = tokenizer.encode_source([source for source, _ in test])
     sources, targets = translator.encode(test[:FORCED], [tokenizer.tags(config.data, "")] * len(test[:FORCED]))
-    ours = np.concatenate(translator.token_log_probs(run.params, run.branch_scale, sources, targets))
-    plain = fold.fold(translator.model, run.params, run.branch_scale)
+    ours = np.concatenate(translator.token_log_probs(run.params, run.alpha, sources, targets))
+    plain = fold.fold(translator.model, run.params, run.alpha)
     vocabularies = tokenizer.source_pieces, tokenizer.target_pieces
     longest = max(*(len(line) for line in (*ids, *targets)), LIMIT + 1)
     result: dict[str, Any] = {
         "model": f"{m.method} {m.encoder_layers}L-{m.decoder_layers}L, width {m.width}",
         "step": run.step,
-        "alpha": jax.tree.map(lambda leaf: np.asarray(leaf).tolist(), run.branch_scale),
+        "alpha": jax.tree.map(lambda leaf: np.asarray(leaf).tolist(), run.alpha),
     }
     with tempfile.TemporaryDirectory() as temporary:
         there = Path(temporary)
@@ -68,7 +69,7 @@ def compared(name: str, lines: int) -> dict[str, Any]:
         found = engine.translate_batch(pieces, **settings, max_batch_size=32)
     of_pieces = {piece: index for index, piece in enumerate(tokenizer.target_pieces)}
     yours = [tokenizer.decode_target([of_pieces[piece] for piece in one.hypotheses[0]]) for one in found]
-    translated = translator.translate(run.params, run.branch_scale, [source for source, _ in test])
+    translated = translator.translate(run.params, run.alpha, [source for source, _ in test])
     mine = [best[0].text for best in translated]
     references, language = [target for _, target in test], config.data.target_lang
     return result | {

@@ -1,4 +1,7 @@
-"""The same Transformer from Flax's own layers, one after the other: Post-LN, one table, sinusoids."""
+"""The same Transformer built from Flax's own layers: Post-LN, one table.
+
+The layers run in a Python loop. Positions are sinusoids.
+"""
 
 from collections.abc import Mapping
 from typing import Any

@@ -1,14 +1,14 @@
-"""One GPU: what its kernels can do at width 512, and how much of that a deep model in training uses.
+"""Measures the kernels of one GPU at width 512, and the MFU of deep training.
 
     python -m benchmarks.gpu --part=shapes      matrix products, norm and attention, in bfloat16
     python -m benchmarks.gpu --part=6L          6L-6L, 100L, 500L: 30 updates of 65,536 tokens, base width
     python -m benchmarks.gpu --part=6L --toy    the same code at a size for a CPU: its figures mean nothing
 
-Of a depth it measures, in bfloat16 with Adam in float32, a float16 stream and 32,000 words: whether the loss falls,
-seconds per update, MFU (of the operations that the model needs, without those of remat, over the device's
-specification), and peak memory over the plan's; with --plain the same without remat and with whole logits, where that
-fits; with --in-backward layer by layer (`train.update_in_backward`), for which 500L needs no groups. One part is one
-process, so that each starts with an empty device. Not measured yet.
+For each depth it reports whether the loss falls, the seconds per update, the MFU (operations of the model without those
+of remat, over the device's specification), and the peak memory with the plan's prediction. It uses bfloat16 products,
+float32 Adam, a float16 stream and 32,000 words. --plain measures without remat and with whole logits, where that fits.
+--in-backward updates layer by layer (`train.update_in_backward`), for which 500L needs no groups. Each part is one
+process, so that it starts with an empty device. Not measured yet.
 """
 
 import argparse

@@ -1,9 +1,9 @@
-"""Layers that begin one after the other: operations and time saved, and what it changes in the output.
+"""Measures layers that start one after the other: time saved, output changed.
 
     python -m benchmarks.growth
 
-A 50L-50L model at several points of its T, with every `model.alpha_order`: branches that are still closed are
-multiplied by 0 in one program and not computed in the other. Ten minutes on two cores.
+Runs a 50L-50L model at several points of its T, with every `model.alpha_order`. One program multiplies the branches
+that have not started by 0; the other does not compute them. Takes ten minutes on two cores.
 """
 
 import argparse
@@ -17,10 +17,10 @@ import jax.numpy as jnp
 from benchmarks.depth import VOCABULARY, batch, update
 from benchmarks.measure import alternate, save
 from branchnorm_jax.analysis.plan import forward_flops
+from branchnorm_jax.model import growth
 from branchnorm_jax.model.places import decoder_inputs
 from branchnorm_jax.model.transformer import Transformer
 from branchnorm_jax.options import Config, ModelConfig
-from branchnorm_jax.training import schedules
 from branchnorm_jax.training.state import Batch
 
 MODEL = ModelConfig(encoder_layers=50, decoder_layers=50, width=64, ffn_width=256, heads=2, alpha_steps=1000)
@@ -36,14 +36,14 @@ def network(order: str, **changes: Any) -> Transformer:
 def open_share(model: ModelConfig, clocks: jax.Array) -> float:
     """Operations of the branches that are open at these points of T, over those of all, at all of them."""
     by_part = forward_flops(dataclasses.replace(Config(), model=model), 32, 32, VOCABULARY)
-    scales: Any = jax.vmap(schedules.alpha(model))(clocks)
+    scales: Any = jax.vmap(growth.alpha(model))(clocks)
     computed = sum(by_part[stack] * float((values > 0).mean()) for stack, values in scales.items())
     return computed / sum(by_part[stack] for stack in scales)
 
 
 def difference(order: str, clock: int, data: Batch) -> float:
     """Largest difference that leaving branches out makes in the decoder's output, over its largest value."""
-    alpha = schedules.alpha(network(order).config)(jnp.int32(clock))
+    alpha = growth.alpha(network(order).config)(jnp.int32(clock))
     params = network(order).init(jax.random.key(0))
 
     def output(order: str) -> jax.Array:

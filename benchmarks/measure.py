@@ -1,4 +1,7 @@
-"""What every benchmark shares: two things timed alternately in one run, and results with machine, versions, commit."""
+"""Shared by all benchmarks: alternating timings, and results with metadata.
+
+The metadata are machine, versions and commit.
+"""
 
 import json
 import os

@@ -1,9 +1,10 @@
-"""Multi30k English-German over several seeds: trains, evaluates, and writes one JSON with every score.
+"""Trains and evaluates Multi30k English-German over several seeds.
 
     python benchmarks/multi30k.py --path=<folder with {train,valid,test}.{en,de}> --out=benchmarks/results/multi30k.json
 
-What comes after `--` goes to main.py: `-- --config.train.steps=100`. The runs of the seeds go side by side, so that a
-GPU that one small model leaves idle serves them all; the seconds in the result are those of runs that share the device.
+Writes one JSON with every score. Arguments after `--` go to main.py: `-- --config.train.steps=100`. The seeds train
+concurrently, because one small model leaves a GPU partly idle. The seconds in the result are therefore those of runs
+that share the device.
 """
 
 import argparse

@@ -1,7 +1,7 @@
-"""The plan against the machine at hand: predicted memory and time of an update over the compiler's and the clock's.
+"""Compares the plan's predictions of memory and time with the machine at hand.
 
-python -m benchmarks.plan memory        random runs are compiled, not run; ten minutes on two cores
-python -m benchmarks.plan time          a few are timed, on a machine that does nothing else; ten minutes
+python -m benchmarks.plan memory        compiles random runs without running them; ten minutes on two cores
+python -m benchmarks.plan time          times a few runs; needs an otherwise idle machine; ten minutes
 """
 
 import argparse

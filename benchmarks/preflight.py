@@ -1,9 +1,10 @@
-"""The preflight's verdict against what then happened, over runs that are there: a table, right or wrong.
+"""Compares the verdicts of the preflight with the results of finished runs.
 
     python -m benchmarks.preflight runs/sweep_depth runs/sweep_robustness runs/sweep_divergence
 
-Each folder holds the runs of a sweep. A run went well if its test BLEU is above 10, and badly if not: it diverged,
-stood still, or never read the source. "healthy" should go with the first, every other verdict with the second.
+Prints a table of right and wrong verdicts. Each folder contains the runs of a sweep. A run learned if its test BLEU is
+above 10. Otherwise it diverged, stood still, or never read the source. The verdict of a run that learned should be
+"healthy", and that of any other run should not.
 """
 
 import argparse

@@ -1,4 +1,7 @@
-"""The same Transformer from PyTorch's own layers: Post-LN, one table for source, target and output, sinusoids."""
+"""The same Transformer built from PyTorch's own layers: Post-LN, one table.
+
+Source, target and output share the table. Positions are sinusoids.
+"""
 
 from collections.abc import Iterable, Mapping
 from typing import Any

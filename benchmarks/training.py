@@ -1,24 +1,24 @@
-"""Real target tokens a second when training on real text: ours, PyTorch's layers, Flax's layers.
+"""Measures training throughput on real text: ours, PyTorch's and Flax's layers.
 
     python -m benchmarks.training --path=<folder of {train,valid}.{en,de}> --size=small     4L-4L of width 128
     python -m benchmarks.training --path=<folder of {train,valid}.{en,de}> --size=base      6L-6L of width 512
 
-Text, vocabulary and options are those of configs/multi30k_ende.py. All train the same model in float32 on the same
-cores, with updates of at most `batch_tokens` positions on the larger side:
+Text, vocabulary and options are those of configs/multi30k_ende.py. All systems train the same model in float32 on the
+same cores, with updates of at most `batch_tokens` positions on the larger side:
 
   ours      the update of the training loop, on its batches: rows of several sentences, in a few shapes
   pytorch   nn.TransformerEncoderLayer and nn.TransformerDecoderLayer, eager, fused AdamW; as in fairseq, sentences
             are sorted by length, and a batch is padded to its longest
-  packed    linen layers in a Python loop, whole logits, one-hot targets, jitted; as Flax's WMT example trains: rows of
-            256 positions, the next sentence goes into the row where it fits
-  padded    the same, a sentence a row, padded to the longest that the corpus may have (64, data.max_length)
+  packed    linen layers in a Python loop, whole logits, one-hot targets, jitted; as in Flax's WMT example, rows have
+            256 positions, and the next sentence goes into the row where it fits
+  padded    the same with one sentence per row, padded to the longest allowed sentence (64, data.max_length)
 
-Before anything is timed, the loss of a batch, without dropout, is compared between all with the same parameters. Of an
-epoch some batches are taken, evenly over shapes or lengths; a round is one pass of every system over its own. Counted
-are target tokens, EOS included, padding not.
+Before the timing, the benchmark compares the loss of one batch, without dropout and with the same parameters, between
+all systems. It takes some batches of an epoch, evenly over shapes or lengths. A round is one pass of every system over
+its own batches. It counts target tokens with EOS and without padding.
 
-PyTorch's threads spin while they wait for each other: on a machine that does anything else it is ten times faster with
-OMP_WAIT_POLICY=passive in the environment. The results tell which it was.
+PyTorch's threads spin while they wait for each other. On a machine that is not idle, PyTorch is ten times faster with
+OMP_WAIT_POLICY=passive in the environment. The results record the policy.
 """
 
 import argparse

@@ -20,13 +20,34 @@ from branchnorm_jax.errors import UserError
 from branchnorm_jax.options import Config, fields
 
 
+class Section(ml_collections.ConfigDict):
+    """A section of options that records which of them were assigned, at whatever value."""
+
+    def __init__(self, defaults: Mapping[str, Any] | None = None) -> None:
+        # ConfigDict takes ordinary attributes for options.
+        object.__setattr__(self, "assigned", set())
+        super().__init__(defaults)
+        self.assigned.clear()
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        super().__setitem__(name, value)
+        self.assigned.add(name)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.assigned.clear()
+        self.assigned.update(state["assigned"])
+
+
 def default_config(depth: str = "") -> ml_collections.ConfigDict:
-    """The locked `ConfigDict` of all defaults.
+    """The locked `ConfigDict` of all defaults, in sections that record what is assigned to them.
 
     Args:
       depth: depth in the papers' notation, "18L-18L" (encoder-decoder); "" keeps the default.
     """
-    config = ml_collections.ConfigDict(dataclasses.asdict(Config()))
+    config = ml_collections.ConfigDict()
+    for name, options in dataclasses.asdict(Config()).items():
+        config[name] = Section(options)
     set_depth(config, depth)
     return config.lock()
 
@@ -54,22 +75,42 @@ def with_one_length(config: ml_collections.ConfigDict, given: set[str]) -> ml_co
     return config
 
 
-def with_recommended(
-    config: ml_collections.ConfigDict, given: set[str], recommended: Mapping[str, Any]
-) -> ml_collections.ConfigDict:
-    """Takes over what a method's authors recommend, where neither command line nor config file chose something else.
+def assigned(config: ml_collections.ConfigDict) -> set[str]:
+    """Names of the options that a config file or the command line set, also those set to their defaults.
+
+    In a section that was not made by `default_config`, as in the config of an earlier run, these are all options.
+    """
+    return {
+        f"{section}.{name}"
+        for section, options in config.items()
+        for name in (options.assigned if isinstance(options, Section) else options)
+    }
+
+
+def with_recommended(config: ml_collections.ConfigDict, recommended: Mapping[str, Any]) -> ml_collections.ConfigDict:
+    """Sets the options that a method's authors recommend, except those that are `assigned` already.
 
     Args:
       config: all options.
-      given: names of those that the command line set.
       recommended: "section.name" -> value.
     """
-    defaults = to_flat(Config())
-    for full, value in recommended.items():
+    for full in recommended.keys() - assigned(config):
         section, name = full.split(".")
-        if full not in given and config[section][name] == defaults[full]:
-            config[section][name] = value
+        with config.unlocked():
+            config[section][name] = recommended[full]
     return config
+
+
+def record_chosen(config: ml_collections.ConfigDict, given: set[str]) -> None:
+    """Keeps in `sweep.chosen` which options the runs of a sweep must not change to what is recommended.
+
+    Args:
+      config: all options.
+      given: names of those that the command line set; an earlier call of the same sweep recorded the others.
+    """
+    if config.sweep.recommended:
+        earlier = {*config.sweep.chosen.split(",")} - {""}
+        config.sweep.chosen = ",".join(sorted(earlier | given if earlier else assigned(config)))
 
 
 def nearest_name(name: str) -> str:
@@ -243,12 +284,19 @@ def to_json(config: Config) -> str:
     return json.dumps(dataclasses.asdict(config), indent=2) + "\n"
 
 
+RENAMED = {("model", "alpha_order", "uniform"): "equal"}
+"""(section, option, value) that earlier versions saved -> the value's present name."""
+
+
 def load(path: Path) -> Config:
     """Reads what `to_json` wrote. Raises `UserError` if the file is missing or not a config."""
     try:
         values = json.loads(path.read_text())
         if not isinstance(values, dict) or not values.keys() >= {"model", "data", "train"}:
             raise ValueError("not the options of a run")
+        for (section, option, old), new in RENAMED.items():
+            if values[section].get(option) == old:
+                values[section][option] = new
         return from_config_dict(values)
     except (OSError, ValueError, UserError) as error:
         raise UserError(
@@ -257,16 +305,18 @@ def load(path: Path) -> Config:
 
 
 def help_text() -> str:
-    """A table of every option with its default, unit and meaning: what `--mode=help` prints."""
-    lines = []
+    """A table of every option with its default, unit and meaning: what `--mode=help` prints.
+
+    The common options come first, the others by section.
+    """
+    lines = ["Common options:"]
     section = ""
-    for name, field in fields():
-        head = name.split(".")[0]
-        if head != section:
+    for name, field in sorted(fields(), key=lambda option: not option[1].metadata["common"]):
+        head, meta = name.split(".")[0], field.metadata
+        if head != section and not meta["common"]:
             section = head
             lines += ["", f"{section}: {getattr(Config(), section).__doc__}"]
-        meta = field.metadata
         unit = f" {meta['unit']}" if meta["unit"] else ""
         choices = f" [{'|'.join(meta['choices'])}]" if meta["choices"] else ""
         lines.append(f"  {name:30} {str(field.default) or '-':>10}{unit:14} {meta['help']}{choices}")
-    return "\n".join(lines[1:])
+    return "\n".join(lines)

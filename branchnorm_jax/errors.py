@@ -1,32 +1,48 @@
-"""The few errors that a user can meet; `main.py` turns each into one line on stderr and an exit code.
+"""Errors reported to the user; `cli.py` turns each into one line on stderr and an exit code.
 
 | exit code | meaning                                   | class                |
 |-----------|-------------------------------------------|----------------------|
-| 0         | done                                      |                      |
-| 2         | the user's mistake                        | `UserError`          |
+| 0         | success                                   |                      |
+| 2         | invalid input, option or workdir          | `UserError`          |
 | 3         | the run diverged                          | `DivergedError`      |
 | 4         | a host was lost or did not answer in time | `HostError`          |
-| 5         | storage failed                            | `StorageError`       |
-| 6         | an exported model computes something else | `MismatchError`      |
+| 5         | writing to storage failed                 | `StorageError`       |
+| 6         | an exported model gives different results | `MismatchError`      |
 | 128 + n   | preempted by signal n, after saving       | `Preempted`          |
 """
 
+import contextlib
+from collections.abc import Iterator
+
 
 class BranchNormError(Exception):
-    """Base class. The message is one line that says what is wrong, where, and how to mend it."""
+    """Base class. The message is one line that says what is wrong, where, and how to fix it."""
 
     exit_code: int = 1
     status: str = "failed"
 
 
 class UserError(BranchNormError):
-    """Bad input, option or workdir: something that the user can mend."""
+    """Invalid input, option or workdir, which the user can fix."""
 
     exit_code = 2
 
 
+class MissingExtraError(UserError):
+    """A package of an optional extra is not installed."""
+
+
+@contextlib.contextmanager
+def needs_extra(name: str, what: str) -> Iterator[None]:
+    """Raises `MissingExtraError` if an import inside the context fails; `what` needs the packages of extra `name`."""
+    try:
+        yield
+    except ImportError as error:
+        raise MissingExtraError(f'{what}: {error}; run: pip install "branchnorm_jax[{name}]"') from error
+
+
 class DivergedError(BranchNormError):
-    """A figure of the update made at `step` is not finite (`kind` nonfinite), or far out of line (spike)."""
+    """Training diverged at update `step`: a loss or norm is not finite (`kind` "nonfinite"), or a spike ("spike")."""
 
     exit_code = 3
     status = "diverged"
@@ -37,27 +53,27 @@ class DivergedError(BranchNormError):
 
 
 class HostError(BranchNormError):
-    """Another process of the run is missing or silent."""
+    """Another process of the run is missing or does not respond."""
 
     exit_code = 4
 
 
 class StorageError(BranchNormError):
-    """The disk is full, read-only or failing while the run writes its results."""
+    """A write failed, for example because the disk is full or read-only."""
 
     exit_code = 5
 
 
 class MismatchError(BranchNormError):
-    """A model written for another engine gives other numbers there."""
+    """An exported model gives different results in its target engine."""
 
     exit_code = 6
 
 
 class Preempted(KeyboardInterrupt):
-    """A signal asked the process to stop; what there was to save was saved before this was raised.
+    """A signal requested a stop; the state was saved before this was raised.
 
-    As Ctrl-C it is no `Exception`: nobody who expects a failure may take it for one and go on.
+    Like `KeyboardInterrupt`, it is not a subclass of `Exception`, so code that handles failures does not catch it.
     """
 
     status = "preempted"

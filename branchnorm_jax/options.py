@@ -18,12 +18,14 @@ def option(
     minimum: float | None = None,
     maximum: float | None = None,
     free: bool = False,
+    common: bool = False,
 ) -> Any:
     """A documented dataclass field.
 
     `free`: may change when a run is resumed: no trained number depends on it, until there is trouble to react to.
+    `common`: many users set it; `--mode=help` lists it first.
     """
-    metadata = dict(help=help, unit=unit, choices=choices, minimum=minimum, maximum=maximum, free=free)
+    metadata = dict(help=help, unit=unit, choices=choices, minimum=minimum, maximum=maximum, free=free, common=common)
     return dataclasses.field(default=default, metadata=metadata)
 
 
@@ -31,12 +33,16 @@ def option(
 class ModelConfig:
     """The network."""
 
-    method: str = option("branchnorm", "residual and normalisation method, see branchnorm_jax/model/methods.py")
-    encoder_layers: int = option(6, "depth of the encoder", unit="layers", minimum=1)
-    decoder_layers: int = option(6, "depth of the decoder", unit="layers", minimum=1)
-    width: int = option(512, "model dimension", unit="features", minimum=4)
-    ffn_width: int = option(2048, "hidden dimension of the feed-forward sub-layers", unit="features", minimum=1)
-    heads: int = option(8, "attention heads; must divide width", minimum=1)
+    method: str = option(
+        "branchnorm", "residual and normalisation method, see branchnorm_jax/model/methods.py", common=True
+    )
+    encoder_layers: int = option(6, "depth of the encoder", unit="layers", minimum=1, common=True)
+    decoder_layers: int = option(6, "depth of the decoder", unit="layers", minimum=1, common=True)
+    width: int = option(512, "model dimension", unit="features", minimum=4, common=True)
+    ffn_width: int = option(
+        2048, "hidden dimension of the feed-forward sub-layers", unit="features", minimum=1, common=True
+    )
+    heads: int = option(8, "attention heads; must divide width", minimum=1, common=True)
     activation: str = option("relu", "feed-forward activation", choices=("relu", "gelu", "swiglu"))
     shared_embeddings: str = option(
         "all",
@@ -49,7 +55,7 @@ class ModelConfig:
         choices=("marian", "fairseq"),
     )
     dropout: float = option(
-        0.1, "dropout of the embeddings and of every branch", unit="probability", minimum=0, maximum=0.99
+        0.1, "dropout of the embeddings and of every branch", unit="probability", minimum=0, maximum=0.99, common=True
     )
     attention_dropout: float = option(
         0.0, "dropout of the attention probabilities", unit="probability", minimum=0, maximum=0.99
@@ -57,28 +63,49 @@ class ModelConfig:
     activation_dropout: float = option(
         0.0, "dropout after the feed-forward activation", unit="probability", minimum=0, maximum=0.99
     )
+    alpha_steps: int = option(
+        4000, "T: the update at which every alpha reaches its end", unit="updates", minimum=1, common=True
+    )
     alpha_schedule: str = option(
         "linear",
-        "growth of BranchNorm's alpha; adaptive: linear, but waiting while a layer's gradient is below alpha_floor",
+        "how alpha rises in methods with a growing branch (branchnorm, mixnorm, prores_*); adaptive: linear, but it "
+        "pauses while a layer's gradient is below alpha_floor",
         choices=("linear", "exp", "sigmoid", "adaptive"),
+    )
+    alpha_order: str = option(
+        "equal",
+        "which layers' alpha grows when: all together (equal: BranchNorm), the orders of ProRes, or one layer after "
+        "another by alpha_stagger (bottom_up, top_down, progressive); branches whose alpha is 0 are not computed",
+        choices=(
+            *("equal", "linear", "linear_sqrt", "linear_square", "reverse", "stagewise_0", "stagewise_L"),
+            *(
+                "stagewise_sqrt_L",
+                "stagewise_sqrt_l",
+                "fix_L",
+                "fix_sqrt_L",
+                "fix_sqrt_l",
+                "bottom_up",
+                "top_down",
+                "progressive",
+            ),
+        ),
+    )
+    alpha_start: str = option(
+        "",
+        "alpha at update 0: a number, a rule of depth such as 1/sqrt(n) (n sub-layers, L layers, l the layer), or "
+        "deepnorm (DeepNorm's ratio of branch to skip); empty: the order's own, 0 for equal",
+    )
+    alpha_end: str = option("", "alpha from update T on, as alpha_start; empty: the order's own, 1 for equal")
+    alpha_stagger: float = option(
+        0.5, "bottom_up, top_down, progressive: share of T after which the last layer starts", minimum=0, maximum=0.99
     )
     alpha_floor: float = option(
         1e-3, "adaptive: share of the strongest layer's gradient that the weakest one needs", minimum=0, maximum=1
     )
-    alpha_hold: int = option(20, "adaptive: alpha then waits for so many updates", unit="updates", minimum=1)
-    alpha_steps: int = option(4000, "T: the update at which alpha reaches 1", unit="updates", minimum=1)
-    alpha_order: str = option(
-        "uniform",
-        "whose alpha grows first: all at once, the lowest layers', the highest ones', or that of layers ever closer to "
-        "one another (progressive); branches whose alpha is 0 are not computed",
-        choices=("uniform", "bottom_up", "top_down", "progressive"),
-    )
-    alpha_stagger: float = option(
-        0.5, "not uniform: share of T after which the last layer begins", minimum=0, maximum=0.99
-    )
+    alpha_hold: int = option(20, "adaptive: length of a pause of alpha", unit="updates", minimum=1)
     norm: str = option(
         "layer_norm",
-        "kind of every norm that the method has; scale_norm_fixed learns only the last one's g",
+        "kind of every norm that the method has; scale_norm_fixed learns one g, that of the norm after the decoder",
         choices=("layer_norm", "rms_norm", "scale_norm", "scale_norm_fixed", "dyt", "none"),
     )
     embedding: str = option(
@@ -92,7 +119,7 @@ class ModelConfig:
         0.0, "input words replaced by <unk> in training, both sides", unit="probability", minimum=0, maximum=0.99
     )
     init: str = option("", "base initialisation, see branchnorm_jax/model/initializers.py; empty: the method's own")
-    dtype: str = option("float32", "data type of the matrix products", choices=("float32", "bfloat16"))
+    dtype: str = option("float32", "data type of the matrix products", choices=("float32", "bfloat16"), common=True)
     carry_dtype: str = option(
         "float32", "data type of the residual stream between sub-layers", choices=("float32", "float16", "bfloat16")
     )
@@ -104,6 +131,7 @@ class ModelConfig:
         "or between groups of layers (nested: 2/3 more time; dlcl: as full); auto: the first of them that fits",
         choices=("none", "save_branches", "full", "nested", "auto"),
         free=True,
+        common=True,
     )
     group: int = option(
         0, "layers per group of remat=nested; 0: the size that needs least memory", minimum=0, free=True
@@ -119,10 +147,16 @@ class DataConfig:
     """The text."""
 
     source: str = option(
-        "numerals", "corpus: built in, parallel text files, or a TFDS builder", choices=("numerals", "text", "tfds")
+        "numerals",
+        "corpus: built in, parallel text files, or a TFDS builder",
+        choices=("numerals", "text", "tfds"),
+        common=True,
     )
     path: str = option(
-        "", "text: the folder of the files; tfds: builder name such as wmt17_translate/de-en or .../{pair}", free=True
+        "",
+        "text: the folder of the files; tfds: builder name such as wmt17_translate/de-en or .../{pair}",
+        free=True,
+        common=True,
     )
     files: str = option(
         "{split}.{lang}",
@@ -130,8 +164,8 @@ class DataConfig:
         free=True,
     )
     tfds_dir: str = option("", "tfds: folder of the prepared data sets; empty: TFDS's own default", free=True)
-    source_lang: str = option("en", "language translated from")
-    target_lang: str = option("de", "language translated to")
+    source_lang: str = option("en", "language translated from", common=True)
+    target_lang: str = option("de", "language translated to", common=True)
     pairs: str = option(
         "",
         "several pairs in one run instead: en-de,fr-de,...; en-de+fr is en-de,en-fr; en+de+fr is all six directions",
@@ -152,7 +186,9 @@ class DataConfig:
     valid_split: str = option("valid", "name of the validation split")
     test_split: str = option("test", "name of the test split", free=True)
     numerals_pairs: int = option(40_000, "numerals: training pairs to generate", unit="pairs", minimum=100)
-    vocab_size: int = option(8000, "SentencePiece vocabulary, special symbols included", unit="pieces", minimum=16)
+    vocab_size: int = option(
+        8000, "SentencePiece vocabulary, special symbols included", unit="pieces", minimum=16, common=True
+    )
     vocab_type: str = option("unigram", "SentencePiece model", choices=("unigram", "bpe"))
     shared_vocab: bool = option(True, "one vocabulary for both languages; needed for shared_embeddings=all")
     byte_fallback: bool = option(False, "spell unknown characters as bytes instead of <unk>")
@@ -223,9 +259,11 @@ class DataConfig:
 class TrainConfig:
     """One update, then many."""
 
-    steps: int = option(100_000, "length of the run; 0: see epochs", unit="updates", minimum=0, maximum=1e9, free=True)
+    steps: int = option(
+        100_000, "length of the run; 0: see epochs", unit="updates", minimum=0, maximum=1e9, free=True, common=True
+    )
     epochs: float = option(0.0, "length of the run instead of steps", unit="epochs", minimum=0, maximum=1e6, free=True)
-    seed: int = option(0, "seed of initialisation, batches and dropout", minimum=0)
+    seed: int = option(0, "seed of initialisation, batches and dropout", minimum=0, common=True)
     finetune_from: str = option(
         "",
         "workdir, or workdir:checkpoint, of a run whose vocabulary, parameters and alpha this one begins with: the "
@@ -236,6 +274,7 @@ class TrainConfig:
         "positions per update on the larger of the two sides (fairseq's max-tokens x workers x accumulation)",
         unit="tokens",
         minimum=8,
+        common=True,
     )
     accumulation: int = option(1, "parts that one update's batch is split into", unit="parts", minimum=1)
     optimizer: str = option("adamw", "optimiser, see branchnorm_jax/training/optimizer.py")
@@ -246,10 +285,19 @@ class TrainConfig:
         "optax", "where epsilon is added: bias-corrected (optax, torch) or raw (fairseq)", choices=("optax", "fairseq")
     )
     weight_decay: float = option(1e-4, "decoupled weight decay of all parameters", minimum=0)
+    branch_update_power: float = option(
+        0.0,
+        "p: the update of a layer is multiplied by its alpha^p, in methods with a growing branch; 0: plain updates",
+        minimum=0,
+    )
+    encoder_rate: float = option(1.0, "factor on the updates of the encoder's layers; 0 freezes them", minimum=0)
+    encoder_rate_steps: int = option(
+        0, "encoder_rate is for the first updates only; 0: for all", unit="updates", minimum=0
+    )
     clip_norm: float = option(0.0, "largest global gradient norm; 0: no clipping", minimum=0)
-    learning_rate: float = option(5e-4, "peak learning rate (noam: the factor)", minimum=0)
+    learning_rate: float = option(5e-4, "peak learning rate (noam: the factor)", minimum=0, common=True)
     schedule: str = option("inverse_sqrt", "learning-rate schedule, see branchnorm_jax/training/schedules.py")
-    warmup_steps: int = option(4000, "updates until the peak learning rate", unit="updates", minimum=0)
+    warmup_steps: int = option(4000, "updates until the peak learning rate", unit="updates", minimum=0, common=True)
     warmup_init: float = option(1e-7, "learning rate of the first update", minimum=0)
     decay_steps: int = option(
         4000,
@@ -259,9 +307,17 @@ class TrainConfig:
     )
     decay_power: float = option(1.0, "polynomial: power", minimum=0)
     end_learning_rate: float = option(0.0, "polynomial: learning rate at its end", minimum=0)
-    decay_factor: float = option(0.8, "val_decay: factor on the learning rate", minimum=0, maximum=1)
+    decay_factor: float = option(
+        0.8, "val_decay: factor on the learning rate, once the warm-up has ended", minimum=0, maximum=1
+    )
     decay_patience: int = option(
         3, "val_decay: when the score of a validation is below that of each of so many before it", minimum=1
+    )
+    min_learning_rate: float = option(
+        0.0,
+        "stop when a validation after the warm-up finds the learning rate below this; 0: never",
+        minimum=0,
+        free=True,
     )
     update_in_backward: bool = option(
         False,
@@ -315,7 +371,9 @@ class TrainConfig:
         minimum=0,
         free=True,
     )
-    eval_every: int = option(1000, "interval of validations; 0: only at the end", unit="updates", minimum=0, free=True)
+    eval_every: int = option(
+        1000, "interval of validations; 0: only at the end", unit="updates", minimum=0, free=True, common=True
+    )
     eval_bleu_sentences: int = option(
         200, "validation sentences translated for BLEU; 0: no BLEU", unit="sentences", minimum=0, free=True
     )
@@ -355,8 +413,8 @@ class DecodeConfig:
     )
     input: str = option("", "translate, score: file to read; empty: stdin", free=True)
     output: str = option("", "translate: file to write, restarted where it stopped; empty: stdout", free=True)
-    beam_size: int = option(4, "hypotheses kept; 1: greedy", minimum=1, maximum=1000, free=True)
-    length_penalty: float = option(0.6, "strength of the length penalty", free=True)
+    beam_size: int = option(4, "hypotheses kept; 1: greedy", minimum=1, maximum=1000, free=True, common=True)
+    length_penalty: float = option(0.6, "strength of the length penalty", free=True, common=True)
     length_penalty_kind: str = option(
         "fairseq",
         "score / L^p (fairseq, what the papers used) or score / ((5+L)/6)^p (gnmt); L counts EOS",
@@ -556,7 +614,11 @@ class PlanConfig:
         True, "compile the update on the device that is here, for the compiler's own figures", free=True
     )
     calibrate: bool = option(False, "time shallow models of the same width on the device that is here", free=True)
-    refuse: bool = option(True, "do not start a training that does not fit into the device's memory", free=True)
+    refuse: bool = option(
+        True,
+        "do not start a training if parameters, optimiser state and gradients alone need more than the device's memory",
+        free=True,
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -570,6 +632,15 @@ class SweepConfig:
     )
     columns: str = option("depth", "axes of the table's columns, comma-separated; others label lines", free=True)
     baseline: str = option("", "method that the others are tested against; empty: no test", free=True)
+    recommended: bool = option(
+        False,
+        "each run takes what the authors of its method recommend, unless config file, command line or grid set it; "
+        "else all options but the grid's are equal",
+        free=True,
+    )
+    chosen: str = option(
+        "", "recommended: options that stay as they are; filled in with those that were set, for a resume", free=True
+    )
 
     @property
     def column_names(self) -> list[str]:

@@ -2,18 +2,15 @@
 
 import contextlib
 import dataclasses
-import errno
-import fcntl
 import json
 import os
 import shutil
-import uuid
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Any
 
 from branchnorm_jax import config as configs
-from branchnorm_jax.errors import StorageError, UserError
+from branchnorm_jax.errors import UserError
+from branchnorm_jax.files import lock, write_atomically
 from branchnorm_jax.options import Config
 
 
@@ -137,59 +134,3 @@ class Workdir:
                 f"{path}: cannot read the hashes of this run's data ({error}); if text and vocabulary are those of the "
                 f"run, delete the file and train on: they will be taken as they are"
             ) from error
-
-
-def lock(file: IO[Any], held: str) -> None:
-    """Holds a file until it is closed, if the file system can. Raises `UserError`, saying `held`, if another does."""
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        raise UserError(held) from error
-    except OSError:
-        pass  # A network's file system without locks.
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Replaces a file's content: readers and crashes see the old text or the new, never a part."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        temporary.write_text(text, encoding="utf-8")
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
-@contextlib.contextmanager
-def atomic_directory(final: Path) -> Iterator[Path]:
-    """A temporary directory beside `final`, which takes its place when the block ends well and vanishes otherwise.
-
-    Whoever looks at `final` sees the old directory, none, or the whole new one. A process killed in the block leaves
-    the temporary directory behind, where nobody looks.
-
-    Raises:
-      StorageError: for any `OSError` in the block or of its own.
-    """
-    temporary = final.with_name(f".{final.name}.{uuid.uuid4().hex}.tmp")
-    try:
-        temporary.mkdir(parents=True)
-        yield temporary
-        _replace(temporary, final)
-    except OSError as error:
-        raise StorageError(f"{error.filename or final}: cannot be written ({error.strerror or error})") from error
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-
-
-def _replace(temporary: Path, final: Path) -> None:
-    """Renames `temporary` to `final`, again where another process puts its own there in between."""
-    while True:
-        try:
-            os.rename(temporary, final)
-            return
-        except OSError as error:
-            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
-                raise
-        old = temporary.with_suffix(".old")
-        with contextlib.suppress(FileNotFoundError):
-            os.rename(final, old)
-        shutil.rmtree(old, ignore_errors=True)

@@ -1,14 +1,14 @@
-"""Multi30k in all twelve directions between English, German, French and Czech: one small model.
+"""Multi30k in all twelve directions of English, German, French and Czech.
 
     python main.py --config=configs/multi30k_many.py --workdir=runs/many --config.data.path=<folder>
     python main.py --mode=evaluate --workdir=runs/many
     echo ">>cs<< Zwei Hunde spielen im Schnee." | python main.py --mode=translate --workdir=runs/many
 
-The folder holds {train,valid,test}.{en,de,fr,cs}, as in configs/multi30k_ende.py.
+The folder contains {train,valid,test}.{en,de,fr,cs}, as in configs/multi30k_ende.py.
 
-Measured on one core of an Intel Xeon with jax 0.10.2: after 1889 of the 4000 updates, at 2.7 s each, the mean of the
-twelve test (test_2016) sacreBLEU scores is 23.0, and every translation is in the language asked for.
-docs/results.md has each.
+Measured on one core of an Intel Xeon with jax 0.10.2: after 1889 of the 4000 updates, at 2.7 s per update, the mean of
+the twelve test (test_2016) sacreBLEU scores is 23.0, and every translation is in the requested language.
+docs/results.md contains each score.
 """
 
 import ml_collections

@@ -6,7 +6,8 @@ The folder holds {train,valid,test}.{pair}.{lang}, as train.ar-en.ar and train.a
 et al., 2019): cut the MultiUN corpus of OPUS. The other directions are asked for without having been trained:
 --mode=evaluate --config.evaluate.pairs=ar+es+fr+ru+zh
 
-Hardware as in configs/wmt17_ende.py; not trained here. The paper's BLEU is sacreBLEU without case.
+Hardware, positions and epsilon as in configs/wmt17_ende.py; not trained here. The paper's BLEU is sacreBLEU without
+case.
 """
 
 import ml_collections

@@ -1,13 +1,15 @@
-"""The built-in corpus: numbers, dates, times and money, spelled out in many languages. Needs no data set.
+"""The built-in corpus: numbers, dates, times and money, spelled out.
 
     python main.py --config=configs/numerals.py --workdir=runs/numerals
     python main.py --mode=evaluate --workdir=runs/numerals
 
-Measured on 2 cores of an AMD EPYC with jax 0.10.2, English-German: 1200 updates, their validations, compilation and
-evaluation in 4 minutes. Test sacreBLEU 97.0, with seeds 1 and 2 98.4 and 98.1,
-nrefs:1|case:mixed|eff:no|tok:13a|smooth:exp|version:2.6.0.
+The corpus covers ten languages and needs no data set.
 
-Another pair of languages: --config.data.source_lang=pl --config.data.target_lang=fr
+Measured on an AMD EPYC with jax 0.10.2, English-German, at commit f50c4eb: test sacreBLEU 99.0,
+nrefs:1|case:mixed|eff:no|tok:13a|smooth:exp|version:2.6.0. On 2 cores, 1200 updates with validation, compilation
+and evaluation take 4 minutes (measured at commit 265c0a8; BranchNorm as printed with T = 1200 reached 97.0 there).
+
+Another language pair: --config.data.source_lang=pl --config.data.target_lang=fr
 Another depth, encoder-decoder: --config=configs/numerals.py:12L-12L
 """
 
@@ -25,7 +27,7 @@ def get_config(depth: str = "") -> ml_collections.ConfigDict:
     config.model.ffn_width = 256
     config.model.heads = 4
     config.model.dropout = 0.1
-    config.model.alpha_steps = 1200
+    config.model.alpha_steps = 400
     config.data.source = "numerals"
     config.data.vocab_size = 800
     config.data.max_length = 96

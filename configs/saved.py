@@ -1,7 +1,9 @@
-"""The config of an earlier run, read from its workdir: what main.py uses where no --config is given.
+"""The config of an earlier run, read from its workdir.
 
-python main.py --mode=evaluate --workdir=runs/x          # is the same as
-python main.py --mode=evaluate --workdir=runs/x --config=configs/saved.py:runs/x/config.json
+main.py uses it when there is no --config. These two commands are equivalent:
+
+    python main.py --mode=evaluate --workdir=runs/x
+    python main.py --mode=evaluate --workdir=runs/x --config=configs/saved.py:runs/x/config.json
 """
 
 import dataclasses

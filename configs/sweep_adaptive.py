@@ -1,9 +1,10 @@
-"""Does an alpha that waits for the weakest layer keep more layers alive? 50L-50L, three seeds.
+"""Linear against adaptive alpha at 50L-50L: which keeps more layers alive?
 
     python main.py --mode=sweep --config=configs/sweep_adaptive.py --workdir=runs/sweep_adaptive
     python -m benchmarks.alive runs/sweep_adaptive
 
-The numerals of sweep_depth.py, alpha over the whole run (T = 800 of 800 updates). Results: docs/results.md.
+Runs three seeds on the numerals of sweep_depth.py. Alpha grows over the whole run (T = 800 of 800 updates).
+Results: docs/results.md.
 """
 
 import ml_collections

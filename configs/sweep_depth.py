@@ -1,10 +1,13 @@
-"""Methods by depth on the built-in corpus, everything else equal: the shape of the papers' Tables 1 and 2.
+"""Methods by depth on the built-in corpus, with everything else equal.
 
     python main.py --mode=sweep --config=configs/sweep_depth.py --workdir=runs/sweep_depth
 
+The tables have the shape of the papers' Tables 1 and 2.
+
 Another grid: --config.sweep.grid="method=post_ln,branchnorm depth=6L-6L train.seed=0,1,2"
-The options that a method's authors recommend are not taken here. Measured on 2 cores of an AMD EPYC with jax 0.10.2: 22
-runs, each on one core, 96 minutes of updates, compilation and evaluation not counted. Results: docs/results.md.
+The sweep ignores the options that the authors of a method recommend; --config.sweep.recommended=True applies them.
+Measured on 2 cores of an AMD EPYC with jax 0.10.2: 22 runs, each on one core, 96 minutes of updates without compilation
+and evaluation. Results: docs/results.md.
 """
 
 import ml_collections

@@ -1,9 +1,11 @@
-"""Without warm-up, and with 2 and 4 times the learning rate, at 18L-18L: the BranchNorm paper's Figure 6, in small.
+"""Learning rate and warm-up at 18L-18L, as in the BranchNorm paper's Figure 6.
 
     python main.py --mode=sweep --config=configs/sweep_robustness.py --workdir=runs/sweep_robustness
 
-Deeper: --config=configs/sweep_robustness.py:50L-50L. Measured as sweep_depth.py: 16 runs, 72 minutes of updates.
-Results: docs/results.md.
+A small version of the figure: 1, 2 and 4 times the learning rate, and no warm-up.
+
+Another depth: --config=configs/sweep_robustness.py:50L-50L. Measured like sweep_depth.py: 16 runs, 72 minutes of
+updates. Results: docs/results.md.
 """
 
 import ml_collections

@@ -1,11 +1,11 @@
-"""Your own parallel text: Transformer base as the papers use it.
+"""Your own parallel text, with the Transformer base of the papers.
 
     python main.py --config=configs/text.py:6L-6L --workdir=runs/mine --config.data.path=<folder> \
         --config.data.source_lang=en --config.data.target_lang=de
 
-The folder holds {train,valid,test}.{en,de}, plain or compressed. The defaults (width 512, 100,000 updates of 4096
-tokens on the larger side) are meant for a GPU and a corpus of a million pairs; for a small corpus take a smaller width,
-fewer steps and more dropout, as configs/multi30k_ende.py does.
+The folder contains {train,valid,test}.{en,de}, plain or compressed. The defaults (width 512, 100,000 updates of 4096
+tokens on the larger side) suit a GPU and a corpus of a million pairs. For a small corpus use a smaller width, fewer
+updates and more dropout, as in configs/multi30k_ende.py.
 """
 
 import ml_collections

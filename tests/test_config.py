@@ -1,15 +1,18 @@
 """The list of options: what it accepts, what it refuses and how it says so."""
 
+import copy
 import dataclasses
+import itertools
 import json
 import math
 
+import ml_collections
 import pytest
 from hypothesis import given, reject
 from hypothesis import strategies as st
 
 from branchnorm_jax import config as options
-from branchnorm_jax.config import default_config, from_config_dict, to_flat, with_recommended
+from branchnorm_jax.config import assigned, default_config, from_config_dict, to_flat, with_recommended
 from branchnorm_jax.errors import UserError
 from branchnorm_jax.model.methods import METHODS
 from branchnorm_jax.options import Config, TrainConfig, fields
@@ -281,24 +284,46 @@ def test_help_lists_every_option_with_default_unit_and_meaning():
         assert [part for part in expected if part not in lines[name]] == [], name
 
 
-def test_a_methods_recommendations_give_way_to_file_and_command_line() -> None:
+def test_help_begins_with_what_matters_most_and_lists_each_option_once():
+    groups = [group.splitlines() for group in options.help_text().split("\n\n")]
+    names = [[line.split()[0] for line in lines] for _, *lines in groups]
+    assert sorted(itertools.chain(*names)) == sorted(name for name, _ in fields())
+    assert 15 <= len(names[0]) <= 25
+    assert {"model.method", "data.path", "train.learning_rate", "decode.beam_size"} <= set(names[0])
+    assert [head.partition(":")[0] for head, *_ in groups] == ["Common options", *vars(Config())]
+    for (head, *_), group in zip(groups[1:], names[1:], strict=True):
+        assert {name.split(".")[0] for name in group} == {head.partition(":")[0]}
+
+
+def test_a_methods_recommendations_give_way_to_what_was_assigned_even_to_a_default() -> None:
     recommended = {
         "train.learning_rate": 1e-3,
         "train.warmup_steps": 8000,
+        "train.optimizer": "radam",
         "model.dropout": 0.5,
         "train.schedule": "noam",
     }
-    config = default_config()
-    config.train.learning_rate = 7e-4  # by the config file
-    config.train.warmup_steps = TrainConfig().warmup_steps  # by the command line, although it is the default
-    found = from_config_dict(with_recommended(config, {"train.warmup_steps"}, recommended))
+    config = default_config("2L-2L")
+    config.train.learning_rate = 7e-4
+    config.train["warmup_steps"] = TrainConfig().warmup_steps
+    config.train.update({"optimizer": TrainConfig().optimizer})
+    found = from_config_dict(with_recommended(copy.deepcopy(config), recommended))
+    assert found == from_config_dict(with_recommended(config, recommended))
     assert (found.train.learning_rate, found.train.warmup_steps) == (7e-4, TrainConfig().warmup_steps)
-    assert found.model.dropout == 0.5
+    assert (found.train.optimizer, found.train.schedule) == (TrainConfig().optimizer, "noam")
+    assert (found.model.dropout, found.model.encoder_layers) == (0.5, 2)
+
+
+def test_what_was_saved_was_chosen() -> None:
+    """A run that is resumed keeps its options, whatever is recommended today."""
+    saved = ml_collections.ConfigDict(dataclasses.asdict(Config())).lock()
+    assert assigned(saved) == {name for name, _ in fields()}
+    assert from_config_dict(with_recommended(saved, {"train.schedule": "noam"})) == Config()
 
 
 def test_every_recommendation_is_a_valid_option() -> None:
     for method, recipe in METHODS.items():
         config = default_config()
         config.model.method = method
-        chosen = to_flat(from_config_dict(with_recommended(config, set(), recipe.recommended)))
+        chosen = to_flat(from_config_dict(with_recommended(config, recipe.recommended)))
         assert {name: chosen[name] for name in recipe.recommended} == recipe.recommended

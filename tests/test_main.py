@@ -50,11 +50,12 @@ def is_one_line(error: str, *parts: str) -> bool:
         (["--config=configs/numerals.py", "--mode=fly"], ["fly", "translate"]),
         (["--config=configs/numerals.py", "--wrokdir=x"], ["wrokdir", "workdir"]),
         (["--config=configs/numerals.py", "extra"], ["extra", "--name=value"]),
-        (["--workdir=/nowhere"], ["no --config", "configs/", "numerals.py"]),
+        (["--workdir=/nowhere"], ["no --config", "numerals", "text"]),
         ([], ["no --config"]),
         (["--config=configs/numerals.py", "--config=configs/text.py"], ["twice"]),
         (["--config=configs/numerals.py", "--config.train.steps=1e3"], ["train.steps", "whole number"]),
         (["--config=README.md"], ["README.md"]),
+        (["--config=nothing"], ["nothing", "numerals", "text"]),
     ],
     ids=lambda value: value[-1] if value else "nothing",
 )
@@ -249,10 +250,10 @@ def test_plan_counts_without_allocating(tmp_path: Path) -> None:
     assert plan["peak_bytes"] == plan["remat"][plan["chosen_remat"]]["peak_bytes"] > plan["state_bytes"]
 
 
-def test_a_run_that_cannot_fit_is_not_started(tmp_path: Path) -> None:
+def test_a_run_whose_state_cannot_fit_is_not_started(tmp_path: Path) -> None:
     done = run_main(*TINY, f"--workdir={tmp_path / 'run'}", "--config.model.width=500000")
     assert done.returncode == 2
-    assert is_one_line(done.stderr, "GB", "model.remat=nested", "train.accumulation", "plan.refuse=False")
+    assert is_one_line(done.stderr, "GB", "train.update_in_backward=True", "parallel.model", "plan.refuse=False")
     assert not (tmp_path / "run" / "config.json").exists()
 
 
@@ -277,8 +278,8 @@ def test_status_and_metrics_have_what_scripts_rely_on(trained: Path) -> None:
     names = {"step", "loss", "nll", "learning_rate", "alpha", "grad_norm", "target_tokens", "seconds", "batch"}
     names |= {"update_norm", "loss_deviations", "update_deviations"}
     assert all(set(line) == names for line in lines)
-    # alpha of an update is that of the step before it, and reaches 1 after T = 40.
-    assert [line["alpha"] for line in lines] == pytest.approx([min(1, step / 40) for step in range(120)])
+    # alpha of an update is that of the step before it, and reaches 1 after T = 10.
+    assert [line["alpha"] for line in lines] == pytest.approx([min(1, step / 10) for step in range(120)])
     assert lines[-1]["loss"] < lines[0]["loss"]
     steps = [json.loads(line)["step"] for line in (trained / "validation.jsonl").read_text().splitlines()]
     assert steps == [60, 120]
@@ -434,6 +435,25 @@ def test_methods_mode_lists_every_method_and_its_page_is_up_to_date() -> None:
     named = {line for line in done.stdout.splitlines() if line and not line.startswith(" ")}
     assert named == set(METHODS)
     assert page.read_text(encoding="utf-8") == before, "python main.py --mode=methods writes it"
+
+
+def test_a_config_file_that_sets_a_default_chooses_it(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(
+        "from branchnorm_jax.config import default_config\n\n\n"
+        "def get_config():\n"
+        "    config = default_config()\n"
+        "    config.model.method = 'admin'\n"
+        "    config.train.optimizer = 'adamw'\n"
+        "    config.data.source = 'text'\n"
+        "    return config\n"
+    )
+    # Without a text the training ends where the options have been printed.
+    options = (f"--workdir={tmp_path / 'run'}", "--config.data.path=/nowhere", "--config.train.warmup_steps=4000")
+    done = run_main(f"--config={tmp_path / 'mine.py'}", *options)
+    assert is_one_line(done.stderr, "/nowhere")
+    assert "train.learning_rate: 0.0005 -> 0.001  (recommended for admin)" in done.stderr
+    assert "train.optimizer" not in done.stderr
+    assert "train.warmup_steps" not in done.stderr
 
 
 @pytest.mark.slow

@@ -1,1 +1,1 @@
-"""Looking: plans before a run, reports after it. Nothing but main.py depends on this room."""
+"""Analysis: cost plans and preflight checks before a run, plots and sweeps after it."""

@@ -1,9 +1,12 @@
-"""What a function will cost on a device: operations, memory traffic, peak memory. Nothing is compiled, nothing runs.
+"""Cost model of a function: operations, memory traffic and peak memory, without compiling or running it.
 
-The jaxpr of the function is walked as XLA would run it. Operations on single elements are fused into the kernel that
-reads them: their results take no memory, unless a matrix product or a loop reads them, several kernels do, or they are
-results of the whole. A kernel's result takes the place of an operand of its size that nobody reads again. A loop costs
-its body as often as it runs, and its body's memory once: a stack of 1000 layers is walked as fast as one of six.
+The model walks the function's jaxpr and imitates XLA:
+
+- Element-wise operations are fused into the kernel that reads their results. A result takes memory only if a matrix
+  product, a loop or several kernels read it, or if it is a result of the function.
+- A kernel reuses the buffer of an operand of the same size that is not read again.
+- A loop costs the operations and traffic of its body times the number of iterations, but the memory of its body once.
+  A stack of 1000 layers is therefore analysed as fast as one of 6.
 """
 
 import math
@@ -15,46 +18,46 @@ from jax.extend import core
 
 
 class Costs(NamedTuple):
-    """Of one call."""
+    """Costs of one call."""
 
     flops: float = 0.0
-    """Multiplications and additions of the matrix products."""
+    """Number of multiplications and additions in matrix products."""
     traffic: float = 0.0
-    """Bytes that kernels read and write."""
+    """Number of bytes read and written by kernels."""
     peak: float = 0.0
-    """Bytes of the buffers alive at the worst moment: donated arguments count, others are the caller's."""
+    """Peak size of live buffers in bytes. Includes donated arguments; other arguments belong to the caller."""
 
 
 class Op(NamedTuple):
-    """One primitive. Values are numbers; see `Program`."""
+    """One primitive operation; `inputs` and `outputs` are indices of values in `Program.sizes`."""
 
     name: str
     params: dict[str, Any]
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
     flops: float
-    """If it is a matrix product."""
+    """Operations of a matrix product; 0 for any other primitive."""
 
 
 class Program(NamedTuple):
-    """A jaxpr without inner calls and without what no result needs."""
+    """A flattened jaxpr: inner calls are inlined, and operations that no result needs are removed."""
 
     ops: list[Op]
     sizes: list[int]
-    """Bytes of each value."""
+    """Size of each value in bytes."""
     arguments: list[int]
     results: list[int]
 
 
 class Kernel(NamedTuple):
-    """What runs at once."""
+    """A group of fused operations."""
 
     reads: frozenset[int]
     writes: tuple[int, ...]
     workspace: float
-    """Bytes that it needs beside, while it runs."""
+    """Bytes of temporary memory needed in addition to operands and results."""
     in_place: bool
-    """Whether a result may take the place of an operand."""
+    """Whether a result may reuse the buffer of an operand."""
 
 
 NONE: frozenset[int] = frozenset()
@@ -62,22 +65,22 @@ NONE: frozenset[int] = frozenset()
 LOOPS = ("scan", "while", "cond")
 
 ALONE = (*LOOPS, "dot_general", "gather", "scatter", "scatter-add", "sort", "top_k", "cumsum")
-"""Primitives that are kernels of their own and read their operands from memory."""
+"""Primitives that are not fused with the operations that compute their operands."""
 
 RESULT_IN_MEMORY = (*ALONE, "reduce_sum", "reduce_max", "reduce_min", "reduce_and", "reduce_or", "argmax", "argmin")
-"""Primitives that no reader can compute again for itself."""
+"""Primitives that are not recomputed in the kernels that read their results."""
 
 SAME_BYTES = ("reshape", "squeeze", "expand_dims", "stop_gradient", "copy", "reshard", "sharding_constraint", "name")
-"""Primitives whose result is their operand."""
+"""Primitives whose result shares the buffer of their operand."""
 
 
 def trace(function: Callable[..., Any], *arguments: Any, donated: Sequence[int] = ()) -> Costs:
-    """The costs of `function(*arguments)`.
+    """Estimates the costs of `function(*arguments)`.
 
     Args:
       function: a pure function.
-      arguments: arrays, or their shapes and types.
-      donated: positions of the arguments whose memory the function may use.
+      arguments: arrays, or `jax.ShapeDtypeStruct`s.
+      donated: positions of the donated arguments, whose buffers the function may reuse.
     """
     owned = [index in donated for index, tree in enumerate(arguments) for _ in jax.tree.leaves(tree)]
     return measure(jax.make_jaxpr(function)(*arguments), owned)
@@ -86,29 +89,31 @@ def trace(function: Callable[..., Any], *arguments: Any, donated: Sequence[int] 
 def measure(
     jaxpr: Any, owned: Sequence[bool] = (), wanted: Sequence[bool] | None = None, carried: slice = slice(0)
 ) -> Costs:
-    """The costs of one run of a closed jaxpr.
+    """Estimates the costs of one run of a closed jaxpr.
 
     Args:
       jaxpr: a whole program, or the body of a loop.
-      owned: of a whole program, which arguments' memory it may use.
-      wanted: the results that are needed; all if not given.
-      carried: of a loop's body, the arguments that its results take the place of: where they are updated slice by
-        slice, in the loop's own memory.
+      owned: for a whole program, whether each argument is donated.
+      wanted: whether each result is needed; by default all are.
+      carried: for a loop body, the range of carried arguments. Carried arguments that are updated slice by slice are
+        updated in place and need no extra memory.
     """
     program = flatten(jaxpr, wanted)
-    mine = {value for value, is_mine in zip(program.arguments, owned, strict=False) if is_mine}
-    kernels, kept, flops, traffic = fuse(program)
-    # In a loop's body as it is traced, which follows one layer; the whole as soon as its operands are there.
+    donated = {value for value, is_owned in zip(program.arguments, owned, strict=False) if is_owned}
+    kernels, result_buffers, flops, traffic = fuse(program)
+    # A loop body runs in traced order, which follows one layer. The whole program runs each kernel once it is ready.
     order = breadth_first(kernels) if owned else kernels
     sliced = {op.inputs[0] for op in program.ops if op.name == "dynamic_update_slice"}
-    lent = sliced.intersection(program.arguments[carried])
-    stay = kept | (set(program.arguments) - mine - lent)
-    worst = peak(program, order, mine | lent, stay) - sum(program.sizes[value] for value in lent)
+    updated_in_place = sliced.intersection(program.arguments[carried])
+    pinned = result_buffers | (set(program.arguments) - donated - updated_in_place)
+    worst = peak(program, order, donated | updated_in_place, pinned) - sum(
+        program.sizes[value] for value in updated_in_place
+    )
     return Costs(flops, traffic, worst)
 
 
 def flatten(jaxpr: Any, wanted: Sequence[bool] | None = None) -> Program:
-    """The program of a closed jaxpr; of its results those that are `wanted`."""
+    """Flattens a closed jaxpr, keeping only the `wanted` results (default: all)."""
     ops: list[Op] = []
     sizes: list[int] = []
 
@@ -149,9 +154,10 @@ def flatten(jaxpr: Any, wanted: Sequence[bool] | None = None) -> Program:
 
 
 def _parts(equation: Any) -> dict[str, int]:
-    """How many of a scan's inputs are the same for every pass, and how many of its results are carried.
+    """Returns the number of constant inputs and of carried results of a scan.
 
-    What is taken apart or stacked has an axis more than in the body; how jax names the numbers depends on its version.
+    They are found by comparing ranks, since scanned inputs and stacked results have one more axis outside the body. The
+    parameters of the primitive are not used, because their names depend on the version of jax.
     """
     body = equation.params["jaxpr"].jaxpr
 
@@ -163,7 +169,7 @@ def _parts(equation: Any) -> dict[str, int]:
 
 
 def _without_unused(op: Op, needed: set[int]) -> Op:
-    """A scan without the inputs and outputs that no needed output depends on; any other primitive as it is."""
+    """Removes unused inputs and outputs of a scan; other primitives are unchanged."""
     if op.name != "scan":
         return op
     consts, carries = op.params["consts"], op.params["carries"]
@@ -172,7 +178,7 @@ def _without_unused(op: Op, needed: set[int]) -> Op:
         body = flatten(op.params["jaxpr"], wanted)
         read = set(body.results).union(*(inner.inputs for inner in body.ops))
         used = [value in read for value in body.arguments]
-        # What a pass of the loop reads of the carry, the pass before has to make.
+        # A carried value that one iteration reads must be computed by the iteration before.
         carried = [a or b for a, b in zip(wanted, used[consts : consts + carries], strict=False)]
         if wanted[:carries] == carried:
             inputs = tuple(value for value, keep in zip(op.inputs, used, strict=True) if keep)
@@ -190,14 +196,17 @@ def _flops(equation: Any) -> float:
 
 
 def fuse(program: Program) -> tuple[list[Kernel], set[int], float, float]:
-    """The kernels as traced, the buffers that hold the results, and the operations and traffic of all."""
+    """Fuses the operations of a program into kernels.
+
+    Returns the kernels in traced order, the buffers of the results, and the total operations and traffic.
+    """
     sizes, results = program.sizes, set(program.results)
     readers: dict[int, list[Op]] = {}
     for op in program.ops:
         for value in set(op.inputs):
             readers.setdefault(value, []).append(op)
     cheap = {value for op in program.ops if op.name in ("broadcast_in_dim", "iota") for value in op.outputs}
-    # Of each value, the buffers that it is read from: its own, or those that it is computed from where it is read.
+    # Buffers that each value is read from: its own buffer, or, if it is fused, those of its operands.
     sources = {value: frozenset([value]) for value in program.arguments}
     kernels: list[Kernel] = []
     flops = traffic = 0.0
@@ -210,7 +219,7 @@ def fuse(program: Program) -> tuple[list[Kernel], set[int], float, float]:
                 op.name in RESULT_IN_MEMORY
                 or value in results
                 or any(use.name in ALONE for use in uses)
-                # Each of several readers would read all operands: more than the one result.
+                # Fusing the value into several readers would make each of them read all its operands.
                 or (len(uses) > 1 and len(operands) > 1)
             )
             sources[value] = frozenset([value]) if in_memory else reads
@@ -225,7 +234,11 @@ def fuse(program: Program) -> tuple[list[Kernel], set[int], float, float]:
 
 
 def _inside(op: Op) -> Costs:
-    """Of a loop, all its passes (of an unknown number, one); of a choice, the dearest; of all else, nothing."""
+    """Returns the costs inside a loop or conditional; zero for other primitives.
+
+    A scan costs all its iterations. A while loop, whose number of iterations is unknown, costs one. A conditional costs
+    its most expensive branch.
+    """
     if op.name == "scan":
         first, length = op.params["consts"], op.params["length"]
         carried = slice(first, first + op.params["carries"])
@@ -249,7 +262,7 @@ def _traffic(op: Op, reads: frozenset[int], writes: tuple[int, ...], sizes: list
 
 
 def breadth_first(kernels: list[Kernel]) -> list[Kernel]:
-    """The kernels in the order in which their operands get ready."""
+    """Orders kernels by the time at which their operands are ready."""
     maker = {value: index for index, kernel in enumerate(kernels) for value in kernel.writes}
     waits = [{maker[value] for value in kernel.reads if value in maker} for kernel in kernels]
     followers: dict[int, list[int]] = {}
@@ -265,13 +278,20 @@ def breadth_first(kernels: list[Kernel]) -> list[Kernel]:
     return [kernels[index] for index in order]
 
 
-def peak(program: Program, kernels: list[Kernel], mine: set[int], stay: set[int]) -> float:
-    """Bytes at the worst moment of the kernels in this order; buffers that `stay` are not given up."""
+def peak(program: Program, kernels: list[Kernel], allocated: set[int], pinned: set[int]) -> float:
+    """Returns the peak memory of the kernels in this order, in bytes.
+
+    Args:
+      program: sizes of all values.
+      kernels: kernels in order of execution.
+      allocated: values that are allocated at the start.
+      pinned: values that are never freed.
+    """
     sizes = program.sizes
     last = {buffer: index for index, kernel in enumerate(kernels) for buffer in kernel.reads}
-    live = worst = float(sum(sizes[value] for value in mine))
+    live = worst = float(sum(sizes[value] for value in allocated))
     for index, kernel in enumerate(kernels):
-        ended = [sizes[buffer] for buffer in kernel.reads if last[buffer] == index and buffer not in stay]
+        ended = [sizes[buffer] for buffer in kernel.reads if last[buffer] == index and buffer not in pinned]
         new = [sizes[value] for value in kernel.writes]
         replaced, free = 0, list(ended)
         for size in new if kernel.in_place else ():
@@ -279,6 +299,6 @@ def peak(program: Program, kernels: list[Kernel], mine: set[int], stay: set[int]
                 free.remove(size)
                 replaced += size
         worst = max(worst, live + sum(new) - replaced + kernel.workspace)
-        unread = sum(sizes[value] for value in kernel.writes if value not in last and value not in stay)
+        unread = sum(sizes[value] for value in kernel.writes if value not in last and value not in pinned)
         live += sum(new) - sum(ended) - unread
     return worst

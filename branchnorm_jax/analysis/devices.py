@@ -1,4 +1,4 @@
-"""What devices can do: public specifications, and what is known of the machine at hand."""
+"""Memory and speed of devices: public specifications, and queries of the local machine."""
 
 import math
 import os
@@ -11,16 +11,16 @@ from branchnorm_jax.errors import UserError
 
 
 class Device(NamedTuple):
-    """One device."""
+    """Specification of one device."""
 
     memory: float
-    """Bytes."""
+    """Memory in bytes."""
     matrix: float
-    """Operations per second of matrix products in bfloat16 (V100: float16), dense."""
+    """Peak FLOP/s of dense matrix products in bfloat16 (V100: float16)."""
     matrix_float32: float
-    """The same in float32 as JAX runs it by default: TF32 on Ampere and later, bfloat16 passes on TPUs."""
+    """Peak FLOP/s in float32 at JAX's default precision: TF32 on Ampere and later, bfloat16 passes on TPUs."""
     bandwidth: float
-    """Bytes per second, memory to chip."""
+    """Memory bandwidth in bytes per second."""
 
 
 DEVICES = {
@@ -36,22 +36,22 @@ DEVICES = {
 """NVIDIA GPUs (SXM) and TPUs by name."""
 
 CORE = Device(0, 50e9, 50e9, 10e9)
-"""One core of a server's CPU, roughly: what `plan.calibrate` replaces by a measurement."""
+"""Rough values for one CPU core of a server; `plan.calibrate` measures instead."""
 
 KINDS = {name: name for name in ("v100", "a100", "h100", "h200")}
 KINDS |= {"tpu v4": "v4", "tpu v5": "v5p", "tpu v5 lite": "v5e", "tpu v5e": "v5e", "tpu v6": "v6e"}
-"""What JAX calls them, in lower case, the longest match counts."""
+"""Substring of JAX's device kind, in lower case, -> name of the device. The longest match counts."""
 
 
 USABLE = 0.94
-"""Share of a device's memory that a program gets, where the device does not say."""
+"""Fraction of the memory that a program can use, if the device does not report it."""
 
 
 def find(name: str) -> Device:
-    """The device of this name, with the memory that a program gets of it; "" is the one at hand.
+    """Returns the device with this name and its usable memory; "" is the local one.
 
     Raises:
-      UserError: if it is not known.
+      UserError: if the device is unknown.
     """
     if name in DEVICES:
         return DEVICES[name]._replace(memory=USABLE * DEVICES[name].memory)
@@ -63,13 +63,16 @@ def find(name: str) -> Device:
         return Device(USABLE * host_memory() / jax.local_device_count(), *rates)
     kind = max((key for key in KINDS if key in here.device_kind.lower()), key=len, default="")
     if name or not kind:
-        known = f"plan.device={name!r}" if name else f"the device at hand, {here.device_kind},"
-        raise UserError(f"config: {known} is not known; plan.device takes {', '.join(DEVICES)}, cpu")
+        unknown = f"plan.device={name!r}" if name else f"the local device, {here.device_kind},"
+        raise UserError(f"config: {unknown} is not known; set plan.device to one of {', '.join(DEVICES)}, cpu")
     return DEVICES[KINDS[kind]]._replace(memory=memory())
 
 
 def memory() -> float:
-    """Bytes that a program gets of each device at hand; infinite where the device does not say."""
+    """Returns the usable memory of each local device in bytes.
+
+    It is infinite if the device does not report it.
+    """
     here = jax.local_devices()[0]
     if here.platform == "cpu":
         return find("cpu").memory
@@ -77,7 +80,7 @@ def memory() -> float:
 
 
 def host_memory() -> float:
-    """Bytes of this machine's memory, or of the share of it that its container may use."""
+    """Returns the memory of this machine, or of its container, in bytes."""
     total = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
     try:
         return min(total, float(Path("/sys/fs/cgroup/memory.max").read_text()))

@@ -1,4 +1,4 @@
-"""What a run will cost: operations, memory, time; and whether it fits. Nothing is allocated."""
+"""Cost plan of a run: operations, memory, time, and whether it fits the device. Nothing is allocated."""
 
 import dataclasses
 import functools
@@ -24,25 +24,32 @@ from branchnorm_jax.training.state import Batch, TrainState, first_state
 from branchnorm_jax.training.step import make_train_step
 
 MATRIX_SHARE, TRAFFIC_SHARE = 0.6, 0.8
-"""Of a device's specification, what is reckoned with: matrix products of width 512 and above, and plain kernels."""
+"""Assumed fractions of a device's peak FLOP/s (for matrix products of width 512 and above) and of its bandwidth."""
 
 HELD = 0.8
-"""Times the parameters' bytes: what XLA keeps longer than `costs.peak` does, a median over random runs on the CPU.
+"""Memory that XLA keeps longer than `costs.peak` assumes, as a multiple of the size of the parameters.
 
-It is gradients and directions of all layers, which an update in the backward pass does not have.
+The value is a median over random runs on the CPU. The memory holds gradients and optimiser steps of all layers, so it
+is not needed if the update is part of the backward pass.
 """
 
 SHALLOW, SHARE = (1, 4), 5
-"""Depths of encoder and decoder that `calibrate` times, the second at least; at least one over this of the run's."""
+"""Depths timed by `calibrate`: SHALLOW[0], and the larger of SHALLOW[1] and the depth of the run divided by SHARE."""
 
 PAPER = "BranchNorm's paper: 1000 GPU-days (A100) for 100,000 updates of 524,288 tokens with 500L-500L of width 512"
 
 
 def forward_flops(config: Config, source_length: float, target_length: float, vocabulary: int) -> dict[str, float]:
-    """Multiplications and additions of a forward pass per pair of one source and one target token, by part.
+    """Returns the FLOPs of a forward pass per source-target token pair, by part.
 
-    Matrix products and attention scores are counted, 2 operations per multiply-add; norms, softmax and embeddings are
-    not. Lengths are the average sentence's, in tokens: a query meets all source tokens, and half of the target's.
+    Counts matrix products and attention scores, with 2 operations per multiply-add. Norms, softmax and embeddings are
+    not counted. A query attends to all source tokens and, on average, to half of the target tokens.
+
+    Args:
+      config: the run.
+      source_length: average length of a source sentence in tokens.
+      target_length: average length of a target sentence in tokens.
+      vocabulary: size of the target vocabulary.
     """
     m = config.model
     d, f = m.width, m.ffn_width
@@ -56,7 +63,7 @@ def forward_flops(config: Config, source_length: float, target_length: float, vo
 
 
 def recomputed_flops(config: Config, forward: dict[str, float], source_length: float, target_length: float) -> float:
-    """What the backward pass computes again, per pair of tokens: see the table of `run_stack`."""
+    """Returns the FLOPs recomputed per pair of tokens; see the table of `run_stack`."""
     m = config.model
     if m.remat == "save_branches":
         hidden = (4 if m.activation == "swiglu" else 2) * m.width * m.ffn_width
@@ -67,23 +74,26 @@ def recomputed_flops(config: Config, forward: dict[str, float], source_length: f
 
 
 def with_remat(config: Config, remat: str) -> Config:
-    """The same run with this `model.remat`."""
+    """Returns the config with another `model.remat`."""
     return dataclasses.replace(config, model=dataclasses.replace(config.model, remat=remat))
 
 
 def remat_choices(config: Config) -> tuple[str, ...]:
-    """Those of `REMAT` that the run could take."""
+    """Returns the values of `REMAT` that the run supports."""
     return ("full", "nested") if config.train.update_in_backward else REMAT
 
 
 def shrink(config: Config, encoder_layers: int, decoder_layers: int) -> Config:
-    """The same run of a shallower model."""
+    """Returns the config with fewer layers."""
     changed = dataclasses.replace(config.model, encoder_layers=encoder_layers, decoder_layers=decoder_layers, group=0)
     return dataclasses.replace(config, model=changed)
 
 
 def update(config: Config, rows: int, length: int) -> tuple[Any, TrainState, Batch]:
-    """One device's share of an update, and the shapes of its arguments: a batch of `rows` rows of `length`."""
+    """Returns the update function of one device and the shapes of its arguments.
+
+    The batch has `rows` x `length` tokens.
+    """
     alone = dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, data=1))
     model = Transformer(config.model, config.data.vocab_size, config.data.vocab_size)
     optimizer = make_optimizer(config.train)
@@ -95,23 +105,25 @@ def update(config: Config, rows: int, length: int) -> tuple[Any, TrainState, Bat
 
 @functools.lru_cache
 def update_costs(config: Config, rows: int, length: int) -> costs.Costs:
-    """Costs of one device's share of an update. Its peak is that of state, batch and all that is made of them."""
+    """Estimates the costs of an update on one device; the peak includes its inputs."""
     step, state, batch = update(config, rows, length)
-    found = costs.trace(step, state, batch, donated=[0])
+    estimate = costs.trace(step, state, batch, donated=[0])
     held = 0.0 if config.train.update_in_backward else HELD * size_of(state.params)
     split = config.parallel.model
-    return costs.Costs(found.flops / split, found.traffic / split, (found.peak + held) / split + size_of(batch))
+    return costs.Costs(
+        estimate.flops / split, estimate.traffic / split, (estimate.peak + held) / split + size_of(batch)
+    )
 
 
 def rows_of(config: Config, length: int, count: int) -> int:
-    """Rows of `length` that one of `count` data-parallel devices has of an update."""
+    """Returns the rows of `length` per update on each of `count` devices."""
     multiple, parts = config.data.row_multiple, config.train.accumulation
     rows = max(multiple, config.train.batch_tokens // length // multiple * multiple)
     return math.ceil(rows / count / parts) * parts
 
 
 def lengths(config: Config) -> tuple[int, ...]:
-    """Of rows, in batches of short ones and of long ones: the two that may need most."""
+    """Returns the shortest and longest row length; one of them needs most memory."""
     tokens, multiple, longest = config.train.batch_tokens, config.data.row_multiple, config.data.max_length
     sentence = min(config.plan.sentence_length, longest)
     ladder = row_lengths(sentence, longest, tokens, multiple)[-config.data.batch_shapes :]
@@ -119,21 +131,22 @@ def lengths(config: Config) -> tuple[int, ...]:
 
 
 def peak_bytes(config: Config, count: int) -> float:
-    """The memory that an update needs of each of `count` data-parallel devices, at worst."""
+    """Returns the peak memory in bytes of an update on each of `count` devices."""
     return max(update_costs(config, rows_of(config, length, count), length).peak for length in lengths(config))
 
 
-def seconds(config: Config, device: devices.Device, found: costs.Costs) -> float:
-    """Time of what `found` says: matrix products and other kernels run one after the other."""
+def seconds(config: Config, device: devices.Device, estimate: costs.Costs) -> float:
+    """Estimates a time in seconds, as the sum of computation and memory traffic."""
     matrix = device.matrix if config.model.dtype == "bfloat16" else device.matrix_float32
-    return found.flops / (MATRIX_SHARE * matrix) + found.traffic / (TRAFFIC_SHARE * device.bandwidth)
+    return estimate.flops / (MATRIX_SHARE * matrix) + estimate.traffic / (TRAFFIC_SHARE * device.bandwidth)
 
 
 def fitting_tokens(config: Config, memory: float) -> int:
-    """Positions of the largest microbatch that fits, a side; 0 if not even one sentence does.
+    """Returns the largest microbatch that fits, in positions per side.
 
-    The peak is a convex function of the rows, the largest of several straight lines: so the chord between rows that fit
-    and rows that do not meets `memory` at rows that fit.
+    The result is 0 if not even one row fits. The peak is a convex function of the number of rows (a maximum of linear
+    functions). The chord between a number that fits and one that does not therefore reaches `memory` at a number that
+    fits.
     """
     length, parts = lengths(config)[0], config.train.accumulation
 
@@ -155,18 +168,24 @@ def fitting_tokens(config: Config, memory: float) -> int:
 
 
 def data_devices(config: Config) -> int:
-    """Devices that the rows of a batch are split over. Raises `UserError` if `parallel.model` does not divide all."""
+    """Returns the number of data-parallel devices.
+
+    Raises:
+      UserError: if `parallel.model` does not divide the number of devices.
+    """
     devices = config.plan.devices or jax.device_count()
     if devices % config.parallel.model:
-        raise UserError(f"config: parallel.model={config.parallel.model} does not divide {devices} devices")
+        raise UserError(
+            f"config: parallel.model={config.parallel.model} does not divide {devices} devices; choose a divisor"
+        )
     return devices // config.parallel.model
 
 
 def calibrate(config: Config) -> Callable[[float], float]:
-    """From `seconds` to seconds on the device at hand: the straight line through two shallow models of this width.
+    """Returns a function from the estimate of `seconds` to the local device's time.
 
-    They are allocated, compiled and run, with the batches of the run. What a layer takes is then measured, whatever the
-    specification says; depth is what the line extends.
+    The function is linear. It is fitted to the measured times of two shallow models, which have the width and the
+    batches of the run, and extrapolates them in depth.
     """
     config = with_remat(config, "none") if config.model.remat == "auto" else config
     device, length = devices.find(""), lengths(config)[0]
@@ -182,7 +201,10 @@ def calibrate(config: Config) -> Callable[[float], float]:
 
 
 def measured_seconds(config: Config, rows: int, length: int, repetitions: int = 5) -> float:
-    """Time of an update of random words on the device at hand: the median, after the first."""
+    """Measures the median time of an update on random tokens, in seconds.
+
+    The first update, which includes compilation, is not counted.
+    """
     step, _, _ = update(config, rows, length)
     model = Transformer(config.model, config.data.vocab_size, config.data.vocab_size)
     optimizer = make_optimizer(config.train)
@@ -202,17 +224,17 @@ def measured_seconds(config: Config, rows: int, length: int, repetitions: int = 
 
 
 def make_plan(config: Config, progress: Callable[[], Any] = lambda: None) -> dict[str, Any]:
-    """Parameters, operations, bytes, time of a run, for each `model.remat`: the content of `plan.json`.
+    """Plans a run for each value of `model.remat`; returns the content of `plan.json`.
 
     Args:
       config: the run.
       progress: called after each of `remat_choices`.
 
     Raises:
-      UserError: if the device is not known.
+      UserError: if the device is unknown.
     """
     if config.plan.calibrate and config.plan.device:
-        raise UserError("config: plan.calibrate times the device at hand; leave plan.device empty")
+        raise UserError("config: plan.calibrate measures the local device; leave plan.device empty")
     device, count, length = devices.find(config.plan.device), data_devices(config), lengths(config)[0]
     vocabulary = config.data.vocab_size
     model = Transformer(config.model, vocabulary, vocabulary)
@@ -248,7 +270,7 @@ def make_plan(config: Config, progress: Callable[[], Any] = lambda: None) -> dic
     choices = {remat: with_choice(remat) for remat in remat_choices(config)}
     chosen = config.model.remat
     if chosen == "auto":
-        chosen = next((remat for remat, found in choices.items() if found["fits"]), REMAT[-1])
+        chosen = next((remat for remat, choice in choices.items() if choice["fits"]), REMAT[-1])
     return {
         "parameters": _count(params),
         "non_embedding_parameters": _count(params) - by_part["embedding"],
@@ -282,48 +304,73 @@ def _count(tree: Any) -> int:
 
 
 def compiled_update_bytes(config: Config, rows: int, length: int) -> float:
-    """What the compiler of the device at hand says that `update` needs; nothing runs."""
+    """Returns the memory of `update` in bytes, as reported by the local compiler.
+
+    Nothing is run.
+    """
     step, state, batch = update(config, rows, length)
-    found: Any = jax.jit(step, donate_argnums=0).lower(state, batch).compile().memory_analysis()
-    made = found.output_size_in_bytes - found.alias_size_in_bytes
-    return float(found.argument_size_in_bytes + made + found.temp_size_in_bytes)
+    memory: Any = jax.jit(step, donate_argnums=0).lower(state, batch).compile().memory_analysis()
+    made = memory.output_size_in_bytes - memory.alias_size_in_bytes
+    return float(memory.argument_size_in_bytes + made + memory.temp_size_in_bytes)
 
 
 def compiled_bytes(config: Config) -> float:
-    """`peak_bytes` as the compiler of the device at hand has it."""
+    """Returns `peak_bytes` as reported by the compiler of the local device."""
     count = data_devices(config)
     return max(compiled_update_bytes(config, rows_of(config, length, count), length) for length in lengths(config))
 
 
+def held_bytes(config: Config) -> float:
+    """Parameters, optimiser state, their average and gradients on each device: what no setting of memory avoids."""
+    _, state, _ = update(with_remat(config, remat_choices(config)[-1]), 1, 1)
+    gradients = 0 if config.train.update_in_backward else size_of(state.params)
+    return (size_of(state) + gradients) / config.parallel.model
+
+
 def fitting(config: Config, memory: float) -> Config:
-    """The run with `model.remat=auto` decided, for the devices at hand, of whose memory it gets so many bytes each.
+    """Resolves `model.remat=auto` to the first choice whose predicted peak fits into `memory`, or else to the last.
+
+    Args:
+      config: the run.
+      memory: bytes of memory available on each device.
 
     Raises:
-      UserError: if an update needs more than that, with what would help, unless `plan.refuse` is off.
+      UserError: if `plan.refuse`, and parameters, optimiser state and gradients alone need more than `memory`.
     """
-    if config.model.remat != "auto" and not config.plan.refuse:
+    held = held_bytes(config)
+    if config.plan.refuse and held > memory:
+        backward = "" if config.train.update_in_backward else "train.update_in_backward=True (keeps no gradients), "
+        raise UserError(
+            f"parameters, optimiser state and gradients need {held / 1e9:,.2f} GB, the device has {memory / 1e9:,.2f} "
+            f"GB; in this order: {backward}a larger parallel.model, a smaller model; --config.plan.refuse=False tries "
+            "it all the same"
+        )
+    if config.model.remat != "auto":
         return config
+    choices = (with_remat(config, remat) for remat in remat_choices(config))
     count = data_size(config.parallel)
-    choices = remat_choices(config) if config.model.remat == "auto" else (config.model.remat,)
-    for remat in choices:
-        chosen = with_remat(config, remat)
-        needed = peak_bytes(chosen, count)
-        if needed <= memory or (remat == choices[-1] and not config.plan.refuse):
-            return chosen
+    return next((c for c in choices if peak_bytes(c, count) <= memory), with_remat(config, remat_choices(config)[-1]))
+
+
+def warning(config: Config, memory: float) -> str:
+    """One line if the predicted peak of an update is above `memory` bytes, with what lowers it; else ""."""
+    remat, needed = config.model.remat, peak_bytes(config, data_size(config.parallel))
+    if needed <= memory:
+        return ""
     knobs = {
         "model.remat=nested": remat != "nested",
         "a larger train.accumulation": not config.train.update_in_backward,
         "a smaller train.batch_tokens or data.max_length": True,
     }
-    raise UserError(
-        f"an update needs {needed / 1e9:,.2f} GB with model.remat={remat}, the device has {memory / 1e9:,.2f} GB; in "
-        f"this order: {', '.join(knob for knob, helps in knobs.items() if helps)}; --mode=plan shows what fits, "
-        "--config.plan.refuse=False tries it all the same"
+    return (
+        f"warning: an update may not fit: about {needed / 1e9:,.2f} GB with model.remat={remat}, the device has "
+        f"{memory / 1e9:,.2f} GB; if it does not, in this order: {', '.join(knob for knob in knobs if knobs[knob])}; "
+        "--mode=plan shows what fits"
     )
 
 
 def format_plan(config: Config, plan: Mapping[str, Any]) -> str:
-    """One screen of table."""
+    """Formats a plan as text that fits on one screen."""
     m, batch_tokens = config.model, config.train.batch_tokens
     depth, length = f"{m.encoder_layers}L-{m.decoder_layers}L", plan["sentence_length"]
     flops = plan["flops_per_target_token"]
@@ -346,12 +393,12 @@ def format_plan(config: Config, plan: Mapping[str, Any]) -> str:
         "",
         f"{'model.remat':<15}{'peak GB':>10}{'tokens that fit':>17}{'s/update':>10}{'tokens/s':>10}{'device-days':>13}",
     ]
-    for remat, found in plan["remat"].items():
-        days = "" if found["gpu_days"] is None else f"{found['gpu_days']:,.2f}"
+    for remat, choice in plan["remat"].items():
+        days = "" if choice["gpu_days"] is None else f"{choice['gpu_days']:,.2f}"
         lines.append(
-            f"{remat + ('  *' if remat == plan['chosen_remat'] else ''):<15}{found['peak_bytes'] / 1e9:>10,.3f}"
-            f"{found['tokens_per_microbatch']:>17,}{found['step_seconds']:>10,.3g}"
-            f"{found['target_tokens_per_second']:>10,.0f}{days:>13}" + ("" if found["fits"] else "  does not fit")
+            f"{remat + ('  *' if remat == plan['chosen_remat'] else ''):<15}{choice['peak_bytes'] / 1e9:>10,.3f}"
+            f"{choice['tokens_per_microbatch']:>17,}{choice['step_seconds']:>10,.3g}"
+            f"{choice['target_tokens_per_second']:>10,.0f}{days:>13}" + ("" if choice["fits"] else "  does not fit")
         )
     groups = plan["group"]
     lines += ["", f"nested: groups of {groups['encoder']} and {groups['decoder']} layers (encoder, decoder)"]
@@ -361,5 +408,5 @@ def format_plan(config: Config, plan: Mapping[str, Any]) -> str:
 
 
 def to_json(plan: Mapping[str, Any]) -> str:
-    """plan.json."""
+    """Formats a plan as the content of plan.json."""
     return json.dumps(plan, indent=2) + "\n"

@@ -1,8 +1,8 @@
-"""Before a deep run: a time lapse of it at its real depth, and what it says of every layer.
+"""Preflight check: a time lapse of a deep run at its real depth, with a reduced width and batch.
 
-A few updates are made at several points of the run's own schedules, one after the other: at its start, where the
-learning rate peaks, and where a tenth, half and all of the way to both that and the full alpha is done. The updates
-between the points are left out. Width and batch are reduced; all else is as in the run.
+It makes a few updates at each of several points of the run's schedules: at the start, at the peak of the learning rate,
+and at a tenth, a half and all of the way until both the peak and the full alpha are reached. The updates between the
+points are skipped. Everything except width and batch is as in the run.
 """
 
 import dataclasses
@@ -16,61 +16,66 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from branchnorm_jax.analysis import figures
 from branchnorm_jax.analysis.signal import gradients
 from branchnorm_jax.data.batches import BatchPlan, fill_rows, make_plans
 from branchnorm_jax.data.packing import Shape
 from branchnorm_jax.data.prepare import Corpus
 from branchnorm_jax.data.shuffle import shuffled
 from branchnorm_jax.decoding.translate import make_model
-from branchnorm_jax.model.parameters import STACKS, Params, norm_by_layer
+from branchnorm_jax.model import growth
+from branchnorm_jax.model.coefficients import Alpha
+from branchnorm_jax.model.parameters import Params
 from branchnorm_jax.model.places import decoder_inputs
-from branchnorm_jax.model.transformer import BranchScale, Transformer
+from branchnorm_jax.model.recipe import STACKS
+from branchnorm_jax.model.transformer import Transformer
 from branchnorm_jax.options import Config
-from branchnorm_jax.training import schedules
 from branchnorm_jax.training.optimizer import make_optimizer
 from branchnorm_jax.training.state import Batch, first_state, init_params
 from branchnorm_jax.training.step import make_train_step
+from branchnorm_jax.training.update import norm_by_layer
 from branchnorm_jax.training.watch import vanishing
 
 WIDTH, ROWS, UPDATES = 64, 8, 10
-"""At most so wide, so many sentences a batch; so many updates at each point."""
+"""Maximum width, number of sentences per batch, and number of updates at each point."""
 
 POINTS = (0.0, 0.1, 0.5, 1.0)
-"""Shares of the way to the full alpha and the peak learning rate."""
+"""Points as fractions of the updates until both the full alpha and the peak learning rate are reached."""
 
 
 class Point(NamedTuple):
-    """What the model shows at one point of the run."""
+    """Measurements at one point of the run."""
 
     step: int
     alpha: float
-    """The mean of all layers."""
-    by_layer: BranchScale
+    """Alpha, averaged over all layers."""
+    by_layer: Alpha | None
+    """Alpha of each layer; None if all layers have the same."""
     learning_rate: float
     loss: list[float]
-    """Before the first update at this point, after it, and after the last."""
+    """Loss before the first update at this point, after the first, and after the last."""
     moved: list[float]
-    """Relative change of the decoder's output by the first update, and by all."""
+    """Relative change of the decoder output after the first update and after the last."""
     gradient: dict[str, np.ndarray]
-    """After the last: norm of the loss's gradient by the input of each layer, [L] per stack."""
+    """Norm of the gradient with respect to each layer's input after the last update, [L] per stack."""
     update: dict[str, np.ndarray]
-    """Relative size of the first update of each layer's parameters, [L] per stack."""
+    """Size of the first update relative to the parameters of each layer, [L] per stack."""
     starved: dict[str, np.ndarray]
-    """After the last: share of each layer's gradient that is smaller than Adam's epsilon, [L] per stack."""
+    """Fraction of each layer's gradient that is below Adam's epsilon after the last update, [L] per stack."""
     gain: float
-    """After the last: how much longer a random change of the encoder's input is at its end."""
+    """Ratio by which the encoder amplifies a random perturbation of its input, after the last update."""
 
 
 def reduced(config: Config) -> Config:
-    """The same run of a narrower model, in float32."""
+    """Returns the config of the same run with a narrower model, in float32."""
     m, width = config.model, min(config.model.width, WIDTH)
     heads = max(n for n in range(1, m.heads + 1) if width % n == 0 and (width == m.width or width // n >= 8))
     shape: dict[str, Any] = dict(
         width=width, ffn_width=max(1, m.ffn_width * width // m.width), heads=heads, dtype="float32"
     )
-    # Of all choices the one that fits, if any does: the numbers are the same.
+    # "nested" needs the least memory, and all choices compute the same numbers.
     narrow = dataclasses.replace(m, **shape, remat="nested", group=0)
-    # noam knows the width: D^-1/2.
+    # The noam schedule is proportional to D^-1/2, so compensate for the smaller width.
     rate = config.train.learning_rate * ((width / m.width) ** 0.5 if config.train.schedule == "noam" else 1.0)
     simple: dict[str, Any] = dict(accumulation=1, update_in_backward=False, nonfinite="stop", spike="log")
     train = dataclasses.replace(config.train, **simple, watch_every=1, learning_rate=rate)
@@ -78,14 +83,20 @@ def reduced(config: Config) -> Config:
 
 
 def points_of(config: Config, total: int) -> list[int]:
-    """The updates at which the lapse of a run of `total` updates looks."""
+    """Returns the updates at which a run of `total` updates is checked."""
     warmup, way = config.train.warmup_steps, max(config.model.alpha_steps, config.train.warmup_steps)
     end = min(way, max(total - UPDATES, 0))
     return sorted({min(warmup, end), *(round(share * end) for share in POINTS)})
 
 
 def fly(config: Config, corpus: Corpus, progress: Callable[[int, int], Any]) -> tuple[Config, list[Point]]:
-    """The narrow run, and what its lapse shows; `progress` is called with (updates made, updates in all)."""
+    """Runs the preflight check; returns the narrow config and the measurements.
+
+    Args:
+      config: the run to check.
+      corpus: its data.
+      progress: called with (updates made, updates in all).
+    """
     narrow = reduced(config)
     plan, _ = make_plans(narrow.data, corpus.train, corpus.valid, narrow.train.batch_tokens, narrow.train.seed)
     batches = batches_of(plan)
@@ -96,7 +107,10 @@ def fly(config: Config, corpus: Corpus, progress: Callable[[int, int], Any]) -> 
 
 
 def batches_of(plan: BatchPlan) -> Callable[[int], Batch]:
-    """A few sentences for each update, one a row: no longer than three quarters of the run's are."""
+    """Returns a function from an update to its batch of `ROWS` sentences, one per row.
+
+    The sentences are sampled from those whose lengths do not exceed the 75 % quantile of the corpus.
+    """
     lengths = plan.sentences.lengths
     usual = np.quantile(lengths, 0.75, axis=0, method="higher")
     pool = shuffled(np.flatnonzero((lengths <= usual).all(1)), plan.seed)
@@ -117,64 +131,66 @@ def lapse(
     points: Sequence[int],
     progress: Callable[[int, int], Any],
 ) -> list[Point]:
-    """Makes the updates and looks, always at the same sentences; ends early where the loss is no longer finite.
+    """Makes the updates at each point and measures the model.
+
+    Measurements always use the same sentences. Ends early if the loss is no longer finite.
 
     Args:
-      config: what `reduced` made of the run.
+      config: the config returned by `reduced`.
       model: its network.
-      params: untrained.
-      batches: batch of an update, all of one shape.
-      points: updates from which on `UPDATES` are made.
+      params: initial parameters.
+      batches: returns the batch of an update; all batches have the same shape.
+      points: first update of each point; `UPDATES` updates are made from there.
       progress: see `fly`.
     """
-    alpha, optimizer, seen_batch = schedules.alpha(config.model), make_optimizer(config.train), batches(0)
+    alpha, optimizer, probe_batch = growth.alpha(config.model), make_optimizer(config.train), batches(0)
     step = jax.jit(make_train_step(model, optimizer, config), donate_argnums=0)
-    look = jax.jit(lambda params, alpha: _look(config, model, params, seen_batch, alpha))
+    look = jax.jit(lambda params, alpha: _look(config, model, params, probe_batch, alpha))
     state = jax.jit(lambda params: first_state(params, optimizer))(params)
-    found: list[Point] = []
+    results: list[Point] = []
     for start in points:
-        # Not arrays of the device: those of the state are given up to each update.
+        # Copy alpha to the host, because each update donates the arrays of the state.
         alpha_t = jax.device_get(alpha(jnp.int32(start)))
-        state = dataclasses.replace(state, step=jnp.int32(start), clock=jnp.int32(start), held=jnp.int32(0))
-        seen = [look(state.params, alpha_t)]
+        state = dataclasses.replace(state, step=jnp.int32(start), clock=jnp.int32(start), hold_steps=jnp.int32(0))
+        looks = [look(state.params, alpha_t)]
         metrics = []
         for index in range(UPDATES):
-            state, made = step(state, batches(start + index))
-            metrics.append(jax.device_get(made))
-            progress(len(found) * UPDATES + index + 1, len(points) * UPDATES)
+            state, step_metrics = step(state, batches(start + index))
+            metrics.append(jax.device_get(step_metrics))
+            progress(len(results) * UPDATES + index + 1, len(points) * UPDATES)
             if index in (0, UPDATES - 1):
-                seen.append(look(state.params, alpha_t))
-        seen = jax.device_get(seen)
-        before, last = seen[0], seen[-1]
-        found.append(
+                looks.append(look(state.params, alpha_t))
+        looks = jax.device_get(looks)
+        before, last = looks[0], looks[-1]
+        results.append(
             Point(
                 step=start,
                 alpha=float(metrics[0].alpha),
-                by_layer=alpha_t,
+                by_layer=None if growth.is_uniform(config.model) else alpha_t,
                 learning_rate=float(metrics[0].learning_rate),
-                loss=[float(one["loss"]) for one in seen],
-                moved=[float(_change(before["output"], one["output"])) for one in seen[1:]],
+                loss=[float(one["loss"]) for one in looks],
+                moved=[float(_change(before["output"], one["output"])) for one in looks[1:]],
                 gradient=last["gradient"],
                 update={stack: metrics[0].layers[stack]["update"] for stack in STACKS},
                 starved=last["starved"],
                 gain=float(last["gain"]),
             )
         )
-        if not all(math.isfinite(loss) for loss in found[-1].loss):
+        if not all(math.isfinite(loss) for loss in results[-1].loss):
             break
-    return found
+    return results
 
 
 class Verdict(NamedTuple):
-    """What the time lapse says of the run."""
+    """Result of the preflight check."""
 
     word: str
-    """healthy, vanishing, diverging or still."""
+    """"healthy", "vanishing", "diverging" or "still"."""
     reason: str
 
 
 def judge(points: Sequence[Point]) -> Verdict:
-    """The first trouble that a point shows."""
+    """Returns the first problem in order of points, or "healthy"."""
     first, last = points[0].loss[0], points[-1].loss[-1]
     for point in points:
         where = f"at update {point.step} (alpha {point.alpha:.2g}, learning rate {point.learning_rate:.2g})"
@@ -196,7 +212,7 @@ def judge(points: Sequence[Point]) -> Verdict:
 
 
 def to_json(config: Config, verdict: Verdict, points: Sequence[Point]) -> str:
-    """preflight.json."""
+    """Formats the results as the content of preflight.json."""
     m = config.model
     shape = dict(width=m.width, ffn_width=m.ffn_width, heads=m.heads, rows=ROWS, updates_per_point=UPDATES)
     lists = [jax.tree.map(lambda x: np.asarray(x).tolist(), point._asdict()) for point in points]
@@ -205,11 +221,9 @@ def to_json(config: Config, verdict: Verdict, points: Sequence[Point]) -> str:
 
 
 def draw(points: Sequence[Point], path: Path, title: str) -> None:
-    """Gradient, first update and starved share of every layer at each point."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot, ticker
+    """Plots gradient, first update and starved fraction of every layer at each point."""
+    pyplot = figures.pyplot()
+    from matplotlib import ticker
 
     floor = 1e-12
     columns = {"gradient": "gradient by input", "update": "first update / weights", "starved": "share below Adam's eps"}
@@ -232,7 +246,7 @@ def draw(points: Sequence[Point], path: Path, title: str) -> None:
 
 
 def format_points(points: Sequence[Point]) -> str:
-    """A table, one line per point; "-" where a stack has no gradient at all."""
+    """Formats a table with one line per point; "-" means that a stack has no gradient."""
 
     def weakest(values: np.ndarray) -> str:
         return f"{values.min() / values.max():.1e}" if values.max() else "-"
@@ -258,8 +272,8 @@ def _change(before: np.ndarray, after: np.ndarray) -> float:
     return float(np.linalg.norm(after - before) / np.linalg.norm(before))
 
 
-def _look(config: Config, model: Transformer, params: Params, batch: Batch, alpha: BranchScale) -> dict[str, Any]:
-    """Loss, gradients and the encoder's gain, without dropout."""
+def _look(config: Config, model: Transformer, params: Params, batch: Batch, alpha: Alpha) -> dict[str, Any]:
+    """Computes loss, output, gradients and encoder gain, without dropout."""
     value, by_params, by_input = gradients(config, model, params, alpha, batch)
     sentence = batch.source[:1]
     unchanged = jnp.zeros((model.depth.encoder, *sentence.shape, config.model.width))
@@ -280,6 +294,6 @@ def _look(config: Config, model: Transformer, params: Params, batch: Batch, alph
 
 
 def _by_layer(quantity: Callable[[jax.Array], Any], tree: Any) -> jax.Array:
-    """Sum over the leaves [L, ...] of a quantity of each layer's part: [L]."""
+    """Sums a quantity of each layer over the leaves [L, ...] of a tree: [L]."""
     parts = [jax.vmap(lambda g: jnp.asarray(quantity(g), jnp.float32))(leaf) for leaf in jax.tree.leaves(tree)]
     return jnp.stack(parts).sum(0)

@@ -1,25 +1,23 @@
-"""Pictures of a run, from the files that it left."""
+"""Plots of a run, from its log files."""
 
 from pathlib import Path
 
 import numpy as np
 
+from branchnorm_jax.analysis import figures
 from branchnorm_jax.errors import UserError
-from branchnorm_jax.model.parameters import STACKS
+from branchnorm_jax.model.recipe import STACKS
 from branchnorm_jax.training.logs import read_lines
 from branchnorm_jax.workdir import Workdir
 
 
 def draw_curves(workdir: Workdir) -> Path:
-    """Draws loss and BLEU, alpha and learning rate over the updates of a run into `<workdir>/curves.png`.
+    """Plots loss, BLEU, alpha and learning rate to `<workdir>/curves.png`.
 
     Raises:
-      UserError: if the run has logged nothing.
+      UserError: if the run has no logged updates.
     """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    pyplot = figures.pyplot()
 
     updates = read_lines(workdir / "metrics.jsonl", ("nll", "alpha", "learning_rate"))
     validations = read_lines(workdir / "validation.jsonl", ("nll",))
@@ -27,8 +25,8 @@ def draw_curves(workdir: Workdir) -> Path:
         raise UserError(f"{workdir / 'metrics.jsonl'}: nothing to draw; train first, with train.log_every > 0")
 
     def column(lines: list[dict], name: str) -> tuple[list[float], list[float]]:
-        found = [(line["step"], line[name]) for line in lines if line.get(name) is not None]
-        return [step for step, _ in found], [value for _, value in found]
+        points = [(line["step"], line[name]) for line in lines if line.get(name) is not None]
+        return [step for step, _ in points], [value for _, value in points]
 
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(9, 3), layout="constrained")
     left.plot(*column(updates, "nll"), linewidth=0.8, color="tab:blue", label="training nll")
@@ -66,43 +64,46 @@ LAYER_STATISTICS = {
     "branch": ("branch / residual", "log"),
     "cosine": ("cosine of input and output", "linear"),
     "sparsity": ("hidden units at 0", "linear"),
+    "similarity": ("similarity of tokens", "linear"),
 }
 """Name in layers.jsonl -> (title, colour scale)."""
 
 
 def draw_layers(workdir: Workdir) -> Path:
-    """Draws layers.jsonl as heat maps, layer by update, into `<workdir>/layers.png`; red is not finite.
+    """Plots layers.jsonl as heat maps to `<workdir>/layers.png`.
+
+    The axes are layer and update. Non-finite values are red.
 
     Raises:
-      UserError: if the run has logged no statistics.
+      UserError: if the run has no logged layer statistics.
     """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import colors, pyplot
+    pyplot = figures.pyplot()
+    from matplotlib import colors
 
     lines = read_lines(workdir / "layers.jsonl", STACKS)
     if not lines:
         raise UserError(f"{workdir / 'layers.jsonl'}: nothing to draw; train first, with train.watch_every > 0")
     steps = [line["step"] for line in lines]
+    # Runs of earlier versions lack newer statistics.
+    statistics = {name: how for name, how in LAYER_STATISTICS.items() if all(name in line["encoder"] for line in lines)}
     shades = pyplot.get_cmap("viridis").with_extremes(bad="tab:red")
     figure, axes = pyplot.subplots(
-        len(STACKS), len(LAYER_STATISTICS), figsize=(3 * len(LAYER_STATISTICS), 5), layout="constrained", squeeze=False
+        len(STACKS), len(statistics), figsize=(3 * len(statistics), 5), layout="constrained", squeeze=False
     )
     for row, stack in zip(axes, STACKS, strict=True):
-        for axis, (name, (title, scale)) in zip(row, LAYER_STATISTICS.items(), strict=True):
-            # null, what was not finite, becomes NaN.
+        for axis, (name, (title, scale)) in zip(row, statistics.items(), strict=True):
+            # null in the file means not finite, and becomes NaN here.
             values = np.ma.masked_invalid(np.array([line[stack][name] for line in lines], np.float64).T)
             finite = values.compressed()
             if scale == "log":
-                # Of what spans more decades than eyes can tell apart, the lowest are drawn as one; zeros with them.
+                # Limit the colour scale to 8 decades: smaller values, and zeros, get the lowest colour.
                 top = max(finite.max(initial=0), 1e-30)
                 least = max(finite[finite > 0].min(initial=top), 1e-8 * top) / 1.01
                 norm: colors.Normalize = colors.LogNorm(least, top)
                 values = np.maximum(values, least)
             else:
                 norm = colors.Normalize()
-            # A column is drawn from its update to the next.
+            # A column extends from its update to the next one.
             edges = [*steps, steps[-1] + max(1, steps[-1] - steps[-2] if len(steps) > 1 else 1)]
             mesh = axis.pcolormesh(edges, np.arange(len(values) + 1) + 0.5, values, norm=norm, cmap=shades)
             figure.colorbar(mesh, ax=axis)

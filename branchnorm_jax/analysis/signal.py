@@ -1,10 +1,10 @@
-"""How signals pass through a network, layer by layer: the papers' own evidence for or against a method.
+"""Signal propagation by layer: gradient norms, update sizes and Jacobian singular values, as in the papers.
 
-- Gradient norm: |dL/dx_l|, L the mean loss per target token of a batch, x_l the input of layer l (Figure 3 of
-  BranchNorm).
-- Update size: |step| / |weights| of each layer's parameters at the first optimiser step, at the peak learning rate.
-- Singular values of the Jacobian dx_N / dx_0 of the encoder (Figure 5 of ReZero): around 1 where the network passes its
-  input on, 0 where it forgets.
+- Gradient norm: |dL/dx_l|, where L is the mean loss per target token of a batch and x_l the input of layer l (Figure 3
+  of BranchNorm).
+- Update size: |step| / |weights| of each layer for the first optimiser step at the peak learning rate.
+- Singular values of the Jacobian dx_N / dx_0 of the encoder (Figure 5 of ReZero): near 1 if the network preserves its
+  input, 0 if it loses it.
 """
 
 import csv
@@ -18,36 +18,41 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from branchnorm_jax.model.parameters import STACKS, Params, norm_by_layer
-from branchnorm_jax.model.transformer import BranchScale, Transformer
+from branchnorm_jax.analysis import figures
+from branchnorm_jax.model.coefficients import Alpha
+from branchnorm_jax.model.parameters import Params
+from branchnorm_jax.model.recipe import STACKS
+from branchnorm_jax.model.taps import Taps
+from branchnorm_jax.model.transformer import Transformer
 from branchnorm_jax.options import Config
 from branchnorm_jax.training.optimizer import make_optimizer
 from branchnorm_jax.training.state import Batch
 from branchnorm_jax.training.step import loss_sums
+from branchnorm_jax.training.update import norm_by_layer
 
 JACOBIAN_INPUTS = 256
-"""Coordinates of the encoder's input that the Jacobian is taken by, at most: whole tokens of the first sentence."""
+"""Maximum number of input coordinates of the Jacobian: those of the first whole tokens of the first sentence."""
 
 
 class Signal(NamedTuple):
-    """What one model shows on one batch."""
+    """Measurements of one model on one batch."""
 
     gradient: dict[str, np.ndarray]
-    """Norm of the loss's gradient by the input of each layer, [L] per stack."""
+    """Norm of the gradient with respect to each layer's input, [L] per stack."""
     update: dict[str, np.ndarray]
-    """Relative size of the first optimiser step, [L] per stack."""
+    """Size of the first optimiser step relative to the parameters of each layer, [L] per stack."""
     singular_values: np.ndarray
-    """Of the encoder's Jacobian, descending."""
+    """Singular values of the encoder's Jacobian, descending."""
 
 
-def measure(config: Config, model: Transformer, params: Params, branch_scale: BranchScale, batch: Batch) -> Signal:
-    """Measures a model as it is, without dropout.
+def measure(config: Config, model: Transformer, params: Params, alpha: Alpha, batch: Batch) -> Signal:
+    """Measures the signal propagation of a model, without dropout.
 
     Args:
-      config: for the optimiser and the smoothing.
+      config: specifies the optimiser and the label smoothing.
       model: the network.
-      params: its parameters, fresh or trained.
-      branch_scale: alpha_t.
+      params: its parameters, initial or trained.
+      alpha: alpha_t.
       batch: a few sentences.
     """
     optimizer = make_optimizer(config.train)
@@ -55,7 +60,7 @@ def measure(config: Config, model: Transformer, params: Params, branch_scale: Br
 
     @jax.jit
     def backward(params: Params) -> tuple[Any, Any]:
-        _, by_params, by_input = gradients(config, model, params, branch_scale, batch)
+        _, by_params, by_input = gradients(config, model, params, alpha, batch)
         steps, _ = optimizer.update(by_params, optimizer.init(params), params)
         rate = config.train.learning_rate
         sizes = {stack: rate * norm_by_layer(steps[stack]) / norm_by_layer(params[stack]) for stack in STACKS}
@@ -67,7 +72,7 @@ def measure(config: Config, model: Transformer, params: Params, branch_scale: Br
     def jacobian(params: Params) -> jax.Array:
         def through(change: jax.Array) -> jax.Array:
             probes = jnp.zeros((model.depth.encoder, 1, source_length, width)).at[0, 0, :tokens].set(change)
-            return model.encode(params, batch.source[:1], branch_scale, probes=probes)[0, :tokens].ravel()
+            return model.encode(params, batch.source[:1], alpha, probes=probes)[0, :tokens].ravel()
 
         size = tokens * width
         return jax.jacfwd(through)(jnp.zeros((tokens, width))).reshape(size, size)
@@ -77,14 +82,15 @@ def measure(config: Config, model: Transformer, params: Params, branch_scale: Br
 
 
 def gradients(
-    config: Config, model: Transformer, params: Params, branch_scale: BranchScale, batch: Batch
+    config: Config, model: Transformer, params: Params, alpha: Alpha, batch: Batch
 ) -> tuple[jax.Array, Params, dict[str, jax.Array]]:
-    """Mean loss per target token, without dropout, and its gradients.
+    """Computes the mean loss per target token and its gradients, without dropout.
 
-    Arguments as in `measure`; to be traced.
+    The arguments are those of `measure`. Call it inside `jax.jit`.
 
     Returns:
-      The loss [], its gradient by the parameters, and that by the input of each layer: stack -> [L, B, T, D].
+      The loss [], its gradient with respect to the parameters, and its gradient with respect to the input of each
+      layer, stack -> [L, B, T, D].
     """
     probes = {
         stack: jnp.zeros((layers, *tokens.shape, config.model.width))
@@ -92,17 +98,20 @@ def gradients(
     }
 
     def loss(params: Params, probes: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        sums, _ = loss_sums(model, params, batch, branch_scale, config.train.label_smoothing, probes=probes)
+        sums, _ = loss_sums(model, params, batch, alpha, config.train.label_smoothing, taps=Taps(probes))
         return sums.loss, sums.tokens
 
-    # Divided afterwards, for a float16 stream: see `step.loss_scale`.
-    (value, tokens), found = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)(params, probes)
-    by_params, by_input = jax.tree.map(lambda g: g / tokens, found)
+    # Divide the gradients instead of the loss, to avoid underflow in a float16 stream; see `step.loss_scale`.
+    (value, tokens), sums = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)(params, probes)
+    by_params, by_input = jax.tree.map(lambda g: g / tokens, sums)
     return value / tokens, by_params, by_input
 
 
 def to_csv(signals: Mapping[str, Signal]) -> str:
-    """signal.csv: method, quantity, stack, index (layer, or rank of the singular value), value."""
+    """Formats signal.csv: method, quantity, stack, index, value.
+
+    The index is the layer, or the rank of the singular value.
+    """
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
     writer.writerow(("method", "quantity", "stack", "index", "value"))
@@ -116,16 +125,14 @@ def to_csv(signals: Mapping[str, Signal]) -> str:
 
 
 def draw(signals: Mapping[str, Signal], path: Path, title: str) -> None:
-    """Draws gradient norms, update sizes and singular values of all methods, on logarithmic axes."""
-    import matplotlib
+    """Plots gradient norms, update sizes and singular values of all methods, on logarithmic axes."""
+    pyplot = figures.pyplot()
+    from matplotlib import ticker
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot, ticker
-
-    # What vanished is drawn at the foot of the axis rather than left out.
+    # Plot zeros at the bottom of the axis instead of omitting them.
     floor = 1e-12
     figure, axes = pyplot.subplots(2, 3, figsize=(13, 6), layout="constrained")
-    # Several methods may draw the same line: each lets the ones below show through.
+    # Curves of several methods may coincide, so each has its own line style.
     for (method, signal), style in zip(signals.items(), itertools.cycle(("-", "--", "-.", ":"))):
         for row, stack in enumerate(STACKS):
             for column, quantity in enumerate(("gradient", "update")):

@@ -21,11 +21,15 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
+import ml_collections
+
 from branchnorm_jax import config as configs
+from branchnorm_jax.analysis import figures
 from branchnorm_jax.data.corpus import text_lines
 from branchnorm_jax.errors import UserError
 from branchnorm_jax.evaluation.bleu import sacrebleu_metric
 from branchnorm_jax.evaluation.compare import SIGNIFICANT, paired_test
+from branchnorm_jax.model.methods import get_recipe
 from branchnorm_jax.options import Config, SweepConfig, fields
 from branchnorm_jax.training.logs import read_lines
 from branchnorm_jax.workdir import Workdir
@@ -108,10 +112,26 @@ def plan_runs(config: Config) -> dict[str, tuple[Run, Config]]:
 
 def configure(config: Config, run: Run) -> Config:
     """The config of one run. Raises `UserError` for values that its options do not take."""
+    options = configs.with_recommended(_options(config, run), recommended(config, run))
+    # A run does not depend on the grid that it is in: a longer grid leaves the runs that are there as they are.
+    return dataclasses.replace(configs.from_config_dict(options), sweep=SweepConfig())
+
+
+def recommended(config: Config, run: Run) -> dict[str, Any]:
+    """The options that a run takes from the authors of its method, if `sweep.recommended`: "section.name" -> value."""
+    options = _options(config, run)
+    found = get_recipe(options.model.method).recommended if config.sweep.recommended else {}
+    return {name: value for name, value in found.items() if name not in configs.assigned(options)}
+
+
+def _options(config: Config, run: Run) -> ml_collections.ConfigDict:
+    """The sweep's options with the values of a run; what the user or the grid chose counts as assigned."""
     options = configs.default_config()
+    defaults, chosen = configs.to_flat(Config()), config.sweep.chosen.split(",")
     for full, value in configs.to_flat(config).items():
         section, name = full.split(".")
-        options[section][name] = value
+        if value != defaults[full] or full in chosen:
+            options[section][name] = value
     for axis, text in run.items():
         if axis == "depth":
             configs.set_depth(options, text)
@@ -122,8 +142,7 @@ def configure(config: Config, run: Run) -> Config:
             options[section][name] = TRUTH[text.lower()] if kind is bool else kind(text)
         except (KeyError, ValueError) as error:
             raise UserError(f"{axis}={text}: {kind.__name__} expected") from error
-    # A run does not depend on the grid that it is in: a longer grid leaves the runs that are there as they are.
-    return dataclasses.replace(configs.from_config_dict(options), sweep=SweepConfig())
+    return options
 
 
 def ended(workdir: Workdir, config: Config) -> str:
@@ -263,10 +282,7 @@ def to_markdown(rows: Sequence[Mapping[str, Any]], columns: Sequence[str], basel
 
 def draw(rows: Sequence[Mapping[str, Any]], columns: Sequence[str], path: Path) -> None:
     """BLEU of every line of the table over its columns; runs without a score stand at the foot as crosses."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    pyplot = figures.pyplot()
 
     table = cells(rows, columns)
     down, across = (list(dict.fromkeys(key[side] for key in table)) for side in (0, 1))

@@ -1,1 +1,1 @@
-"""Text to batches: corpora, SentencePiece, the token store and `batch_at(step)`. NumPy only, never jax."""
+"""Data pipeline from text to batches: corpora, SentencePiece, token stores, packing. Uses NumPy, never jax."""

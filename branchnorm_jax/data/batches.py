@@ -18,9 +18,10 @@ T = TypeVar("T")
 
 
 class TextBatch(NamedTuple):
-    """Token ids, int32 [rows, length] each: sentences one after the other, each ends in EOS, then padding.
+    """A batch of packed sentence pairs: int32 token ids [rows, length] for each side.
 
-    The n-th sentence of a target row is the translation of the n-th sentence of the source row.
+    A row holds one or more sentences, each ending in EOS, followed by padding. The n-th sentence of a target row is the
+    translation of the n-th sentence of the source row.
     """
 
     source: np.ndarray
@@ -28,36 +29,39 @@ class TextBatch(NamedTuple):
 
     @property
     def shape(self) -> Shape:
-        """Rows, and positions of both sides."""
+        """Number of rows, and row length of each side."""
         rows, source = self.source.shape
         return Shape(rows, source, self.target.shape[1])
 
     def digest(self) -> str:
-        """Eight hex digits that identify the batch in logs."""
+        """Returns a CRC-32 of the batch as eight hex digits, to identify it in logs."""
         return f"{zlib.crc32(self.target.tobytes(), zlib.crc32(self.source.tobytes())):08x}"
 
 
 class Sentences(Protocol):
-    """What batches need of a token store."""
+    """The part of a token store's interface that batching uses."""
 
     @property
     def lengths(self) -> np.ndarray:
-        """int [n, 2]: tokens of source and target, EOS included."""
+        """Source and target length of each pair in tokens, EOS included: int [n, 2]."""
 
     def gather(self, side: str, ids: np.ndarray) -> np.ndarray:
-        """int32 [sum of lengths]: the tokens of these sentences, end to end."""
+        """Returns the concatenated tokens of the sentences `ids`: int32 [sum of lengths]."""
 
     def drawn(self, epoch: int) -> np.ndarray:
-        """int64 [draws]: the sentences that an epoch draws; the i-th is as long in every epoch."""
+        """Returns the ids of the pairs in an epoch: int64 [draws].
+
+        The lengths of the i-th pair are the same in every epoch.
+        """
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class BatchPlan:
-    """Which sentences are in the batch of which step.
+    """Assigns sentence pairs to the batch of each step.
 
-    Every sentence that an epoch draws is in exactly one of its batches. Batches differ from epoch to epoch, their
-    number does not, so the batch of any step is found without reading those before: the rows are packed once, and each
-    epoch deals the pairs of equal lengths out anew and puts the rows into another order.
+    Each pair drawn for an epoch appears in exactly one batch of that epoch. Rows are packed once. Each epoch permutes
+    pairs of equal lengths among their slots in the rows, and shuffles the rows. The number of batches per epoch is
+    therefore constant, and the batch of any step can be computed without the steps before it.
     """
 
     sentences: Sentences
@@ -67,17 +71,17 @@ class BatchPlan:
 
     @functools.cached_property
     def rows(self) -> list[int]:
-        """Rows of each shape that hold sentences, over one epoch."""
+        """Number of non-empty rows of each shape in one epoch."""
         return rows_of(self.packing, self.shapes)
 
     @functools.cached_property
     def batches_per_epoch(self) -> int:
-        """Updates of one epoch."""
+        """Number of batches in one epoch."""
         return sum(-(-rows // shape.rows) for rows, shape in zip(self.rows, self.shapes, strict=True))
 
     @functools.cached_property
     def fill(self) -> float:
-        """Real tokens over computed positions, both sides, over one epoch."""
+        """Fraction of positions that hold a real token, over both sides and one epoch."""
         positions = sum(
             -(-rows // shape.rows) * shape.rows * (shape.source + shape.target)
             for rows, shape in zip(self.rows, self.shapes, strict=True)
@@ -86,15 +90,15 @@ class BatchPlan:
 
     @functools.lru_cache(maxsize=2)  # noqa: B019 - a plan lives as long as the run
     def _epoch(self, epoch: int) -> tuple[np.ndarray, list[np.ndarray]]:
-        """The pair in each place of the packing, and the rows of each batch."""
+        """Returns the pair id in each slot of the packing, and the rows of each batch."""
         packing = self.packing
-        # Both orders go from kind to kind: the places as they are, the pairs anew.
-        places = np.argsort(packing.kinds, kind="stable")
-        draws = shuffled(np.arange(len(places)), self.seed, epoch)
-        kind_of = np.empty(len(places), packing.kinds.dtype)
-        kind_of[packing.order] = packing.kinds[places]
-        pairs = np.empty(len(places), np.int64)
-        pairs[places] = self.sentences.drawn(epoch)[draws[np.argsort(kind_of[draws], kind="stable")]]
+        # Slots and shuffled pairs are both sorted by kind, so each pair is assigned a slot of its own lengths.
+        slots = np.argsort(packing.kinds, kind="stable")
+        draws = shuffled(np.arange(len(slots)), self.seed, epoch)
+        kind_of = np.empty(len(slots), packing.kinds.dtype)
+        kind_of[packing.order] = packing.kinds[slots]
+        pairs = np.empty(len(slots), np.int64)
+        pairs[slots] = self.sentences.drawn(epoch)[draws[np.argsort(kind_of[draws], kind="stable")]]
         batches = []
         for index, shape in enumerate(self.shapes):
             rows = shuffled(np.flatnonzero(packing.shape == index), self.seed, epoch, 1)
@@ -103,29 +107,38 @@ class BatchPlan:
         return pairs, [batches[index] for index in order]
 
     def ids_at(self, step: int) -> tuple[Shape, list[np.ndarray]]:
-        """The shape of the batch of update `step` (the first is 0), and the ids of the sentences of each row."""
+        """Returns the shape of the batch at `step` and the pair ids of each row.
+
+        Steps count from 0.
+        """
         epoch, index = divmod(step, self.batches_per_epoch)
         pairs, batches = self._epoch(epoch)
         rows, packing = batches[index], self.packing
         return self.shapes[packing.shape[rows[0]]], [pairs[packing.starts[r] : packing.starts[r + 1]] for r in rows]
 
     def batch_at(self, step: int) -> TextBatch:
-        """The batch of update `step`; rows that the last batch of a shape leaves over are padding."""
+        """Returns the batch at `step`.
+
+        Unused rows in the last batch of a shape contain only padding.
+        """
         shape, rows = self.ids_at(step)
         return fill_rows(self.sentences, rows, shape)
 
     def in_order(self) -> Iterator[TextBatch]:
-        """Each sentence once: for validation."""
+        """Yields batches that contain each pair once, for validation."""
         return (self.batch_at(step) for step in range(self.batches_per_epoch))
 
     def single(self, count: int) -> TextBatch:
-        """The first `count` sentences of the corpus, one a row."""
+        """Returns a batch of the first `count` pairs of the corpus, one pair per row."""
         rows = [np.array([index]) for index in range(min(count, len(self.sentences.lengths)))]
         return fill_rows(self.sentences, rows, Shape(len(rows), *self.sentences.lengths[: len(rows)].max(0).tolist()))
 
 
 def fill_rows(sentences: Sentences, rows: Sequence[np.ndarray], shape: Shape) -> TextBatch:
-    """A batch of `shape` whose first rows hold the sentences of these ids."""
+    """Builds a batch of the given shape from the pair ids of its first rows.
+
+    Further rows contain only padding.
+    """
     ids = np.concatenate(rows)
     row_of = np.repeat(np.arange(len(rows)), [len(row) for row in rows])
     filled = np.zeros((shape.rows, 2), np.int64)
@@ -141,12 +154,15 @@ def fill_rows(sentences: Sentences, rows: Sequence[np.ndarray], shape: Shape) ->
 def make_plans(
     data: DataConfig, train: Sentences, valid: Sequence[Sentences], batch_tokens: int, seed: int
 ) -> tuple[BatchPlan, list[BatchPlan]]:
-    """The plan of training and those of validation, in the same shapes, so that validation compiles none of its own."""
+    """Plans the batches of the training set and of each validation set.
+
+    All plans share the same shapes, so validation does not compile additional programs.
+    """
     lengths = train.lengths[train.drawn(0)]
     longest = np.max([sentences.lengths.max(0) for sentences in (train, *valid)], axis=0)
     shapes = choose_shapes(lengths, longest, batch_tokens, data.batch_shapes, data.row_multiple)
     packing = pack(lengths, shapes)
-    # A corpus of a few batches would leave much of the last one empty: all of them a little smaller waste less.
+    # If the corpus fills only a few batches, the last one would be mostly empty. Slightly smaller batches waste less.
     rows = rows_of(packing, shapes)[0]
     if rows:
         even = -(-rows // -(-rows // shapes[0].rows))
@@ -156,14 +172,15 @@ def make_plans(
 
 
 def rows_of(packing: Packing, shapes: Sequence[Shape]) -> list[int]:
-    """Rows of each shape in a packing."""
+    """Returns the number of rows of each shape in a packing."""
     return np.bincount(packing.shape, minlength=len(shapes)).tolist()
 
 
 def prefetch(function: Callable[[int], T], start: int, stop: int, depth: int) -> Generator[T, None, None]:
-    """function(start), ..., function(stop - 1), computed by a thread at most `depth` items ahead.
+    """Yields function(start), ..., function(stop - 1), computed in a thread.
 
-    An exception of the function is raised where its item would have come.
+    The thread is at most `depth` items ahead. If the function raises an exception, it is re-raised here in place of the
+    corresponding item.
     """
     items: queue.Queue[tuple[T | None, BaseException | None]] = queue.Queue(maxsize=depth)
     stopped = threading.Event()

@@ -1,4 +1,4 @@
-"""Sources of parallel text: the built-in numerals, text files, and data sets prepared by TFDS."""
+"""Sources of parallel text: the built-in numerals corpus, text files, and TFDS data sets."""
 
 import difflib
 import glob
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from branchnorm_jax.data import numerals
-from branchnorm_jax.errors import UserError
+from branchnorm_jax.errors import UserError, needs_extra
 from branchnorm_jax.options import DataConfig
 
 Pair = tuple[str, str]
@@ -28,27 +28,28 @@ _WILDCARD = re.compile(r"(\*\*/?|\*|\?|\[!?.[^]]*\])")
 
 
 def read_pairs(config: DataConfig, split: str) -> Iterator[Pair]:
-    """Streams the (source, target) sentences of a split, stripped of surrounding white space, in a fixed order.
+    """Streams the (source, target) sentence pairs of a split in a fixed order.
 
-    Empty sentences are kept, so that a pair's position is its line number.
+    Surrounding white space is stripped. Empty sentences are kept, so the position of a pair is its line number.
 
     Args:
-      config: says which source and which languages.
-      split: "train", "valid" or "test"; `config.<split>_split` is what the source calls it.
+      config: specifies the source and the languages.
+      split: "train", "valid" or "test"; `config.<split>_split` is the name of the split in the source.
 
     Raises:
-      UserError: while reading, if the text is missing, unreadable, not UTF-8, not parallel or empty.
+      UserError: during iteration, if the text is missing, unreadable, not UTF-8, not parallel or empty.
     """
     return {"numerals": _numerals_pairs, "text": _text_pairs, "tfds": _tfds_pairs}[config.source](config, split)
 
 
 def text_lines(path: Path) -> Iterator[str]:
-    """The lines of a text file, plain or compressed, without a byte-order mark at its beginning.
+    """Yields the lines of a plain or compressed text file.
 
-    Only a line feed ends a line, and takes carriage returns before it along: U+2028 and its like stay inside.
+    Only a line feed ends a line; other line separators such as U+2028 are part of the line. A byte-order mark at the
+    start of the file and carriage returns at the end of a line are removed.
 
     Raises:
-      UserError: while reading, if the file cannot be read, or a line is not UTF-8.
+      UserError: during iteration, if the file cannot be read or a line is not UTF-8.
     """
     number = 0
     try:
@@ -68,10 +69,10 @@ def text_lines(path: Path) -> Iterator[str]:
 
 
 def corpus_key(config: DataConfig, split: str) -> dict[str, Any]:
-    """What tells a changed corpus from an unchanged one without reading it; JSON values only.
+    """Returns a cache key, of JSON values, that changes when the corpus changes.
 
-    Text files: resolved names, sizes and modification times. Numerals: parameters, generator and library versions.
-    TFDS: full name with version, folder and size.
+    The text itself is not read. Text files are identified by resolved path, size and modification time; numerals by
+    parameters, generator code and library versions; TFDS data sets by full name with version, folder and size.
 
     Raises:
       UserError: if the text is missing.
@@ -103,7 +104,10 @@ def _split_name(config: DataConfig, split: str) -> str:
 
 
 def _reversed(config: DataConfig) -> str:
-    """Its pair the other way round, as de-en of en-de: whoever named a data set may have had either in mind."""
+    """Returns the pair in reverse order (de-en for en-de).
+
+    A data set may be named either way.
+    """
     return f"{config.target_lang}-{config.source_lang}"
 
 
@@ -133,83 +137,88 @@ def _text_pairs(config: DataConfig, split: str) -> Iterator[Pair]:
                 counts[longer] += 1 + sum(1 for _ in sides[longer])
                 raise UserError(
                     f"{paths[0]} has {counts[0]:,} lines but {paths[1]} has {counts[1]:,}; "
-                    f"line n of one must be the translation of line n of the other"
+                    f"the files must be parallel, line by line"
                 )
             empty = False
             yield source, target
     if empty:
         raise UserError(
-            f"{' and '.join(str(path) for paths in files for path in paths)}: no lines, the corpus is empty"
+            f"{' and '.join(str(path) for paths in files for path in paths)}: the corpus is empty; "
+            f"the files must contain at least one line"
         )
 
 
 def _text_files(config: DataConfig, split: str) -> list[tuple[Path, Path]]:
-    """The files of a split as (source, target), in the order in which they are read."""
+    """Returns the (source, target) files of a split in reading order."""
     if not config.path:
         raise UserError("config: data.source=text needs data.path, the folder of the text files")
     if "{lang}" not in config.files or "{split}" not in config.files:
         raise UserError(f"config: data.files={config.files!r} must contain {{split}} and {{lang}}")
     folder = os.path.expanduser(config.path)
     if not os.path.isdir(folder):
-        raise UserError(f"data.path={config.path}: there is no such folder")
+        raise UserError(f"data.path={config.path}: no such folder")
     patterns = [
         config.files.replace("{split}", _split_name(config, split)).replace("{pair}", pair)
         for pair in (config.pair, _reversed(config))
     ]
     languages = config.source_lang, config.target_lang
-    pattern = next((p for p in patterns if _found(folder, p, languages[0])), patterns[0])
+    pattern = next((p for p in patterns if _glob_files(folder, p, languages[0])), patterns[0])
     sources, targets = (_matching_files(folder, pattern, lang) for lang in languages)
     if alone := sorted(sources.keys() ^ targets.keys()):
         partner = str(alone[0]).replace("{lang}", languages[alone[0] in sources])
         raise UserError(
-            f"{(sources | targets)[alone[0]]}: its counterpart {partner} is not in {folder}; add it, or let "
-            f"data.files={config.files} match neither"
+            f"{(sources | targets)[alone[0]]}: the counterpart {partner} is missing from {folder}; add it, or change "
+            f"data.files={config.files} so that it matches neither file"
         )
     return [(sources[key], targets[key]) for key in sorted(sources)]
 
 
-def _found(folder: str, pattern: str, lang: str) -> dict[Path, Path]:
-    """Files that match the glob in this language, plain or compressed; of a file in several forms the plain one.
+def _glob_files(folder: str, pattern: str, lang: str) -> dict[Path, Path]:
+    """Finds the files of a language that match the glob, as {key: path}.
 
-    Their keys, alike for the files of both languages, are their plain names under the folder with {lang} for the
-    language: names that differ in it sort in another order (train.de, train.x.de, but train.x.en, train.en).
+    Files may be plain or compressed. The key of a file is its path below the folder, without the compression suffix and
+    with the language replaced by {lang}, so the files of both languages have the same keys in the same order. Sorting
+    by file name would not pair them: train.de comes before train.x.de, but train.x.en before train.en. If a file exists
+    both plain and compressed, the plain one is used.
     """
-    place = re.compile(re.escape(lang).join(f"({_matcher(part)})" for part in pattern.split("{lang}")))
-    found: dict[Path, Path] = {}
+    name_pattern = re.compile(re.escape(lang).join(f"({_matcher(part)})" for part in pattern.split("{lang}")))
+    paths: dict[Path, Path] = {}
     for suffix in ("", *_COMPRESSED):
-        glob_of = pattern.replace("{lang}", glob.escape(lang)) + suffix
-        for name in sorted(glob.glob(glob_of, root_dir=folder, recursive=True)):
-            path, match = Path(folder, name), place.fullmatch(name.removesuffix(suffix))
+        suffixed = pattern.replace("{lang}", glob.escape(lang)) + suffix
+        for name in sorted(glob.glob(suffixed, root_dir=folder, recursive=True)):
+            path, match = Path(folder, name), name_pattern.fullmatch(name.removesuffix(suffix))
             if path.is_file() and match:
                 key = Path("{lang}".join(match.groups()))
-                found.setdefault(key.with_suffix("") if key.suffix in _COMPRESSED else key, path)
-    return found
+                paths.setdefault(key.with_suffix("") if key.suffix in _COMPRESSED else key, path)
+    return paths
 
 
 def _matcher(pattern: str) -> str:
-    """A regular expression that matches at least what the glob does."""
+    """Returns a regular expression that matches at least what the glob matches."""
     wildcards = {"*": "[^/]*", "**": "(?s:.*)", "**/": "(?s:.*)"}
     parts = enumerate(_WILDCARD.split(pattern))  # every other one is a wildcard
     return "".join(wildcards.get(part, "[^/]") if index % 2 else re.escape(part) for index, part in parts)
 
 
 def _matching_files(folder: str, pattern: str, lang: str) -> dict[Path, Path]:
-    """As `_found`; raises `UserError` if there is none."""
-    found = _found(folder, pattern, lang)
-    if not found:
+    """Like `_glob_files`, but raises `UserError` if no file matches."""
+    paths = _glob_files(folder, pattern, lang)
+    if not paths:
         try:
             names = sorted(os.listdir(folder))
         except OSError as error:
             raise UserError(f"{folder}: cannot be read ({error.strerror})") from error
-        there = ", ".join(names[:_NAMES_SHOWN]) or "nothing"
+        names_shown = ", ".join(names[:_NAMES_SHOWN]) or "nothing"
         more = f" and {len(names) - _NAMES_SHOWN} more" if len(names) > _NAMES_SHOWN else ""
-        tried = f"{pattern.replace('{lang}', lang)} (nor with {', '.join(_COMPRESSED)})"
-        raise UserError(f"{folder}: no file matches {tried}; the folder holds {there}{more}; see data.files")
-    return found
+        wanted = f"{pattern.replace('{lang}', lang)} (or with {', '.join(_COMPRESSED)})"
+        raise UserError(
+            f"{folder}: no file matches {wanted}; the folder contains {names_shown}{more}; change data.files"
+        )
+    return paths
 
 
 def _split_lines(chunks: Iterator[bytes]) -> Iterator[bytes]:
-    parts: list[bytes] = []  # of a line that is not complete yet
+    parts: list[bytes] = []  # of the current, incomplete line
     for chunk in chunks:
         head, newline, tail = chunk.rpartition(b"\n")
         if newline:
@@ -221,7 +230,7 @@ def _split_lines(chunks: Iterator[bytes]) -> Iterator[bytes]:
 
 
 def _chunks(path: Path) -> Iterator[bytes]:
-    """The content of a file, decompressed."""
+    """Yields the decompressed content of a file in chunks."""
     if path.suffix == ".zst":
         yield from _zstandard_chunks(path)
         return
@@ -232,7 +241,10 @@ def _chunks(path: Path) -> Iterator[bytes]:
 
 
 def _zstandard_chunks(path: Path) -> Iterator[bytes]:
-    """As `_chunks`, frame by frame: zstandard's own file object takes a truncated file for a complete one."""
+    """Yields the decompressed content of a zstandard file, frame by frame.
+
+    zstandard's own file object does not detect truncated files.
+    """
     import zstandard
 
     def new_frame() -> Any:
@@ -253,7 +265,7 @@ def _zstandard_chunks(path: Path) -> Iterator[bytes]:
         raise EOFError("the compressed file is truncated")
 
 
-# TFDS, read through array_record: neither needs tensorflow.
+# TFDS data sets are read through array_record, which does not need tensorflow.
 
 
 def _tfds_pairs(config: DataConfig, split: str) -> Iterator[Pair]:
@@ -261,9 +273,9 @@ def _tfds_pairs(config: DataConfig, split: str) -> Iterator[Pair]:
     read = _tfds_reader(builder, config)
     try:
         examples = builder.as_data_source(split=name)
-    except ValueError as error:  # also for a slice that is empty
+    except ValueError as error:  # also raised for an empty slice
         splits = ", ".join(builder.info.splits)
-        raise UserError(f"{builder.info.full_name}: no examples in split {name!r}; there are {splits}") from error
+        raise UserError(f"{builder.info.full_name}: no examples in split {name!r}; splits are {splits}") from error
     for number, example in enumerate(examples):
         try:
             yield read(example)
@@ -272,43 +284,44 @@ def _tfds_pairs(config: DataConfig, split: str) -> Iterator[Pair]:
 
 
 def _tfds_split(config: DataConfig, split: str) -> tuple[Any, str]:
-    """The builder, prepared as array_record, and the name of the split in it.
+    """Returns the builder, prepared as array_record, and the name of the split in it.
 
-    It is the builder that `data.path` names, but for a split of another one such as wmt14_translate/de-en:test.
+    The builder is the one named by `data.path`, unless the split names another builder, as in
+    wmt14_translate/de-en:test.
     """
     folder, path, name = os.path.expanduser(config.tfds_dir) or None, config.path, _split_name(config, split)
     if "/" in name:
         path, _, name = name.partition(":")
         if not name:
-            raise UserError(f"config: the split {path!r} names a data set alone; write {path}:test or so")
+            raise UserError(f"config: the split {path!r} names a data set but no split; write for example {path}:test")
     try:
         builder = _tfds_named(path.replace("{pair}", config.pair), folder)
     except UserError:
         if "{pair}" not in path:
             raise
         builder = _tfds_named(path.replace("{pair}", _reversed(config)), folder)
-    found = builder.info.file_format.value if builder.is_prepared() else ""
-    if found != "array_record":
+    file_format = builder.info.file_format.value if builder.is_prepared() else ""
+    if file_format != "array_record":
         place = f", data_dir={folder!r}" if folder else ""
         name = builder.info.full_name.rpartition("/")[0]
         code = (
             f"import tensorflow_datasets as tfds, tensorflow_datasets.translate; "
             f"tfds.builder({name!r}{place}, file_format='array_record').download_and_prepare()"
         )
-        fault = f"is prepared as {found}, which only tensorflow reads; remove it and" if found else "is not prepared;"
+        fault = (
+            f"is prepared as {file_format}, which needs tensorflow; remove it and"
+            if file_format
+            else "is not prepared;"
+        )
         raise UserError(f'{builder.info.full_name} {fault} run: python -c "{code}"')
     return builder, name
 
 
 def _tfds_named(name: str, folder: str | None) -> Any:
-    """The builder of this name, prepared or not."""
-    try:
+    """Returns the builder with this name, whether prepared or not."""
+    with needs_extra("tfds", "data.source=tfds"):
         import tensorflow_datasets as tfds
-        import tensorflow_datasets.translate  # registers the WMT builders, which a plain import does not
-    except ImportError as error:
-        raise UserError(
-            f"data.source=tfds: {error}; run `pip install tensorflow-datasets importlib_resources`"
-        ) from error
+        import tensorflow_datasets.translate  # registers the WMT builders, a plain import does not
     try:
         return tfds.builder(name, data_dir=folder)
     except tfds.core.DatasetNotFoundError as error:
@@ -321,7 +334,7 @@ def _tfds_named(name: str, folder: str | None) -> Any:
 
 
 def _tfds_reader(builder: Any, config: DataConfig) -> Callable[[Mapping[str, Any]], Pair]:
-    """The function that takes the pair out of an example of the builder."""
+    """Returns a function that extracts the sentence pair from an example."""
     import tensorflow_datasets as tfds
 
     languages = (config.source_lang, config.target_lang)
@@ -333,26 +346,29 @@ def _tfds_reader(builder: Any, config: DataConfig) -> Callable[[Mapping[str, Any
         if isinstance(feature, tfds.features.TranslationVariableLanguages) and set(languages) <= set(feature.languages):
             return lambda example: _choose(example[key], languages)
 
-    # Keys such as src and dst: only the config's name ("en-fr", "en_to_fr") says which language each of them is.
+    # For keys such as src and dst, only the config's name ("en-fr", "en_to_fr") tells the languages.
     keys = builder.info.supervised_keys or ()
     named = re.split("-|_to_", builder.builder_config.name) if builder.builder_config else []
     if sorted(named) == sorted(languages) and len(keys) == 2 and set(keys) <= set(features):
-        of = dict(zip(named, keys, strict=True))
-        return lambda example: (_text(example[of[languages[0]]]), _text(example[of[languages[1]]]))
+        key_of = dict(zip(named, keys, strict=True))
+        return lambda example: (_text(example[key_of[languages[0]]]), _text(example[key_of[languages[1]]]))
 
     names = ", ".join(features) or "no text"
     raise UserError(
-        f"{builder.info.full_name} has no pair {'-'.join(languages)}, its features are {names}; "
-        f"see data.source_lang and data.target_lang"
+        f"{builder.info.full_name} has no pair {'-'.join(languages)}; its features are {names}; "
+        f"change data.source_lang and data.target_lang"
     )
 
 
 def _choose(translations: Mapping[str, Any], languages: tuple[str, str]) -> Pair:
-    """Two languages of an example that comes in several; "" for one that it lacks."""
+    """Selects two languages from a multilingual example; a missing language gives ""."""
     texts = dict(zip(map(_text, translations["language"]), map(_text, translations["translation"]), strict=False))
     return texts.get(languages[0], ""), texts.get(languages[1], "")
 
 
 def _text(value: bytes | str) -> str:
-    """TFDS gives bytes or str, depending on how the data set was written."""
+    """Converts a TFDS value to stripped text.
+
+    Values are bytes or str, depending on the data set.
+    """
     return (value.decode("utf-8") if isinstance(value, bytes) else str(value)).strip()

@@ -1,4 +1,4 @@
-"""Several corpora as one: whose sentences an epoch draws how often."""
+"""Mixture of several corpora with temperature-based sampling."""
 
 import dataclasses
 import functools
@@ -12,13 +12,15 @@ from branchnorm_jax.data.store import TokenStore
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Mixture:
-    """The sentence pairs of several stores, numbered one store after the other.
+    """The sentence pairs of several stores, sampled with a temperature.
 
-    A pair of store i is drawn with a probability in proportion to n_i^(1/T - 1), n_i the size of its store and T the
-    temperature, so that store i makes up n_i^(1/T) / sum_j n_j^(1/T) of an epoch (Aharoni et al., "Massively
-    Multilingual Neural Machine Translation in the Wild"). An epoch is as long as it takes to see the largest store
-    once: with T = 1 every pair once; with a larger T pairs of smaller stores come again, those of the same lengths all
-    as often, but for a rest that goes round from epoch to epoch.
+    Store i makes up n_i^(1/T) / sum_j n_j^(1/T) of an epoch, where n_i is the number of its pairs and T the
+    temperature (Aharoni et al., "Massively Multilingual Neural Machine Translation in the Wild"). An epoch contains
+    each pair of the largest store once. With T = 1 it contains every pair once. With a larger T it repeats pairs of
+    smaller stores: within a store, pairs of the same lengths are repeated equally often, up to a remainder that rotates
+    through them from epoch to epoch.
+
+    Pairs are numbered consecutively, store by store.
 
     Attributes:
       stores: the corpora.
@@ -30,16 +32,19 @@ class Mixture:
 
     @functools.cached_property
     def starts(self) -> np.ndarray:
-        """Number of the first pair of each store, and the number of all: int64 [stores + 1]."""
+        """Index of the first pair of each store, then the total: int64 [stores + 1]."""
         return np.cumsum([0, *map(len, self.stores)])
 
     @functools.cached_property
     def lengths(self) -> np.ndarray:
-        """Tokens of source and target, EOS included, int32 [n, 2]."""
+        """Source and target length of each pair in tokens, EOS included: int32 [n, 2]."""
         return np.concatenate([store.lengths for store in self.stores])
 
     def gather(self, side: str, ids: np.ndarray) -> np.ndarray:
-        """int32 [sum of lengths]: the tokens of these sentences, end to end, as `TokenStore.gather`."""
+        """Returns the concatenated tokens of the sentences `ids`.
+
+        The result is int32 [sum of lengths], as in `TokenStore.gather`.
+        """
         store_of = np.searchsorted(self.starts, ids, side="right") - 1
         store_of_token = np.repeat(store_of, self.lengths[ids, ("source", "target").index(side)])
         tokens = np.empty(len(store_of_token), np.int32)
@@ -51,12 +56,15 @@ class Mixture:
 
     @functools.cached_property
     def draws(self) -> list[int]:
-        """Pairs that an epoch draws from each store."""
+        """Number of pairs that an epoch draws from each store."""
         sizes = np.diff(self.starts)
         return np.rint(sizes * (sizes.max() / sizes) ** (1 - 1 / self.temperature)).astype(int).tolist()
 
     def drawn(self, epoch: int) -> np.ndarray:
-        """The pairs that an epoch draws, int64 [draws]; the i-th is as long in every epoch."""
+        """Returns the pairs of an epoch: int64 [draws].
+
+        The lengths of the i-th pair are the same in every epoch.
+        """
         if self.temperature == 1:
             return np.arange(self.starts[-1])
         first, size, count, order = self._groups
@@ -66,13 +74,17 @@ class Mixture:
 
     @functools.cached_property
     def _groups(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """Of the pairs of one store that are equally long: the first's place, how many there are and are drawn; all."""
+        """Groups of pairs of the same store and lengths, as (first, size, count, order).
+
+        `order` lists all pairs group by group. `first` is the position in it where each group begins, `size` the number
+        of pairs in the group, and `count` the number of pairs an epoch draws from the group.
+        """
         store_of = np.repeat(np.arange(len(self.stores)), np.diff(self.starts))
         keys = np.column_stack([store_of, self.lengths])
         groups, group_of, size = np.unique(keys, axis=0, return_inverse=True, return_counts=True)
         ids = shuffled(np.arange(len(keys)), 0)
         order = ids[np.argsort(group_of.reshape(-1)[ids], kind="stable")]
-        # Rounded along each store, so that its draws add up.
+        # Rounding the cumulative sum instead of each group keeps the total of each store exact.
         ratio = (np.array(self.draws) / np.diff(self.starts))[groups[:, 0]]
         until = np.rint(np.cumsum(size * ratio) + 1e-6).astype(np.int64)
         return np.cumsum(size) - size, size, np.diff(until, prepend=0), order

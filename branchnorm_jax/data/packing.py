@@ -1,7 +1,8 @@
-"""Packing: which sentence pairs share a row, so that almost every position of a batch holds a real token.
+"""Packing: placing several sentence pairs in one row, so that almost every position of a batch holds a real token.
 
-Pairs are packed by their lengths alone. A corpus has few kinds of them (a kind is a source and a target length), so
-rows are found kind by kind and repeated as often as there are pairs for them: the work does not grow with the corpus.
+Packing depends only on the lengths of the pairs. A corpus has few distinct kinds of pairs (a kind is a source length
+and a target length), so rows are computed per kind and repeated while pairs of these kinds remain. The amount of work
+therefore does not grow with the corpus.
 """
 
 from collections import Counter
@@ -13,14 +14,14 @@ import numpy as np
 from branchnorm_jax.errors import UserError
 
 SENTENCES = 4
-"""A short row holds so many sentences of average length at least: more fill it no better and cost more attention."""
+"""Minimum number of average-length sentences in a short row. Longer rows are no fuller, but cost more attention."""
 
 _BALANCE = 2.0
-"""How much packing minds that one side of a row runs full before the other, against how full the row is."""
+"""Weight of the imbalance between the two sides of a row, relative to the row's unused space."""
 
 
 class Shape(NamedTuple):
-    """A static batch shape: `rows` rows of `source` and `target` positions."""
+    """A static batch shape: number of rows, and row length on the source and the target side."""
 
     rows: int
     source: int
@@ -28,20 +29,20 @@ class Shape(NamedTuple):
 
 
 class Kind(NamedTuple):
-    """Lengths of a sentence pair, EOS included."""
+    """Source and target length of a sentence pair, EOS included."""
 
     source: int
     target: int
 
 
 class Packing(NamedTuple):
-    """Rows for every pair of a corpus, in the order of their shapes.
+    """Rows that hold all pairs of a corpus, grouped by shape.
 
     Attributes:
-      shape: index of each row's shape, int32 [rows].
-      starts: the places of row r are starts[r] to starts[r + 1], int64 [rows + 1].
-      kinds: index of the kind of pair that each place is for, int32 [pairs].
-      order: all pairs, sorted by the index of their kind, int64 [pairs].
+      shape: shape index of each row, int32 [rows].
+      starts: row r consists of the slots starts[r] to starts[r + 1], int64 [rows + 1].
+      kinds: kind index of each slot, int32 [pairs].
+      order: all pairs sorted by kind index, int64 [pairs].
     """
 
     shape: np.ndarray
@@ -51,10 +52,12 @@ class Packing(NamedTuple):
 
 
 def row_lengths(mean: float, longest: float, batch_tokens: int, row_multiple: int) -> list[int]:
-    """Positions of rows on the larger side: short ones first, then half as many each time, until `longest` tokens fit.
+    """Returns the candidate row lengths on the longer side, in ascending order.
 
-    Short rows are for sentences of `mean` tokens. Rows are as long as a batch has room for with so many of them, in
-    steps of 8: their number is a multiple of `row_multiple`, which would else leave much of a small batch unused.
+    The last one fits `longest` tokens. The shortest rows hold at least `SENTENCES` sentences of `mean` tokens. Each
+    further length halves the number of rows. The number of rows is a multiple of `row_multiple`, and for this number
+    the rows are as long as `batch_tokens` allows, rounded down to a multiple of 8; fixed lengths would leave much of a
+    small batch unused.
     """
     limit = batch_tokens // row_multiple
     multiples = max(1, limit // (-(-int(SENTENCES * mean) // 8) * 8))
@@ -68,17 +71,17 @@ def row_lengths(mean: float, longest: float, batch_tokens: int, row_multiple: in
 def choose_shapes(
     lengths: np.ndarray, longest: np.ndarray, batch_tokens: int, count: int, row_multiple: int
 ) -> list[Shape]:
-    """At most `count` shapes, the last of which has room for the longest sentences.
+    """Chooses at most `count` batch shapes; the last one fits the longest sentences.
 
-    From one to the next rows are half as many and at least twice as long. Sides are as long as the sentences' are on
-    average.
+    Each shape has half as many rows as the one before, and they are at least twice as long. The ratio of source to
+    target row length is that of the whole corpus.
 
     Args:
-      lengths: tokens of source and target of each pair, EOS included, int [n, 2].
-      longest: the most tokens that a source and a target may have, int [2].
-      batch_tokens: rows x the longer side is at most this.
-      count: number of shapes.
-      row_multiple: rows are a multiple of this.
+      lengths: source and target length of each pair in tokens, EOS included, int [n, 2].
+      longest: maximum source and target length in tokens, int [2].
+      batch_tokens: upper bound for rows x length of the longer side.
+      count: maximum number of shapes.
+      row_multiple: the number of rows is a multiple of this.
 
     Raises:
       UserError: if the longest sentence does not fit.
@@ -94,7 +97,7 @@ def choose_shapes(
         float(lengths.mean(0).max()), float((longest * total.max() / total).max()), batch_tokens, row_multiple
     )
     sides = [np.ceil(length * total / total.max()).astype(int) for length in ladder[-count:]]
-    # What fits into no row of these proportions widens the last shape alone.
+    # Pairs with unusual proportions may exceed one side of every shape; only the last shape is widened for them.
     sides[-1] = np.maximum(sides[-1], longest)
     return [
         Shape(batch_tokens // max(source, target) // row_multiple * row_multiple, source, target)
@@ -103,54 +106,61 @@ def choose_shapes(
 
 
 def pack(lengths: np.ndarray, shapes: Sequence[Shape]) -> Packing:
-    """Rows that hold every pair once.
+    """Packs every pair into exactly one row, by best-fit decreasing.
 
-    Best fit, decreasing: a row begins with the longest pair that is left, and takes what fills it best and evenly on
-    both sides. Pairs that fit in no shorter row come first; then longer rows are opened until their last batch is full,
-    as long as there are pairs.
+    Shapes are filled from the longest to the shortest. A row starts with the longest remaining pair and is then filled
+    with the pairs that leave the least and most evenly distributed space on both sides. Each shape first takes the
+    pairs too long for any shorter shape, and then further pairs until its last batch is full.
 
     Args:
-      lengths: tokens of source and target of each pair, EOS included, int [n, 2].
-      shapes: from short to long; the last has room for every pair.
+      lengths: source and target length of each pair in tokens, EOS included, int [n, 2].
+      shapes: batch shapes from short to long; every pair fits the last one.
     """
-    kinds, kind_of, left = np.unique(lengths, axis=0, return_inverse=True, return_counts=True)
-    shape_of_row, sizes, places = [], [], []
+    kinds, kind_of, remaining = np.unique(lengths, axis=0, return_inverse=True, return_counts=True)
+    shape_of_row, sizes, slots = [], [], []
     for index, shape in reversed(list(enumerate(shapes))):
         sides = np.array(shape[1:])
         size = (kinds / sides).max(1)
         too_long = (kinds > shapes[index - 1][1:]).any(1) if index else np.ones(len(kinds), bool)
         opened = 0
-        while left.any():
+        while remaining.any():
             most = np.iinfo(np.int64).max
-            firsts = np.flatnonzero((left > 0) & too_long)
+            firsts = np.flatnonzero((remaining > 0) & too_long)
             if not len(firsts):
                 most = -opened % shape.rows
-                firsts = np.flatnonzero((left > 0) & (size <= 1))
+                firsts = np.flatnonzero((remaining > 0) & (size <= 1))
             if not most or not len(firsts):
                 break
             first = firsts[size[firsts].argmax()]
-            row = _fill(kinds, left, int(first), sides)
+            row = _fill(kinds, remaining, int(first), sides)
             uses = Counter(row)
-            repeats = min(most, *(int(left[kind]) // number for kind, number in uses.items()))
+            repeats = min(most, *(int(remaining[kind]) // number for kind, number in uses.items()))
             for kind, number in uses.items():
-                left[kind] -= repeats * number
+                remaining[kind] -= repeats * number
             opened += repeats
             shape_of_row.append(np.full(repeats, index, np.int32))
             sizes.append(np.full(repeats, len(row), np.int64))
-            places.append(np.tile(np.array(row, np.int32), repeats))
+            slots.append(np.tile(np.array(row, np.int32), repeats))
     starts = np.cumsum(np.concatenate([np.zeros(1, np.int64), *sizes]))
     order = np.argsort(kind_of.reshape(-1), kind="stable")
-    return Packing(np.concatenate(shape_of_row), starts, np.concatenate(places), order)
+    return Packing(np.concatenate(shape_of_row), starts, np.concatenate(slots), order)
 
 
-def _fill(kinds: np.ndarray, left: np.ndarray, first: int, sides: np.ndarray) -> list[int]:
-    """Kinds of a row of `sides` positions that begins with the kind `first`, of which there are `left` each."""
-    row, room, left = [first], sides - kinds[first], left.copy()
-    left[first] -= 1
-    while len(fitting := np.flatnonzero((left > 0) & (kinds <= room).all(1))):
+def _fill(kinds: np.ndarray, remaining: np.ndarray, first: int, sides: np.ndarray) -> list[int]:
+    """Returns the kinds of one row that starts with kind `first`.
+
+    Args:
+      kinds: source and target length of each kind, int [kinds, 2].
+      remaining: number of remaining pairs of each kind.
+      first: index of the first kind.
+      sides: row length on the source and the target side.
+    """
+    row, room, remaining = [first], sides - kinds[first], remaining.copy()
+    remaining[first] -= 1
+    while len(fitting := np.flatnonzero((remaining > 0) & (kinds <= room).all(1))):
         after = (room - kinds[fitting]) / sides
         best = int(fitting[(after.sum(1) + _BALANCE * np.abs(after[:, 0] - after[:, 1])).argmin()])
         row.append(best)
         room = room - kinds[best]
-        left[best] -= 1
+        remaining[best] -= 1
     return row

@@ -1,4 +1,4 @@
-"""From a config to what training reads: vocabulary and token stores, made once per workdir."""
+"""Prepares the vocabulary and the token stores of a run, once per workdir."""
 
 import hashlib
 import itertools
@@ -17,7 +17,7 @@ from branchnorm_jax.options import DataConfig
 
 
 class Corpus(NamedTuple):
-    """What a run learns from: all its directions, and what is validated, each direction by itself."""
+    """The data of a run: a mixture of all training directions, and one validation store per validated direction."""
 
     tokenizer: Tokenizer
     validated: Sequence[DataConfig]
@@ -25,26 +25,36 @@ class Corpus(NamedTuple):
     valid: Sequence[TokenStore]
 
     def identity(self) -> dict[str, str]:
-        """Hashes by which a resumed run knows that it reads the same text with the same vocabulary."""
-        prints = {
+        """Returns hashes of the text and the vocabulary.
+
+        A resumed run uses them to check that neither has changed.
+        """
+        fingerprints = {
             "train": [store.fingerprint for store in self.train.stores],
             "valid": [store.fingerprint for store in self.valid],
         }
         return {"vocabulary": self.tokenizer.sha256} | {
-            split: found[0] if len(found) == 1 else hashlib.sha256("".join(found).encode()).hexdigest()
-            for split, found in prints.items()
+            split: values[0] if len(values) == 1 else hashlib.sha256("".join(values).encode()).hexdigest()
+            for split, values in fingerprints.items()
         }
 
 
 INGREDIENTS = "vocab_size", "vocab_type", "shared_vocab", "byte_fallback", "vocab_sentences", "pairs", "tags"
-"""Options that a vocabulary depends on, beside the text."""
+"""Options that a vocabulary depends on, in addition to the text."""
 
 
 def prepare(config: DataConfig, directory: Path, say: Callable[[str], None], keep: bool = False) -> Corpus:
-    """Loads or makes `vocabulary/` and `corpus/` under `directory`; `say` receives what was done, a line each.
+    """Loads or creates `vocabulary/` and `corpus/` under `directory`.
 
-    With several pairs, each has a folder of its own under `corpus/`. A vocabulary that was made of other text, or with
-    other options, is made anew, unless the run is to `keep` it; one that does not say what it was made of is kept.
+    With several language pairs, each pair has its own folder under `corpus/`. The vocabulary is trained again if its
+    training text or options have changed. It is not trained again if `keep` is set, or if it does not record its
+    origin.
+
+    Args:
+      config: specifies the corpora and the vocabulary.
+      directory: parent folder, usually the workdir.
+      say: called with one line per completed step.
+      keep: whether to keep an existing vocabulary in any case.
     """
     vocabulary, directions = directory / "vocabulary", config.directions()
     validated = [direction for direction in directions if direction in config.validated()]
@@ -81,16 +91,19 @@ def prepare(config: DataConfig, directory: Path, say: Callable[[str], None], kee
 
 
 def origin_of(config: DataConfig) -> str:
-    """What a vocabulary is made of, as JSON."""
+    """Returns the text and the options that determine a vocabulary, as JSON."""
     options = {name: getattr(config, name) for name in INGREDIENTS}
     text = [corpus_key(direction, "train") for direction in config.directions()]
     return json.dumps({"options": options, "text": text}, indent=2) + "\n"
 
 
 def reusable(vocabulary: Path, origin: str, say: Callable[[str], None]) -> bool:
-    """Whether the vocabulary is not known to be of another origin."""
-    made_of = vocabulary / ORIGIN
-    if not made_of.exists():
-        say(f"{vocabulary}: there is no {ORIGIN} that tells what it was made of; it is taken as it is")
+    """Returns whether an existing vocabulary may be reused.
+
+    It may if its recorded origin matches, or if it has none.
+    """
+    recorded = vocabulary / ORIGIN
+    if not recorded.exists():
+        say(f"{vocabulary}: has no {ORIGIN} file, so its training text is unknown; using it unchanged")
         return True
-    return made_of.read_text(encoding="utf-8") == origin
+    return recorded.read_text(encoding="utf-8") == origin

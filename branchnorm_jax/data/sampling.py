@@ -1,8 +1,9 @@
-"""Subword regularisation: the same sentence in other pieces each time it is read.
+"""Subword regularisation: sampling several segmentations of each sentence.
 
 Kudo, "Subword Regularization: Improving Neural Network Translation Models with Multiple Subword Candidates" (2018):
-segmentation s of a text is drawn with probability P(s)^alpha / sum over the n best, P the unigram model's. Pieces do
-not cross spaces, so that words are drawn one by one, which has the same distribution but for what "n best" leaves out.
+segmentation s of a text is sampled with probability P(s)^alpha / sum_i P(s_i)^alpha, where P is the unigram model's
+probability and the sum runs over the n best segmentations. Pieces do not cross spaces, so words are sampled
+independently. This gives the same distribution, except that "n best" then applies to words.
 """
 
 import bisect
@@ -18,21 +19,21 @@ from branchnorm_jax.data.shuffle import hashed
 from branchnorm_jax.options import EOS
 
 NBEST = 64
-"""So many segmentations of a word take part."""
+"""Number of best segmentations of a word to sample from."""
 
 _SPACE = "\u2581"
-_LONGEST = 1 << 20  # words of a line
-_CACHED = 1 << 14  # words, of some ten kilobytes each
+_LONGEST = 1 << 20  # words in a line
+_CACHED = 1 << 14  # words; each needs about ten kilobytes
 
 
 @dataclasses.dataclass(frozen=True)
 class Sampler:
-    """Draws segmentations.
+    """Samples segmentations. A sample depends only on `seeds`, the line number and the word's position in the line.
 
     Attributes:
       processor: a SentencePiece unigram model.
-      alpha: 0: all segmentations of a word are as likely; large: only the best one.
-      seeds: a draw depends on these, the line's number and the word's place in it.
+      alpha: smoothing: 0 samples uniformly, large values select the best segmentation.
+      seeds: seeds of the random numbers.
     """
 
     processor: sentencepiece.SentencePieceProcessor
@@ -40,28 +41,37 @@ class Sampler:
     seeds: tuple[int, ...]
 
     def encode(self, lines: Sequence[str], first: int) -> list[list[int]]:
-        """Token ids of each line, EOS appended; `first` is the number of the first line."""
+        """Returns sampled token ids of each line, EOS appended.
+
+        `first` is the number of the first line.
+        """
         words = [[word for word in line.split(_SPACE) if word] for line in self.processor.normalize(list(lines))]
-        places = [
-            (first + index) * _LONGEST + place for index, found in enumerate(words) for place in range(len(found))
+        positions = [
+            (first + index) * _LONGEST + position
+            for index, line_words in enumerate(words)
+            for position in range(len(line_words))
         ]
-        chances = iter((hashed(np.array(places), *self.seeds) / 2**64).tolist())
+        uniforms = iter((hashed(np.array(positions), *self.seeds) / 2**64).tolist())
         return [
-            [*itertools.chain.from_iterable(self._draw(word, next(chances)) for word in found), EOS] for found in words
+            [*itertools.chain.from_iterable(self._draw(word, next(uniforms)) for word in line_words), EOS]
+            for line_words in words
         ]
 
-    def _draw(self, word: str, chance: float) -> list[int]:
-        segmentations, until = self._table(word)
-        return segmentations[bisect.bisect_right(until, chance)]
+    def _draw(self, word: str, uniform: float) -> list[int]:
+        segmentations, cumulative = self._table(word)
+        return segmentations[bisect.bisect_right(cumulative, uniform)]
 
     @functools.cached_property
     def _scores(self) -> list[float]:
-        """log P of each piece."""
+        """Log-probability of each piece."""
         return [self.processor.get_score(piece) for piece in range(self.processor.get_piece_size())]
 
     @functools.cached_property
     def _table(self) -> "functools._lru_cache_wrapper[tuple[list[list[int]], list[float]]]":
-        """Of a word: its segmentations, and the sums of their probabilities up to each but the last."""
+        """Cached function from a word to its segmentations and their probabilities.
+
+        The probabilities are cumulative, without the last.
+        """
 
         @functools.lru_cache(maxsize=_CACHED)
         def table(word: str) -> tuple[list[list[int]], list[float]]:

@@ -1,10 +1,13 @@
-"""Chance that is the same everywhere: a function of numbers, not of any library's version."""
+"""Reproducible shuffling, by a hash that does not depend on the version of any library."""
 
 import numpy as np
 
 
 def hashed(numbers: np.ndarray, *seeds: int) -> np.ndarray:
-    """uint64 hashes of whole numbers that depend on the numbers and the seeds alone (splitmix64)."""
+    """Returns uint64 hashes (splitmix64) of integers.
+
+    They depend only on the integers and the seeds.
+    """
 
     def mix(x: np.ndarray) -> np.ndarray:
         x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -19,5 +22,5 @@ def hashed(numbers: np.ndarray, *seeds: int) -> np.ndarray:
 
 
 def shuffled(ids: np.ndarray, *seeds: int) -> np.ndarray:
-    """`ids` in the order of their hashes."""
+    """Returns `ids` shuffled, by sorting them by their hashes."""
     return ids[np.argsort(hashed(ids, *seeds), kind="stable")]

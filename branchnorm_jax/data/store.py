@@ -1,4 +1,4 @@
-"""The token store: a split of the corpus as memory-mapped token ids, made once and reused while nothing changed."""
+"""Token stores: memory-mapped token ids of a split, built once and reused while nothing has changed."""
 
 import contextlib
 import dataclasses
@@ -17,32 +17,32 @@ from branchnorm_jax.data.corpus import Pair, corpus_key, read_pairs
 from branchnorm_jax.data.sampling import Sampler
 from branchnorm_jax.data.tokenizer import NO_TAGS, Tags, Tokenizer
 from branchnorm_jax.errors import UserError
+from branchnorm_jax.files import atomic_directory
 from branchnorm_jax.options import UNK, DataConfig
-from branchnorm_jax.workdir import atomic_directory
 
-_FORMAT = 1  # raise it when the files or the filters change their meaning
+_FORMAT = 1  # increase it when the meaning of the files or of the filters changes
 _CHUNK_PAIRS = 8192
 _SIDES = ("source", "target")
 NOTED = 1e-3
-"""Share of unknown tokens from which on it is told."""
+"""Fraction of unknown tokens above which they are reported."""
 
 _OUTCOMES = ("kept", "empty", "too_long", "bad_ratio")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class TokenStore:
-    """Sentence pairs as token ids, EOS included, in the order of the corpus. Nothing is read before it is used.
+    """Memory-mapped token ids of sentence pairs, EOS included, in corpus order.
 
     Attributes:
-      source_tokens: all source sentences end to end, uint16 or uint32.
-      target_tokens: the same for the target.
+      source_tokens: concatenated source sentences, uint16 or uint32.
+      target_tokens: concatenated target sentences.
       source_offsets: sentence i is source_tokens[source_offsets[i]:source_offsets[i + 1]]; int64 [n + 1].
-      target_offsets: the same for the target.
-      fingerprint: SHA-256 of the text, the vocabulary and the filters: equal means the same sentences.
-      counts: pairs `read` = `kept` + `empty` + `too_long` + `bad_ratio`.
-      max_length: most tokens of a kept sentence, EOS included.
-      max_ratio: largest length ratio of a kept pair, EOS not counted; 0: any.
-      reused: whether the files were there already.
+      target_offsets: offsets into the target sentences.
+      fingerprint: SHA-256 of the text, the vocabulary and the filters; equal fingerprints mean equal sentences.
+      counts: number of pairs `read`, which is the sum of `kept`, `empty`, `too_long` and `bad_ratio`.
+      max_length: maximum length of a sentence in tokens, EOS included.
+      max_ratio: maximum length ratio of a pair, EOS excluded; 0 for no limit.
+      reused: whether the store was opened instead of built.
     """
 
     source_tokens: np.ndarray
@@ -60,22 +60,22 @@ class TokenStore:
 
     @functools.cached_property
     def lengths(self) -> np.ndarray:
-        """Tokens of source and target, EOS included, int32 [n, 2]."""
+        """Source and target length of each pair in tokens, EOS included: int32 [n, 2]."""
         return np.stack([np.diff(self.source_offsets), np.diff(self.target_offsets)], axis=1).astype(np.int32)
 
     def drawn(self, epoch: int) -> np.ndarray:
-        """The sentences of an epoch: each once."""
+        """Returns the pairs of an epoch: each pair once."""
         return np.arange(len(self))
 
     def gather(self, side: str, ids: np.ndarray) -> np.ndarray:
-        """The tokens of these sentences end to end, EOS included.
+        """Returns the concatenated tokens of the sentences `ids`, EOS included.
 
         Args:
           side: "source" or "target".
-          ids: which sentences, int [n].
+          ids: indices of sentences, int [n].
 
         Returns:
-          int32 [sum of their lengths].
+          int32 [sum of lengths].
         """
         tokens, offsets = {
             "source": (self.source_tokens, self.source_offsets),
@@ -83,7 +83,7 @@ class TokenStore:
         }[side]
         starts = offsets[ids]
         lengths = offsets[ids + 1] - starts
-        # Of sentence i, whose tokens follow those before it: where they are in the store.
+        # Per output token: the distance from its position in the output to its position in the store.
         shift = np.repeat(starts - np.cumsum(lengths) + lengths, lengths)
         return tokens[shift + np.arange(len(shift))].astype(np.int32)
 
@@ -97,20 +97,21 @@ def build_store(
     tags: Tags = NO_TAGS,
     sample: int | None = None,
 ) -> TokenStore:
-    """Tokenises a split into `directory/split`, or opens what is there if neither text, vocabulary nor filters changed.
+    """Tokenises a split into `directory/split`, or opens the existing store.
 
-    Pairs with an empty side (no token but EOS) or with more than `config.max_length` tokens on a side are left out,
-    with `filter` also those whose length ratio is above `config.max_ratio`; all are counted. The directory appears
-    complete or not at all, so a killed or a second process does no harm.
+    An existing store is reused if text, vocabulary and filters are the same. Pairs with an empty side (only EOS) or
+    with more than `config.max_length` tokens on a side are left out. With `filter`, pairs with a length ratio above
+    `config.max_ratio` are left out as well. `TokenStore.counts` reports all of them. The directory is created
+    atomically, so an interrupted or a concurrent process cannot leave a partial store.
 
     Args:
-      config: names the corpus and the filters.
+      config: specifies the corpus and the filters.
       tokenizer: the vocabulary.
       split: "train", "valid" or "test".
-      directory: parent of the split's directory.
-      filter: whether the ratio filter applies: on for training.
-      tags: what comes before every sentence; counts in its length.
-      sample: number of a tokenisation that is drawn, see `sampling.py`; None: the best one.
+      directory: parent of the store's directory.
+      filter: whether to apply the ratio filter, as in training.
+      tags: language tags prepended to every sentence; they count towards its length.
+      sample: index of a sampled tokenisation, see `sampling.py`; None for the best one.
 
     Raises:
       UserError: if the text cannot be read (see `read_pairs`), or no pair is left.
@@ -118,7 +119,7 @@ def build_store(
     """
     filters: dict[str, Any] = {"max_length": config.max_length, "max_ratio": config.max_ratio if filter else 0.0}
     key: dict[str, Any] = {"corpus": corpus_key(config, split), "tokenizer": tokenizer.sha256, "filters": filters}
-    # Where there are none, the key is that of the stores of runs that knew no tags.
+    # Without tags the key has no entry for them, so stores built before tags were introduced stay valid.
     key |= {"tags": [list(side) for side in tags]} if tags != NO_TAGS else {}
     key |= {} if sample is None else {"sample": [sample, config.subword_alpha]}
     key["format"] = _FORMAT
@@ -131,7 +132,7 @@ def build_store(
             option = {"too_long": "raise data.max_length", "bad_ratio": "raise data.max_ratio"}
             worst = max(_OUTCOMES[1:], key=counts.__getitem__)
             what = _described(split, counts, **filters)
-            raise UserError(f"no pair is left to use: {what}; {option.get(worst, 'mend the text files')}")
+            raise UserError(f"no pair is left after filtering: {what}; {option.get(worst, 'correct the text files')}")
         identity = [_FORMAT, corpus_digest, tokenizer.sha256, filters, *key.get("tags", ()), *key.get("sample", ())]
         meta = {
             "key": key,
@@ -141,23 +142,26 @@ def build_store(
             "bytes": {path.name: path.stat().st_size for path in sorted(temporary.iterdir())},
         }
         (temporary / "meta.json").write_text(json.dumps(meta, indent=2) + "\n", encoding="utf-8")
-        # Opened before it is moved: maps follow their files, whatever another process then does to the directory.
+        # Open the store before it is moved: the maps stay valid even if another process replaces the directory.
         return _opened(temporary, meta, reused=False)
 
 
 def open_store(path: Path, key: dict[str, Any]) -> TokenStore | None:
-    """The store at `path` if it is complete and was made with this key, else None."""
+    """Opens the store at `path`, or returns None.
+
+    The result is None if the store is incomplete or its key differs.
+    """
     try:
         meta = json.loads((path / "meta.json").read_text(encoding="utf-8"))
         if meta["key"] != key or any((path / name).stat().st_size != size for name, size in meta["bytes"].items()):
             return None
         return _opened(path, meta, reused=True)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):  # missing, partial or not ours
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):  # missing, incomplete or not a token store
         return None
 
 
 def describe_counts(split: str, store: TokenStore) -> str:
-    """One line: how many pairs were read, kept and left out, and why."""
+    """Returns a line that says how many pairs were read, kept and left out, and why."""
     line = _described(split, store.counts, store.max_length, store.max_ratio)
     if store.reused:
         return f"{line}; tokens reused"
@@ -204,7 +208,10 @@ def _write(
     tags: Tags,
     sample: int | None,
 ) -> tuple[dict[str, int], str]:
-    """Streams the corpus into the four files at `path`; returns the counts and the digest of all pairs read."""
+    """Streams the corpus into the four files at `path`.
+
+    Returns the counts and a digest of all pairs read.
+    """
     outcomes = np.zeros(len(_OUTCOMES), np.int64)
     digest = hashlib.sha256()
     ends = np.zeros(2, np.int64)
@@ -243,7 +250,16 @@ def _write(
 
 
 def _outcome(lengths: np.ndarray, tags: Sequence[int], max_length: int, max_ratio: float) -> np.ndarray:
-    """Index into `_OUTCOMES` of each pair; the first reason counts. `lengths` include EOS and tags, int [2, pairs]."""
+    """Returns the index into `_OUTCOMES` of each pair.
+
+    If several reasons apply, the first counts.
+
+    Args:
+      lengths: source and target lengths in tokens, EOS and tags included, int [2, pairs].
+      tags: number of tags on each side.
+      max_length: maximum length.
+      max_ratio: maximum length ratio; 0 for no limit.
+    """
     words = lengths - 1 - np.array(tags)[:, None]
     ratio = words.max(axis=0) / np.maximum(words.min(axis=0), 1)
     reasons = [(words == 0).any(axis=0), (lengths > max_length).any(axis=0), (max_ratio > 0) & (ratio > max_ratio)]
@@ -251,7 +267,10 @@ def _outcome(lengths: np.ndarray, tags: Sequence[int], max_length: int, max_rati
 
 
 def _digest(digest: "hashlib._Hash", pairs: list[Pair]) -> None:
-    """Adds pairs to the digest, each with its lengths, so that no two corpora look alike."""
+    """Adds pairs and their lengths to the digest.
+
+    The lengths make the encoding unambiguous.
+    """
     for pair in pairs:
         source, target = (sentence.encode() for sentence in pair)
         digest.update(struct.pack("<2Q", len(source), len(target)) + source + target)

@@ -1,4 +1,4 @@
-"""SentencePiece: train a vocabulary, save, load, encode, decode."""
+"""SentencePiece tokenizer: training, loading, encoding and decoding."""
 
 import dataclasses
 import functools
@@ -15,23 +15,23 @@ import numpy as np
 import sentencepiece
 
 from branchnorm_jax.errors import UserError
+from branchnorm_jax.files import atomic_directory, write_atomically
 from branchnorm_jax.options import EOS, PAD, UNK, DataConfig
-from branchnorm_jax.workdir import atomic_directory, write_atomically
 
 T = TypeVar("T")
 
 UNUSED = "unused_target.txt"
-"""File beside a vocabulary: a piece id per line."""
+"""File next to a vocabulary that lists the ids of unused target pieces, one per line."""
 
 ORIGIN = "made_of.json"
-"""File beside a vocabulary that was trained here: text and options that it was made of."""
+"""File next to a vocabulary that records the text and the options it was trained with."""
 
 TAG = re.compile(r">>([^<>\s]+)<<")
-"""The piece that asks for a language, as Marian's and Hugging Face's multilingual models write it."""
+"""Language tag that selects the target language, in the notation of Marian and Hugging Face."""
 
 
 class Tags(NamedTuple):
-    """Token ids that come before a source sentence and before a target sentence, to say which language is asked for."""
+    """Language tags: token ids prepended to the source and to the target sentence to select the target language."""
 
     source: tuple[int, ...] = ()
     target: tuple[int, ...] = ()
@@ -39,26 +39,27 @@ class Tags(NamedTuple):
 
 NO_TAGS = Tags()
 
-# Unigram training adds floats up thread by thread: a fixed number of threads gives the same vocabulary on any machine.
+# Unigram training sums floats per thread, so the number of threads is fixed to get the same vocabulary everywhere.
 _TRAIN_THREADS = 8
 _ENCODE_THREADS = min(8, os.cpu_count() or 1)
 
-# Training time grows with the square of the longest line, so longer lines are cut at white space, which loses nothing:
-# SentencePiece counts words. A longer "word" is cut anywhere.
+# Training time is quadratic in the longest line, so longer lines are split at white space. This does not change the
+# result, because SentencePiece counts words. A single longer "word" is split anywhere.
 _LINE_CHARACTERS = 1000
 _CUT = re.compile(rf"\S(?:.{{0,{_LINE_CHARACTERS - 2}}}\S)?(?!\S)|\S{{1,{_LINE_CHARACTERS}}}", re.DOTALL)
-_RESERVED = str.maketrans("\0\u2585", "  ")  # SentencePiece silently leaves out lines with its own symbol for unknown
+_RESERVED = str.maketrans("\0\u2585", "  ")  # SentencePiece silently skips lines that contain its unknown symbol
 
 
 @dataclasses.dataclass(frozen=True)
 class Tokenizer:
-    """Text to token ids and back; may be used by several threads at once.
+    """Converts text to token ids and back; thread-safe.
 
     Attributes:
-      source_processor: SentencePiece of the source.
-      target_processor: of the target; the same object where the vocabulary is shared.
-      sha256: identifies the vocabulary.
-      unused_target: pieces that the target side of the training text never uses, ascending; empty if unknown.
+      source_processor: SentencePiece processor of the source language.
+      target_processor: SentencePiece processor of the target language; the same object for a shared vocabulary.
+      sha256: hash of the vocabulary.
+      unused_target: ids of pieces that never occur in the target side of the training text, ascending; empty if
+        unknown.
     """
 
     source_processor: sentencepiece.SentencePieceProcessor
@@ -68,71 +69,82 @@ class Tokenizer:
 
     @property
     def source_size(self) -> int:
-        """Pieces of the source vocabulary, PAD, EOS and UNK included."""
+        """Size of the source vocabulary, including PAD, EOS and UNK."""
         return self.source_processor.get_piece_size()
 
     @property
     def target_size(self) -> int:
-        """Pieces of the target vocabulary, PAD, EOS and UNK included."""
+        """Size of the target vocabulary, including PAD, EOS and UNK."""
         return self.target_processor.get_piece_size()
 
     @property
     def source_pieces(self) -> list[str]:
-        """The pieces of the source vocabulary, by id."""
+        """The pieces of the source vocabulary in order of id."""
         return _pieces(self.source_processor)
 
     @property
     def target_pieces(self) -> list[str]:
-        """The pieces of the target vocabulary, by id."""
+        """The pieces of the target vocabulary in order of id."""
         return _pieces(self.target_processor)
 
     def source_pieces_of(self, ids: list[int]) -> list[str]:
-        """The pieces of token ids."""
+        """Returns the pieces of source token ids."""
         return self.source_processor.id_to_piece(ids)
 
     def target_pieces_of(self, ids: list[int]) -> list[str]:
-        """The pieces of token ids."""
+        """Returns the pieces of target token ids."""
         return self.target_processor.id_to_piece(ids)
 
     @functools.cached_property
     def languages(self) -> list[str]:
-        """The languages that have a tag; theirs are the first ids after UNK, as those of all control symbols."""
+        """Languages that have a tag.
+
+        Tags are control symbols, and the ids of these directly follow UNK.
+        """
         first = self.target_pieces[UNK + 1 :]
         return [match[1] for match in map(TAG.fullmatch, itertools.takewhile(TAG.fullmatch, first)) if match]
 
     def tags(self, config: DataConfig, target_lang: str) -> Tags:
-        """What asks for this language; nothing in a run of a single pair.
+        """Returns the tags that select a target language.
+
+        A model of a single language pair has no tags.
 
         Raises:
-          UserError: if the vocabulary has no such tag.
+          UserError: if the vocabulary has no tag for the language.
         """
         if not config.pairs or config.tags == "none":
             return NO_TAGS
         piece = f">>{target_lang}<<"
         processors = {"source": self.source_processor, "target": self.target_processor}
         sides = processors if config.tags == "both" else [config.tags]
-        found = {side: processors[side].piece_to_id(piece) for side in sides}
-        if UNK in found.values():
+        tokens = {side: processors[side].piece_to_id(piece) for side in sides}
+        if UNK in tokens.values():
             known = ", ".join(self.languages)
             raise UserError(f"this model was not trained to translate to {target_lang!r}; its languages are {known}")
-        return Tags(**{side: (token,) for side, token in found.items()})
+        return Tags(**{side: (token,) for side, token in tokens.items()})
 
     @property
     def models(self) -> tuple[bytes, bytes]:
-        """The SentencePiece models of source and target, as in their files."""
+        """Serialised SentencePiece models of source and target, as in their files."""
         source, target = self.source_processor.serialized_model_proto(), self.target_processor.serialized_model_proto()
         return source, target
 
     def encode_source(self, lines: list[str]) -> list[list[int]]:
-        """Token ids of each line, EOS appended; an empty line is [EOS]."""
+        """Returns the token ids of each source line, EOS appended.
+
+        An empty line gives [EOS].
+        """
         return _encode(self.source_processor, lines)
 
     def encode_target(self, lines: list[str]) -> list[list[int]]:
-        """Token ids of each line, EOS appended; an empty line is [EOS]."""
+        """Returns the token ids of each target line, EOS appended.
+
+        An empty line gives [EOS].
+        """
         return _encode(self.target_processor, lines)
 
     def decode_target(self, ids: Iterable[int]) -> str:
-        """The text of token ids up to the first EOS; PAD is left out."""
+        """Returns the text of token ids up to the first EOS, without PAD."""
         return _decode(self.target_processor, ids)
 
 
@@ -146,27 +158,29 @@ def _encode(processor: sentencepiece.SentencePieceProcessor, lines: list[str]) -
 
 def _decode(processor: sentencepiece.SentencePieceProcessor, ids: Iterable[int]) -> str:
     before_eos = itertools.takewhile(lambda token: token != EOS, ids)
-    text = processor.decode([int(token) for token in before_eos])  # which drops control symbols: PAD
-    # Bytes (byte_fallback) can spell a line break, and one line in must stay one line out.
+    text = processor.decode([int(token) for token in before_eos])  # drops control symbols, including PAD
+    # Byte pieces (byte_fallback) can form line breaks, but each input line must give one output line.
     return " ".join(text.splitlines())
 
 
 def train_tokenizer(
     config: DataConfig, pairs: Iterable[tuple[str, str]], directory: Path, origin: str = ""
 ) -> Tokenizer:
-    """Trains the vocabulary on the training pairs and writes it to `directory`, which it replaces.
+    """Trains a vocabulary on sentence pairs and writes it to `directory`.
 
-    The same pairs and options give the same vocabulary, byte for byte. Text is normalised as `nmt_nfkc`; every
-    character of the text that it is trained on gets a piece. If there are more than `config.vocab_sentences` sentences
-    (both sides count where the vocabulary is shared), every 2nd, 4th, ... pair is used, evenly over the whole corpus.
+    Existing contents of the directory are replaced. The same pairs and options give a byte-identical vocabulary. Text
+    is normalised with `nmt_nfkc`. Every character of the training text gets a piece. If there are more than
+    `config.vocab_sentences` sentences (both sides count for a shared vocabulary), only every 2nd, 4th, ... pair is
+    used, evenly over the whole corpus.
 
-    With `config.pairs`, each target language's tag is a control symbol: text never spells it, and it is never printed.
+    With `config.pairs`, the tag of each target language is a control symbol: encoding text never produces it, and
+    decoding never prints it.
 
-    Files: `vocab.model`, or `source.model` and `target.model`; beside each a readable `.vocab` with pieces and scores;
-    `made_of.json` with `origin`, if that is given.
+    Writes `vocab.model`, or `source.model` and `target.model`; for each a readable `.vocab` with pieces and scores; and
+    `made_of.json` with `origin`, if it is given.
 
     Raises:
-      UserError: if the text is empty, or `config.vocab_size` too large or too small for it.
+      UserError: if the text is empty, or `config.vocab_size` is too large or too small for it.
       StorageError: if the files cannot be written.
     """
     most = config.vocab_sentences // 2 if config.shared_vocab else config.vocab_sentences
@@ -185,26 +199,32 @@ def train_tokenizer(
 
 
 def load_tokenizer(directory: Path) -> Tokenizer:
-    """Loads what `train_tokenizer` wrote. Raises `UserError` if it is missing or corrupt."""
+    """Loads a vocabulary written by `train_tokenizer`.
+
+    Raises `UserError` if it is missing or corrupt.
+    """
     shared = directory / "vocab.model"
     paths = [shared] if shared.exists() else [directory / "source.model", directory / "target.model"]
     try:
         models = [path.read_bytes() for path in paths]
     except OSError as error:
-        wanted = "neither vocab.model nor source.model and target.model can be read"
-        raise UserError(f"{directory}: no vocabulary here, {wanted} ({error.strerror})") from error
+        wanted = "expected a readable vocab.model, or source.model and target.model"
+        raise UserError(f"{directory}: no vocabulary found, {wanted} ({error.strerror})") from error
     processors = [_processor(model, path) for model, path in zip(models, paths, strict=True)]
     unused: tuple[int, ...] = ()
     if (directory / UNUSED).exists():
         try:
             unused = tuple(int(line) for line in (directory / UNUSED).read_text().split())
         except (OSError, ValueError) as error:
-            raise UserError(f"{directory / UNUSED}: cannot read it ({error}); delete it and train on") from error
+            raise UserError(f"{directory / UNUSED}: cannot be read ({error}); delete it and resume training") from error
     return Tokenizer(processors[0], processors[-1], hashlib.sha256(b"".join(models)).hexdigest(), unused)
 
 
 def note_unused(tokenizer: Tokenizer, used_target: np.ndarray, directory: Path) -> Tokenizer:
-    """Writes to `directory` which target pieces are not among `used_target`, and returns the tokenizer with them."""
+    """Records the target pieces that are not in `used_target`.
+
+    They are written to `directory` and set in the returned tokenizer.
+    """
     ids = np.setdiff1d(np.arange(tokenizer.target_size), [*used_target, PAD, EOS, UNK])
     write_atomically(directory / UNUSED, "".join(f"{piece}\n" for piece in ids))
     return dataclasses.replace(tokenizer, unused_target=tuple(ids.tolist()))
@@ -216,25 +236,26 @@ def _processor(model: bytes, path: Path) -> sentencepiece.SentencePieceProcessor
             raise RuntimeError("empty file")
         processor = sentencepiece.SentencePieceProcessor(model_proto=model)
     except RuntimeError as error:
-        raise UserError(
-            f"{path}: not a SentencePiece model; the file is corrupt, remove {path.parent} to train it anew"
-        ) from error
+        raise UserError(f"{path}: not a valid SentencePiece model; delete {path.parent} to train it again") from error
     ids = (processor.pad_id(), processor.eos_id(), processor.unk_id())
     if ids != (PAD, EOS, UNK):
-        raise UserError(f"{path}: its <pad>, </s>, <unk> have the ids {ids}, not {(PAD, EOS, UNK)}; train it here")
+        raise UserError(
+            f"{path}: the ids of <pad>, </s>, <unk> are {ids} instead of {(PAD, EOS, UNK)}; train the vocabulary with "
+            "this project"
+        )
     return processor
 
 
 def _even_sample(items: Iterable[T], most: int) -> list[T]:
-    """Every 2^k-th item, for the smallest k that gives at most `most`."""
-    kept: list[T] = []
+    """Returns every 2^k-th item, for the smallest k that gives at most `most` items."""
+    chosen: list[T] = []
     stride = 1
     for index, item in enumerate(items):
         if index % stride == 0:
-            kept.append(item)
-        if len(kept) > most:
-            kept, stride = kept[::2], 2 * stride
-    return kept
+            chosen.append(item)
+        if len(chosen) > most:
+            chosen, stride = chosen[::2], 2 * stride
+    return chosen
 
 
 def _training_lines(text: Iterable[str]) -> Iterator[str]:
@@ -272,11 +293,9 @@ def _train(config: DataConfig, text: Iterable[str], name: str) -> bytes:
         if match := re.search(r"set it to a value <= (\d+)", str(error)):
             raise UserError(f"{fault} large for the {text_of}, which supports at most {match[1]} pieces") from error
         if match := re.search(r"required_chars\. \d+ vs (\d+)", str(error)):
-            raise UserError(
-                f"{fault} small for the {text_of}, whose characters alone need {match[1]} pieces"
-            ) from error
+            raise UserError(f"{fault} small for the {text_of}: its characters alone need {match[1]} pieces") from error
         if "sentences_.empty()" in str(error) or "all_chars_count" in str(error):
-            raise UserError(f"the {text_of} is empty: there is nothing to train a vocabulary on") from error
+            raise UserError(f"the {text_of} is empty; training a vocabulary needs some text") from error
         raise
     return model.getvalue()
 

@@ -1,1 +1,1 @@
-"""Beam search, and lines in, lines out."""
+"""Translation of text: beam search, sampling, scoring and attention."""

@@ -1,15 +1,17 @@
-"""Beam search as pure functions of shapes known in advance.
+"""Beam search and sampling as pure functions with static shapes.
 
-The rules are fairseq's: of the 2K best continuations of a sentence's K hypotheses, those that end (EOS) among the best
-K are finished, the best K others live on; a sentence is done when K hypotheses have finished, or at its length limit,
-where only EOS is allowed. Finished hypotheses are ranked by log-probability over a length penalty. K = 1 is greedy
-search. A sentence is also done once none of its live hypotheses can come to be among the best that are asked for.
+The search follows fairseq. Each step takes the 2K best continuations of a sentence's K hypotheses. Continuations that
+end with EOS and rank among the best K are finished; the K best of the others stay live. A sentence is done when K
+hypotheses have finished, or at its length limit, where only EOS is allowed. It is also done as soon as no live
+hypothesis can still enter the requested n best. Finished hypotheses are ranked by log-probability divided by a length
+penalty. K = 1 is greedy search.
 
-With a temperature the K hypotheses are drawn instead, each for itself.
+With a temperature, the K hypotheses are sampled independently instead.
 
-Nothing but small tables of integers moves when hypotheses branch: keys and values stay in the slot that they were
-written to, and the ancestors of a hypothesis say in which slots its own are. Slots are a ring that all rows write at
-the same place, so a row can begin with a new sentence at any time: what it does not know it does not look at.
+When hypotheses branch, the cached keys and values are not moved. They stay in the slot they were written to, and an
+integer table of ancestors records which slots belong to each hypothesis. The slots form a ring buffer, and all rows
+write to the same slots at each step. A row can therefore start a new sentence at any step: the mask hides the slots of
+its previous sentence.
 """
 
 import math
@@ -22,24 +24,27 @@ import jax.numpy as jnp
 from branchnorm_jax.options import EOS, PAD, DecodeConfig
 
 C = TypeVar("C")
-"""The model's cache: any tree of arrays."""
+"""Type of the model's cache: any tree of arrays."""
 
 Step = Callable[[C, jax.Array, jax.Array, jax.Array, jax.Array], tuple[jax.Array, jax.Array, C]]
 """(cache, tokens [B, K], positions [B], seen [B, K, slots], slot []) -> (scores [B, K, V], log_z [B, K], cache).
 
-A word's log-probability is its score less log_z. `seen` says at which slots a hypothesis looks; the current tokens are
-written to the K slots from `slot` on.
+The log-probability of a token is its score minus log_z. `seen` masks the slots that each hypothesis attends to. The
+current tokens are written to K consecutive slots, starting at `slot`.
 """
 
 _GROUP = 64
-"""Words of which `top` first takes the best."""
+"""Group size of the first stage of `top`."""
 
 
 class Hypotheses(NamedTuple):
     """Finished hypotheses, best first.
 
-    tokens: int32 [B, K, T], ending in EOS, then padding. scores: float32 [B, K], log-probability over length penalty.
-    log_probs: float32 [B, K], natural logarithm, EOS included. token_log_probs: float32 [B, K, T], of each token.
+    Attributes:
+      tokens: token ids, ending in EOS and padded: int32 [B, K, T].
+      scores: log-probability divided by the length penalty: float32 [B, K].
+      log_probs: natural log-probability, EOS included: float32 [B, K].
+      token_log_probs: natural log-probability of each token: float32 [B, K, T].
     """
 
     tokens: jax.Array
@@ -49,71 +54,70 @@ class Hypotheses(NamedTuple):
 
 
 class Live(NamedTuple):
-    """K hypotheses per sentence that have not ended."""
+    """The K unfinished hypotheses of each sentence."""
 
     tokens: jax.Array
-    """int32 [B, K, T]: so far, then anything."""
+    """Token ids, int32 [B, K, T]; undefined beyond the current position."""
     token_log_probs: jax.Array
-    """float32 [B, K, T]."""
+    """Log-probability of each token, float32 [B, K, T]."""
     log_probs: jax.Array
-    """Their sums, float32 [B, K]; -inf where there is none."""
+    """Log-probability of each hypothesis, float32 [B, K]; -inf for an unused one."""
     ancestors: jax.Array
-    """int32 [B, K, N]: which hypothesis wrote its keys and values at each time of the ring."""
+    """Hypothesis whose slot holds the keys and values of each time step of the ring, int32 [B, K, N]."""
 
 
 class Search(NamedTuple):
     """Beam searches of B sentences, each at its own position."""
 
     clock: jax.Array
-    """Steps made, int32 []: those of the sentence of a row count from `start`."""
+    """Number of steps made by all rows, int32 []."""
     start: jax.Array
-    """int32 [B]."""
+    """Value of `clock` when the sentence of each row started, int32 [B]."""
     limit: jax.Array
-    """Tokens of the longest hypothesis without EOS, int32 [B]; -1: nothing is asked for."""
-    least: jax.Array
-    """Tokens of the shortest one without EOS, int32 [B]."""
+    """Maximum number of tokens without EOS, int32 [B]; -1 for an empty row."""
+    min_length: jax.Array
+    """Minimum number of tokens without EOS, int32 [B]."""
     live: Live
     finished: Hypotheses
-    """In order of their end; scores of -inf where there is none yet."""
-    ended: jax.Array
-    """Of those, how many there are, int32 [B]."""
+    """Finished hypotheses in the order in which they finished; unused entries have a score of -inf."""
+    num_finished: jax.Array
+    """Number of finished hypotheses, int32 [B]."""
     number: jax.Array
-    """Which sentence a row has, int32 [B]: what is drawn depends on it."""
+    """Number of the sentence in each row, int32 [B]; seeds its samples."""
     prefix: jax.Array
-    """Tokens that every hypothesis begins with, int32 [B, P], then -1."""
+    """Tokens that every hypothesis starts with, int32 [B, P], padded with -1."""
     nbest: jax.Array
-    """How many of the best are asked for, int32 [B], at most K."""
+    """Number of hypotheses requested, int32 [B], at most K."""
     cache: Any
 
     @property
     def position(self) -> jax.Array:
-        """Tokens of the live hypotheses, int32 [B]."""
+        """Length of the live hypotheses in tokens, int32 [B]."""
         return self.clock - self.start
 
 
 def length_penalty(length: jax.Array, strength: float, kind: str) -> jax.Array:
-    """The divisor of a hypothesis of `length` tokens, EOS included.
+    """Returns the divisor of the log-probability of `length` tokens, EOS included.
 
-    "fairseq": length^strength, what the papers call length penalty.
-    "gnmt": ((5 + length) / 6)^strength (Wu et al., 2016).
+    The divisor is length^strength ("fairseq") or ((5 + length) / 6)^strength ("gnmt", Wu et al., 2016).
     """
     length = length.astype(jnp.float32)
     return length**strength if kind == "fairseq" else ((5 + length) / 6) ** strength
 
 
-def nothing(cache: Any, rows: int, beam_size: int, longest: int, ring: int, prefix: int = 0) -> Search:
-    """A search that nothing is asked of yet.
+def empty_search(cache: Any, rows: int, beam_size: int, longest: int, ring: int, prefix: int = 0) -> Search:
+    """Returns a search whose rows are all empty.
 
     Args:
-      cache: the model's, with ring x beam_size slots a row.
+      cache: the model's cache, with ring x beam_size slots per row.
       rows: B.
       beam_size: K.
-      longest: T, tokens of the longest hypothesis, EOS included.
-      ring: N, times that the cache has slots for.
-      prefix: P, tokens of the longest prefix.
+      longest: T, maximum number of tokens of a hypothesis, EOS included.
+      ring: N, number of time steps that the cache has slots for.
+      prefix: P, maximum number of tokens of a prefix.
     """
     k = beam_size
-    # With its type: what goes on with a search would be compiled again for one whose numbers are weakly typed.
+    # Types are explicit: weakly typed arrays would make jit compile the following steps a second time.
     tokens, log_probs = jnp.full((rows, k, longest), PAD, jnp.int32), jnp.full((rows, k), -jnp.inf, jnp.float32)
     each, count = jnp.zeros((rows, k, longest)), jnp.zeros(rows, jnp.int32)
     live = Live(tokens, each, log_probs, jnp.zeros((rows, k, ring), jnp.int32))
@@ -121,10 +125,10 @@ def nothing(cache: Any, rows: int, beam_size: int, longest: int, ring: int, pref
         clock=jnp.int32(0),
         start=count,
         limit=count - 1,
-        least=count,
+        min_length=count,
         live=live,
         finished=Hypotheses(tokens, log_probs, log_probs, each),
-        ended=count,
+        num_finished=count,
         number=count,
         prefix=jnp.full((rows, prefix), -1, jnp.int32),
         nbest=count + 1,
@@ -140,28 +144,31 @@ def begin(
     numbers: jax.Array | None = None,
     prefixes: jax.Array | None = None,
     nbest: jax.Array | None = None,
-    least: jax.Array | None = None,
+    min_length: jax.Array | None = None,
 ) -> Search:
-    """Sentences begin in these rows, a row number of B or more is none; arguments as the fields of `Search`."""
+    """Starts new sentences in the given rows; row numbers of B or more are ignored.
+
+    The other arguments are described at the fields of `Search`; defaults come from `config`.
+    """
 
     def put(leaf: jax.Array, value: Any) -> jax.Array:
         return leaf.at[rows].set(value, mode="drop")
 
-    # All hypotheses are the same at first: unless they are drawn, let only one of them speak.
-    speaks = (jnp.arange(config.beam_size) == 0) | (config.temperature > 0)
+    # The K hypotheses of a new sentence are identical, so beam search starts from one of them; sampling uses all.
+    active = (jnp.arange(config.beam_size) == 0) | (config.temperature > 0)
     finished = search.finished
     return search._replace(
         start=put(search.start, search.clock),
         limit=put(search.limit, limits),
-        least=put(search.least, config.min_length if least is None else least),
-        live=search.live._replace(log_probs=put(search.live.log_probs, jnp.where(speaks, 0.0, -jnp.inf))),
+        min_length=put(search.min_length, config.min_length if min_length is None else min_length),
+        live=search.live._replace(log_probs=put(search.live.log_probs, jnp.where(active, 0.0, -jnp.inf))),
         finished=finished._replace(
             tokens=put(finished.tokens, PAD),
             scores=put(finished.scores, -jnp.inf),
             log_probs=put(finished.log_probs, -jnp.inf),
             token_log_probs=put(finished.token_log_probs, 0.0),
         ),
-        ended=put(search.ended, 0),
+        num_finished=put(search.num_finished, 0),
         number=search.number if numbers is None else put(search.number, numbers),
         prefix=search.prefix if prefixes is None else put(search.prefix, prefixes),
         nbest=put(search.nbest, config.nbest if nbest is None else nbest),
@@ -169,9 +176,14 @@ def begin(
 
 
 def resized(search: Search, ring: int, take_slots: Callable[[Any, jax.Array], Any]) -> Search:
-    """The same searches with another number of times, no fewer than any unfinished one needs.
+    """Returns the searches with a ring of another size.
 
-    `take_slots` makes a cache whose slot i is the old slot slots[i], given slots [ring x K].
+    The ring must be large enough for every unfinished sentence.
+
+    Args:
+      search: the searches.
+      ring: new number of time steps.
+      take_slots: (cache, slots [ring x K]) -> cache whose slot i is the old slot slots[i].
     """
     old, k = search.live.ancestors.shape[2], search.live.ancestors.shape[1]
     age = (search.clock - 1 - jnp.arange(ring)) % ring
@@ -182,21 +194,22 @@ def resized(search: Search, ring: int, take_slots: Callable[[Any, jax.Array], An
 
 
 def done(search: Search, config: DecodeConfig) -> jax.Array:
-    """bool [B]: as many of the best hypotheses are known as are asked for."""
-    full = (search.ended >= config.beam_size) | (search.position > search.limit)
+    """Returns whether the requested n best hypotheses of each row are final: bool [B]."""
+    full = (search.num_finished >= config.beam_size) | (search.position > search.limit)
     if config.temperature:
         return full
-    # What a live hypothesis can come to at best, if all its further words were certain: at the shortest or the longest.
+    # Upper bound of a live hypothesis' score: all further tokens have probability 1. The penalty is monotonic in the
+    # length, so the maximum is at the smallest or at the largest possible length.
     best = search.live.log_probs.max(1)
     ends = (search.position + 1, search.limit + 1)
-    reach = [best / length_penalty(end, config.length_penalty, config.length_penalty_kind) for end in ends]
+    bounds = [best / length_penalty(end, config.length_penalty, config.length_penalty_kind) for end in ends]
     ranked = jax.lax.top_k(search.finished.scores, config.beam_size)[0]
-    worst_asked_for = jnp.take_along_axis(ranked, search.nbest[:, None] - 1, axis=1)[:, 0]
-    return full | ((worst_asked_for > -jnp.inf) & (worst_asked_for >= jnp.maximum(*reach)))
+    worst_requested = jnp.take_along_axis(ranked, search.nbest[:, None] - 1, axis=1)[:, 0]
+    return full | ((worst_requested > -jnp.inf) & (worst_requested >= jnp.maximum(*bounds)))
 
 
 def run(step: Step[Any], search: Search, config: DecodeConfig, until: jax.Array) -> Search:
-    """Goes on until `until` of the rows are done, or one needs more times than the ring has."""
+    """Advances all rows until `until` of them are done, or one outgrows the ring."""
     ring = search.live.ancestors.shape[2]
 
     def go_on(search: Search) -> jax.Array:
@@ -207,22 +220,22 @@ def run(step: Step[Any], search: Search, config: DecodeConfig, until: jax.Array)
 
 
 class Choice(NamedTuple):
-    """Continuations of a sentence's hypotheses: all [B, C]."""
+    """The C continuations chosen for the hypotheses of each sentence."""
 
     parent: jax.Array
-    """Which hypothesis is continued, int32."""
+    """Hypothesis that is continued, int32 [B, C]."""
     token: jax.Array
-    """With which word, int32."""
+    """Next token, int32 [B, C]."""
     log_prob: jax.Array
-    """Its log-probability, float32."""
+    """Log-probability of the token, float32 [B, C]."""
     place: jax.Array
-    """Where in the finished list it goes, int32; K if it does not end, or finds no place."""
+    """Index in the finished list, int32 [B, C]; K if the continuation is not added to it."""
     survivors: jax.Array
-    """Which of the continuations live on, int32 [B, K]."""
+    """Continuations that become the live hypotheses, int32 [B, K]."""
 
 
 def advance(step: Step[Any], search: Search, config: DecodeConfig) -> Search:
-    """One token more of every live hypothesis."""
+    """Extends every live hypothesis by one token."""
     live, position = search.live, search.position
     batch, k, ring = live.ancestors.shape
     sentence, time = jnp.arange(batch)[:, None], search.clock % ring
@@ -255,22 +268,22 @@ def advance(step: Step[Any], search: Search, config: DecodeConfig) -> Search:
             tokens[sentence, alive],
             token_log_probs[sentence, alive],
             jnp.where(choice.token == EOS, -jnp.inf, totals)[sentence, alive],
-            # A hypothesis wrote at this time what its descendants see.
+            # At this time step, the parent wrote the keys and values that its descendants read.
             jnp.where(jnp.arange(ring) == time, parents[:, :, None], live.ancestors[sentence, parents]),
         ),
         finished=finished,
-        ended=search.ended + (choice.place < k).sum(1),
+        num_finished=search.num_finished + (choice.place < k).sum(1),
         cache=cache,
     )
 
 
 def banned(search: Search, config: DecodeConfig, vocabulary: int) -> jax.Array:
-    """bool [B, K, V] or less: what must not come next."""
+    """Returns the tokens that must not come next: bool, broadcastable to [B, K, V]."""
     live, position, word = search.live, search.position[:, None, None], jnp.arange(vocabulary)
     at_limit = position >= search.limit[:, None, None]
-    ban = (word == EOS) & (position < search.least[:, None, None]) & ~at_limit
+    ban = (word == EOS) & (position < search.min_length[:, None, None]) & ~at_limit
     if n := config.no_repeat_ngram:
-        # Where the last n - 1 tokens stood before, the word that followed them.
+        # Ban the token that followed each earlier occurrence of the last n - 1 tokens.
         length = live.tokens.shape[2]
         start = jnp.arange(length)
         same = start + n - 1 < position
@@ -290,43 +303,44 @@ def banned(search: Search, config: DecodeConfig, vocabulary: int) -> jax.Array:
 
 
 def best(search: Search, scores: jax.Array, log_z: jax.Array, config: DecodeConfig) -> Choice:
-    """The 2K best continuations: of K hypotheses at most K end, so K of them live on."""
+    """Chooses the 2K best continuations: at most K end, so at least K stay live."""
     batch, k, _ = scores.shape
-    values, words = top(_longer(scores, 2 * k), 2 * k)
+    values, words = top(_pad_last_axis(scores, 2 * k), 2 * k)
     log_probs = values - log_z[:, :, None]
     totals, index = jax.lax.top_k((search.live.log_probs[:, :, None] + log_probs).reshape(batch, -1), 2 * k)
     token = jnp.take_along_axis(words.reshape(batch, -1), index, axis=1)
     ends = token == EOS
-    # Those that end take the free places of the finished list, in order of rank.
-    place = jnp.minimum(k, search.ended[:, None] + jnp.cumsum(ends, axis=1) - 1)
+    # Finished continuations take the free places of the finished list in order of rank.
+    place = jnp.minimum(k, search.num_finished[:, None] + jnp.cumsum(ends, axis=1) - 1)
     taken = ends & (totals > -jnp.inf) & (jnp.arange(2 * k) < k)
     return Choice(
         parent=index // (2 * k),
         token=token,
         log_prob=jnp.take_along_axis(log_probs.reshape(batch, -1), index, axis=1),
         place=jnp.where(taken, place, k),
-        # A stable sort keeps rank order among those that do not end.
+        # The sort is stable, so the unfinished continuations keep their order of rank.
         survivors=jnp.argsort(ends, axis=1, stable=True)[:, :k],
     )
 
 
 def sample(search: Search, scores: jax.Array, log_z: jax.Array, config: DecodeConfig) -> Choice:
-    """A word for each hypothesis, drawn by softmax(scores / temperature) from the `top_k`, and the `top_p`, likeliest.
+    """Samples a token for each hypothesis from softmax(scores / temperature).
 
-    Draws depend on seed, sentence, hypothesis and position alone.
+    `top_k` and `top_p` restrict the distribution. A sample depends only on the seed, the sentence number, the
+    hypothesis and the position.
     """
     batch, k, vocabulary = scores.shape
     tempered = scores / config.temperature
     if config.top_k:
-        least = top(tempered, min(config.top_k, vocabulary))[0][..., -1:]
-        tempered = jnp.where(tempered < least, -jnp.inf, tempered)
+        threshold = top(tempered, min(config.top_k, vocabulary))[0][..., -1:]
+        tempered = jnp.where(tempered < threshold, -jnp.inf, tempered)
     if config.top_p < 1:
         order = jnp.sort(tempered, axis=-1, descending=True)
         share = jax.nn.softmax(order)
-        # Words until their sum reaches top_p: those before which it has not yet.
+        # Keep a token if the tokens before it sum to less than top_p.
         needed = jnp.cumsum(share, axis=-1) - share < config.top_p
-        least = jnp.min(jnp.where(needed, order, jnp.inf), axis=-1, keepdims=True)
-        tempered = jnp.where(tempered < least, -jnp.inf, tempered)
+        threshold = jnp.min(jnp.where(needed, order, jnp.inf), axis=-1, keepdims=True)
+        tempered = jnp.where(tempered < threshold, -jnp.inf, tempered)
 
     def draw(number: jax.Array, hypothesis: jax.Array, position: jax.Array, logits: jax.Array) -> jax.Array:
         key = jax.random.key(config.seed)
@@ -347,23 +361,24 @@ def sample(search: Search, scores: jax.Array, log_z: jax.Array, config: DecodeCo
 
 
 def ranked(search: Search) -> Hypotheses:
-    """The finished hypotheses of each row, best first."""
+    """Returns the finished hypotheses of each row, best first."""
     order = jnp.argsort(-search.finished.scores, axis=1, stable=True)
     return jax.tree.map(lambda leaf: leaf[jnp.arange(len(order))[:, None], order], search.finished)
 
 
 def top(scores: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
-    """The `count` largest of the last axis and their indices, as `jax.lax.top_k`, faster where there are many.
+    """Returns the `count` largest values of the last axis and their indices.
 
-    They are in the `count` groups of `_GROUP` whose own largest are largest.
+    Equivalent to `jax.lax.top_k`, but faster for a long axis: the values are searched only in the `count` groups of
+    `_GROUP` elements that have the largest maxima.
     """
     *lead, size = scores.shape
     groups = -(-size // _GROUP)
     if groups <= count:
         return jax.lax.top_k(scores, count)
-    grouped = _longer(scores, groups * _GROUP).reshape(*lead, groups, _GROUP)
-    chosen = jnp.sort(jax.lax.top_k(grouped.max(-1), count)[1], axis=-1)  # so that of equals the first comes first
-    # Whole groups are gathered, which is faster than word by word.
+    grouped = _pad_last_axis(scores, groups * _GROUP).reshape(*lead, groups, _GROUP)
+    chosen = jnp.sort(jax.lax.top_k(grouped.max(-1), count)[1], axis=-1)  # sorted, so that ties keep their order
+    # Gathering whole groups is faster than gathering single elements.
     rows = chosen + jnp.arange(math.prod(lead)).reshape(*lead, 1) * groups
     inside = jnp.take(grouped.reshape(-1, _GROUP), rows, axis=0)
     values, index = jax.lax.top_k(inside.reshape(*lead, count * _GROUP), count)
@@ -371,7 +386,7 @@ def top(scores: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
     return values, (group * _GROUP + index % _GROUP).astype(jnp.int32)
 
 
-def _longer(scores: jax.Array, size: int) -> jax.Array:
-    """With a last axis of at least `size`, filled up with -inf."""
+def _pad_last_axis(scores: jax.Array, size: int) -> jax.Array:
+    """Pads the last axis with -inf to at least `size`."""
     more = max(0, size - scores.shape[-1])
     return jnp.pad(scores, [(0, 0)] * (scores.ndim - 1) + [(0, more)], constant_values=-jnp.inf)

@@ -1,4 +1,4 @@
-"""Continuous decoding: rows whose sentence is done take the next one, so that a batch stays full to the end."""
+"""Continuous batching: a row whose sentence is done takes the next sentence, so batches stay full."""
 
 import dataclasses
 import functools
@@ -14,51 +14,52 @@ import numpy as np
 from branchnorm_jax.decoding import beam
 from branchnorm_jax.decoding.beam import Hypotheses, Search
 from branchnorm_jax.model.cache import Caches, take_slots, write_sources
+from branchnorm_jax.model.coefficients import Alpha
 from branchnorm_jax.model.parameters import Params
 from branchnorm_jax.model.places import source_mask
-from branchnorm_jax.model.transformer import BranchScale, Transformer
+from branchnorm_jax.model.transformer import Transformer
 from branchnorm_jax.options import PAD, DecodeConfig
 
 T = TypeVar("T")
 
 SHORTEST = 16
-"""Sources are padded to this length or twice, four times ... as much, so that few shapes are compiled."""
+"""Sources are padded to this length times a power of two, so that few shapes are compiled."""
 
 REFILL = 4
-"""New sentences come in when a part of the rows as large as one over this is free."""
+"""Rows are refilled when 1 / REFILL of them are free."""
 
-ALONG = 4
-"""Shorter sentences, as a multiple of the rows, for which no other shape is taken."""
+MERGE_LIMIT = 4
+"""If the shorter sentences fill at most this many batches, they are decoded with the longer ones in the same shape."""
 
 
 class Text(NamedTuple):
-    """What decoding keeps of each row: the models' caches, and which source positions hold a token, bool [B, 1, S]."""
+    """State of each row: the models' caches, and the mask of source positions that hold a token, bool [B, 1, S]."""
 
     caches: tuple[Caches, ...]
     mask_B1S: jax.Array
 
 
-Weights = tuple[tuple[Params, BranchScale], ...]
+Weights = tuple[tuple[Params, Alpha], ...]
 """Parameters and alpha_t of each model."""
 
 
-class Asked(NamedTuple):
+class Query(NamedTuple):
     """A sentence to translate."""
 
     source: Sequence[int]
     """Token ids, EOS last."""
     number: int
-    """What is drawn depends on it."""
+    """Seeds the samples of this sentence."""
     prefix: Sequence[int] = ()
-    """Token ids that its translations begin with, without EOS."""
+    """Token ids that every translation starts with, without EOS."""
     nbest: int = 1
-    """How many of its best hypotheses are wanted, at most K; others may be there or not."""
+    """Number of hypotheses requested, at most K; results beyond it are not guaranteed to be complete."""
     tags: int = 0
-    """How many tokens of the prefix are language tags, which no length of a translation counts."""
+    """Number of language tags in the prefix; they do not count towards the length of a translation."""
 
 
 class New(NamedTuple):
-    """Sentences that begin, int32 arrays with an axis of rows: see `beam.begin`."""
+    """New sentences for some rows, as int32 arrays; see `beam.begin`."""
 
     source: Any
     row: Any
@@ -66,37 +67,37 @@ class New(NamedTuple):
     number: Any
     prefix: Any
     nbest: Any
-    least: Any
+    min_length: Any
 
 
 def padded_length(length: int) -> int:
-    """The smallest of 16, 32, 64 ... that holds `length` tokens."""
+    """Returns the smallest of 16, 32, 64, ... that is at least `length`."""
     return max(SHORTEST, 1 << (length - 1).bit_length())
 
 
 def padded_lengths(longest: int) -> list[int]:
-    """Those of all sentences of up to `longest` tokens."""
+    """Returns the padded lengths of all sentences of up to `longest` tokens."""
     return [SHORTEST << doubled for doubled in range((padded_length(longest) // SHORTEST).bit_length())]
 
 
 def rounded(count: int) -> int:
-    """The smallest of 1, 2, 3, 4, 6, 8, 12, 16 ... that is no less than `count`: again, to compile few shapes."""
+    """Rounds up to 1, 2, 3, 4, 6, 8, 12, 16, ..., so that few shapes are compiled."""
     power = 1 << (count - 1).bit_length()
     return power * 3 // 4 if count <= power * 3 // 4 else power
 
 
 def coarse(count: int) -> int:
-    """The smallest of 1, 4, 16, 64 ... that is no less than `count`: so few that all can be compiled beforehand."""
+    """Rounds up to 1, 4, 16, 64, ..., few enough to compile them all up front."""
     return 1 << ((count - 1).bit_length() + 1) // 2 * 2
 
 
 def column(values: Sequence[int], rows: int) -> np.ndarray:
-    """int32 [rows], filled up with -1."""
+    """Converts values to int32 [rows], padded with -1."""
     return np.array([*values, *[-1] * (rows - len(values))], np.int32)
 
 
 def pad(sentences: Sequence[Sequence[int]], rows: int, length: int, filling: int = PAD) -> np.ndarray:
-    """int32 [rows, length] of token ids, filled up with padding."""
+    """Converts sentences to token ids, int32 [rows, length], padded with `filling`."""
     out = np.full((rows, length), filling, np.int32)
     for row, ids in enumerate(sentences):
         out[row, : len(ids)] = ids
@@ -104,17 +105,20 @@ def pad(sentences: Sequence[Sequence[int]], rows: int, length: int, filling: int
 
 
 def vote(each: Sequence[tuple[jax.Array, jax.Array]]) -> tuple[jax.Array, jax.Array]:
-    """(scores, log_z) of the mean of the models' probabilities, from theirs: scores - log_z is a log-probability."""
+    """Combines (scores, log_z) of models into those of their mean probabilities.
+
+    For each model and for the result, scores - log_z are log-probabilities.
+    """
     if len(each) == 1:
         return each[0]
     log_probs = jnp.stack([scores - log_z[..., None] for scores, log_z in each])
     return jax.nn.logsumexp(log_probs, axis=0), jnp.full(log_probs.shape[1:-1], jnp.log(len(each)))
 
 
-def side_by_side(streams: Sequence[Iterator[Sequence[T]]]) -> Iterator[T]:
-    """What all of them give, as it comes.
+def interleave(streams: Sequence[Iterator[Sequence[T]]]) -> Iterator[T]:
+    """Merges streams of chunks and yields items as soon as any stream produces them.
 
-    As many threads as streams take turns, for what one thread asks of a CPU is done one after another.
+    Each stream runs in a thread of its own, because work dispatched by a single thread runs sequentially on the CPU.
     """
     if len(streams) == 1:
         yield from chain.from_iterable(streams[0])
@@ -123,36 +127,38 @@ def side_by_side(streams: Sequence[Iterator[Sequence[T]]]) -> Iterator[T]:
         turns = {threads.submit(next, stream, None): stream for stream in streams}
         while turns:
             for turn in wait(turns, return_when=FIRST_COMPLETED).done:
-                stream, found = turns.pop(turn), turn.result()
-                if found is not None:
+                stream, items = turns.pop(turn), turn.result()
+                if items is not None:
                     turns[threads.submit(next, stream, None)] = stream
-                    yield from found
+                    yield from items
 
 
 @dataclasses.dataclass(frozen=True)
 class Engine:
-    """Beam search with models whose parameters are given at each call, so that nothing compiles twice.
+    """Beam search with one model or an ensemble.
 
-    Several models vote: a word's probability is the mean of theirs.
+    Parameters are arguments of each call, so new parameters do not cause a recompilation. The probability of a token is
+    the mean over all models.
 
     Attributes:
-      models: at least one.
-      config: the options of decoding.
-      rounding: rows for so many sentences, if the batch does not get full.
+      models: one or more models.
+      config: decoding options.
+      rounding: maps the number of sentences to the number of rows of a batch that is not full.
     """
 
     models: tuple[Transformer, ...]
     config: DecodeConfig
     rounding: Callable[[int], int] = rounded
 
-    def search(self, weights: Weights, texts: Sequence[Asked]) -> Iterator[tuple[int, Hypotheses]]:
-        """(index, hypotheses without axis B) of each text, as they are done: long ones first.
+    def search(self, weights: Weights, texts: Sequence[Query]) -> Iterator[tuple[int, Hypotheses]]:
+        """Yields (index, hypotheses) of each text as soon as it is done.
 
-        A hypothesis does not depend on what else is decoded: its limit comes from its own source's length, and rows
-        know nothing of each other.
+        Long texts come first. The hypotheses have no batch axis. The hypotheses of a text do not depend on the other
+        texts: rows are independent, and the length limit depends only on the source.
 
-        Several batches, the streams, are searched at the same time: many operations of a step are too small for all
-        cores of a CPU. Which texts a stream has does not depend on which one is faster, so neither do rounding errors.
+        Several batches ("streams") are searched concurrently, because many operations of a step are too small to
+        occupy all cores of a CPU. Texts are assigned to streams in advance, not by speed, so rounding errors are
+        reproducible.
         """
         order = sorted(range(len(texts)), key=lambda index: len(texts[index].source))
         weights = self._ready(weights)
@@ -160,95 +166,110 @@ class Engine:
             length = padded_length(len(texts[order[-1]].source))
             same = sum(padded_length(len(texts[index].source)) == length for index in order)
             rows = self._rows(length)
-            # A few shorter ones are not worth a shape of their own, which rows would wait for, and so come along.
-            group = order[-max(same, rows) :] if len(order) - same > ALONG * rows else order[:]
+            # If only a few shorter sentences remain, decode them in this shape too, instead of in one of their own.
+            group = order[-max(same, rows) :] if len(order) - same > MERGE_LIMIT * rows else order[:]
             del order[-len(group) :]
             parts = [group[which :: self._streams] for which in range(min(self._streams, len(group)))]
             shape = min(rows, self.rounding(len(parts[0]))), length, max(len(texts[index].prefix) for index in group)
-            yield from side_by_side([self._stream(weights, texts, part, *shape) for part in parts])
+            yield from interleave([self._stream(weights, texts, part, *shape) for part in parts])
 
     def _stream(
         self,
         weights: Weights,
-        texts: Sequence[Asked],
+        texts: Sequence[Query],
         waiting: list[int],
         rows: int,
         length: int,
         prefix: int,
     ) -> Iterator[list[tuple[int, Hypotheses]]]:
-        """In so many rows texts of at most `length` tokens and prefixes of `prefix`, from the end of `waiting`."""
+        """Searches texts in one batch, and yields chunks of finished ones.
+
+        Args:
+          weights: parameters of the models.
+          texts: all texts.
+          waiting: indices of the texts to search, taken from the end.
+          rows: number of rows of the batch.
+          length: padded source length.
+          prefix: maximum prefix length.
+        """
         chunk = max(1, rows // REFILL)
         prefix = padded_length(prefix) if prefix else 0
         rings = self._rings(length, prefix)
         ring = rings[0]
         search = self._start(weights, rows, length, ring, prefix)
-        inside: dict[int, int] = {}
-        while waiting or inside:
-            free = [row for row in range(rows) if row not in inside]
+        active: dict[int, int] = {}
+        while waiting or active:
+            free = [row for row in range(rows) if row not in active]
             while waiting and free:
                 count = min(chunk, len(free), len(waiting))
-                taken = {free.pop(): waiting.pop() for _ in range(count)}
-                inside |= taken
-                given = [texts[index] for index in taken.values()]
-                search = self._begin(weights, search, self._new(given, list(taken), rows, length, prefix))
-            # While any wait, no row is free.
+                assigned = {free.pop(): waiting.pop() for _ in range(count)}
+                active |= assigned
+                queries = [texts[index] for index in assigned.values()]
+                search = self._begin(weights, search, self._new(queries, list(assigned), rows, length, prefix))
+            # If texts are waiting, all rows are busy: run until a chunk is done. Otherwise run until all are done.
             until = chunk if waiting else rows
             search = self._run(weights, search, np.int32(until))
-            done, positions, found = jax.device_get(self._look(search))
-            over = [row for row in inside if done[row]]
-            yield [(inside.pop(row), jax.tree.map(lambda leaf, row=row: leaf[row], found)) for row in over]
-            needed = max((int(positions[row]) for row in inside), default=0)
+            done, positions, hypotheses = jax.device_get(self._look(search))
+            finished = [row for row in active if done[row]]
+            yield [(active.pop(row), jax.tree.map(lambda leaf, row=row: leaf[row], hypotheses)) for row in finished]
+            needed = max((int(positions[row]) for row in active), default=0)
             wanted = next(size for size in rings if size > needed)
             if wanted > ring or wanted * 2 < ring:
                 ring = wanted
                 search = self._resized(search, ring)
 
     def warm_up(self, weights: Weights, longest: int, prefix: int) -> None:
-        """Compiles what sources of up to `longest` tokens need, however many come, with prefixes of `prefix` tokens."""
+        """Compiles the programs for sources of up to `longest` tokens.
+
+        They cover any number of sources, with prefixes of `prefix` tokens.
+        """
         prefix = padded_length(prefix) if prefix else 0
         weights = self._ready(weights)
         for length in padded_lengths(longest):
             full, rings = self._rows(length), self._rings(length, prefix)
             for rows in {min(full, self.rounding(count)) for count in range(1, full + 1)}:
                 for index, ring in enumerate(rings):
-                    # Of nothing asked for all is done, so this takes no time once it is compiled.
+                    # All rows are empty and hence done, so this only compiles.
                     search = self._start(weights, rows, length, ring, prefix)
                     search = self._begin(weights, search, self._new([], [], rows, length, prefix))
                     search = self._run(weights, search, np.int32(rows))
                     self._look(search)
-                    # As `_stream` does: to the next one, or to one of less than half the size.
+                    # The same transitions as in `_stream`: to the next size, or to any of less than half the size.
                     for other in [*rings[index + 1 : index + 2], *(size for size in rings if size * 2 < ring)]:
                         self._resized(search, other)
 
-    def _new(self, given: Sequence[Asked], places: Sequence[int], rows: int, length: int, prefix: int) -> New:
-        """Sentences that begin in these of so many rows."""
+    def _new(self, queries: Sequence[Query], row_numbers: Sequence[int], rows: int, length: int, prefix: int) -> New:
+        """Converts queries to arrays for the given rows of a batch of `rows` rows."""
         chunk = max(1, rows // REFILL)
         return New(
-            pad([text.source for text in given], chunk, length),
-            np.array([*places, *[rows] * (chunk - len(places))], np.int32),
-            column([self.limit(len(text.source)) + len(text.prefix) for text in given], chunk),
-            column([text.number for text in given], chunk),
-            pad([text.prefix for text in given], chunk, prefix, -1),
-            column([text.nbest for text in given], chunk),
-            column([self.config.min_length + text.tags for text in given], chunk),
+            pad([text.source for text in queries], chunk, length),
+            np.array([*row_numbers, *[rows] * (chunk - len(row_numbers))], np.int32),
+            column([self.limit(len(text.source)) + len(text.prefix) for text in queries], chunk),
+            column([text.number for text in queries], chunk),
+            pad([text.prefix for text in queries], chunk, prefix, -1),
+            column([text.nbest for text in queries], chunk),
+            column([self.config.min_length + text.tags for text in queries], chunk),
         )
 
     @property
     def _streams(self) -> int:
-        """Batches that are searched at the same time, at most."""
+        """Maximum number of batches that are searched concurrently."""
         alone = jax.default_backend() == "cpu" and jax.device_count() == 1
         return self.config.streams or (2 if alone else 1)
 
     def _rows(self, length: int) -> int:
-        """Sentences of this padded length in a full batch."""
+        """Returns the number of rows of a full batch of sentences of this padded length."""
         return max(1, self.config.batch_tokens // (length * self.config.beam_size))
 
     def limit(self, length: int) -> int:
-        """Tokens of the longest translation of a source of `length` tokens, EOS not counted."""
+        """Returns the maximum length of a translation in tokens, EOS excluded.
+
+        `length` is the length of the source in tokens.
+        """
         return int(self.config.max_length_a * length + self.config.max_length_b)
 
     def _rings(self, length: int, prefix: int) -> list[int]:
-        """Times of the ring that sources and prefixes of these padded lengths may come to need, ascending."""
+        """Returns the ascending ring sizes for padded source and prefix lengths."""
         longest = self.limit(length) + 1 + prefix
         sizes = [min(max(32, length), longest)]
         while sizes[-1] < longest:
@@ -256,10 +277,10 @@ class Engine:
         return sizes
 
     def _ready(self, weights: Weights) -> Weights:
-        """Weights of which those of no deep decoder lie in a stack."""
+        """Unstacks the layers of shallow decoders (up to `decode.unroll` layers)."""
         return tuple(
-            (model.apart(params) if model.config.decoder_layers <= self.config.unroll else params, branch_scale)
-            for model, (params, branch_scale) in zip(self.models, weights, strict=True)
+            (model.apart(params) if model.config.decoder_layers <= self.config.unroll else params, alpha)
+            for model, (params, alpha) in zip(self.models, weights, strict=True)
         )
 
     @functools.cached_property
@@ -271,7 +292,7 @@ class Engine:
                 memory = jnp.zeros((rows, length, model.config.width), model.config.carry_dtype)
                 caches.append(model.start_cache(params, memory, ring * k))
             text = Text(tuple(caches), jnp.zeros((rows, 1, length), bool))
-            return beam.nothing(text, rows, k, self.limit(length) + 1 + prefix, ring, prefix)
+            return beam.empty_search(text, rows, k, self.limit(length) + 1 + prefix, ring, prefix)
 
         return start
 
@@ -281,8 +302,8 @@ class Engine:
         def begin(weights: Weights, search: Search, new: New) -> Search:
             caches, mask = search.cache
 
-            def filled(model: Transformer, params: Params, branch_scale: BranchScale, caches: Caches) -> Caches:
-                made = model.start_cache(params, model.encode(params, new.source, branch_scale), 0)
+            def filled(model: Transformer, params: Params, alpha: Alpha, caches: Caches) -> Caches:
+                made = model.start_cache(params, model.encode(params, new.source, alpha), 0)
                 return write_sources(caches, made, new.row)
 
             members = zip(self.models, weights, caches, strict=True)
@@ -290,7 +311,7 @@ class Engine:
                 tuple(filled(model, *weight, cache) for model, weight, cache in members),
                 mask.at[new.row].set(source_mask(new.source), mode="drop"),
             )
-            given = new.number, new.prefix, new.nbest, new.least
+            given = new.number, new.prefix, new.nbest, new.min_length
             return beam.begin(search._replace(cache=text), new.row, new.limit, self.config, *given)
 
         return begin

@@ -1,4 +1,4 @@
-"""Which language is a line to be translated to, where a model knows several?"""
+"""Selection of the target language of each line, for multilingual models."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -10,11 +10,11 @@ from branchnorm_jax.options import DataConfig
 
 @dataclasses.dataclass(frozen=True)
 class Languages:
-    """What a line may ask for.
+    """The languages of a model and their tags.
 
     Attributes:
-      data: of the run; its `pairs` were trained.
-      tokenizer: knows the tags.
+      data: data options of the run; `pairs` lists the trained language pairs.
+      tokenizer: maps languages to tags.
     """
 
     data: DataConfig
@@ -22,24 +22,27 @@ class Languages:
 
     @property
     def targets(self) -> list[str]:
-        """Languages that can be asked for."""
+        """Languages the model translates to."""
         return sorted({direction.target_lang for direction in self.data.directions()})
 
     @property
     def sources(self) -> list[str]:
-        """Languages that the model has read."""
+        """Languages the model translates from."""
         return sorted({direction.source_lang for direction in self.data.directions()})
 
     def asked(self, lines: Sequence[str], default: str, first: int = 1) -> tuple[list[str], list[Tags]]:
-        """Lines without their tag, such as ">>de<< ", and what asks for that language, or for the default.
+        """Removes the language tag, such as ">>de<< ", from each line.
+
+        Returns the lines and their tags.
 
         Args:
-          lines: of which the first has the number `first`.
-          default: language of lines without a tag; "" where there is none, which matters only if there are several.
-          first: for messages.
+          lines: source lines.
+          default: language of lines without a tag; may be "" if the model has a single target language.
+          first: number of the first line, for error messages.
 
         Raises:
-          UserError: if a language is not among `targets`, or neither line nor default names one of several.
+          UserError: if a language is not among `targets`, or if the model has several and neither the line nor
+            `default` names one.
         """
         if not self.data.pairs:
             if default not in ("", self.data.target_lang):
@@ -51,10 +54,10 @@ class Languages:
             match = TAG.match(line)
             lang = match[1] if match else default
             if not line.strip():
-                lang = targets[0]  # of nothing, nothing is asked for
+                lang = targets[0]  # an empty line has an empty translation in any language
             elif not lang:
                 choice = ", ".join(f">>{lang}<<" for lang in targets)
-                raise UserError(f"line {number}: to which language? Set a target_lang or begin the line with {choice}")
+                raise UserError(f"line {number}: no target language; set target_lang or start the line with {choice}")
             if lang not in targets:
                 known = ", ".join(targets)
                 raise UserError(f"line {number}: this model was trained to translate to {known}, not to {lang!r}")

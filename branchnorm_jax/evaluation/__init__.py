@@ -1,1 +1,1 @@
-"""Scores of translations, each with the signature that makes it comparable."""
+"""Evaluation of translations: BLEU, chrF, TER, COMET, significance tests."""

@@ -1,12 +1,12 @@
-"""Scores of a corpus of translations, each with the signature that says how it was computed.
+"""Corpus-level scores, each with a signature that says how it was computed.
 
-| name                | text                                         | comparable with                              |
+| name                | input                                        | comparable with                              |
 |---------------------|----------------------------------------------|----------------------------------------------|
-| bleu                | as it is; sacreBLEU tokenises it             | any sacreBLEU of the same signature          |
-| chrf                | as it is; character n-grams                  | any sacreBLEU chrF of the same signature     |
-| ter                 | as it is; edits per word, less is better     | any sacreBLEU TER of the same signature      |
+| bleu                | raw text, tokenised by sacreBLEU             | sacreBLEU with the same signature            |
+| chrf                | raw text, character n-grams                  | sacreBLEU chrF with the same signature       |
+| ter                 | raw text, edits per word (lower is better)   | sacreBLEU TER with the same signature        |
 | multi_bleu          | Moses tokens                                 | papers that report `multi-bleu.perl`         |
-| compound_split_bleu | Moses tokens, hyphened compounds split       | papers that report WMT14 English-German      |
+| compound_split_bleu | Moses tokens, hyphenated compounds split     | papers that report WMT14 English-German      |
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ from sacrebleu.metrics import BLEU, CHRF, TER
 
 from branchnorm_jax.errors import UserError
 
-# Moses leaves these languages unsegmented, and n-grams of whole sentences measure nothing.
+# Moses does not segment these languages, so its "tokens" would be whole sentences.
 UNSPACED = ("zh", "ja", "ko")
 
 COMPOUND = re.compile(r"(\S)-(\S)")
@@ -26,12 +26,12 @@ COMPOUND = re.compile(r"(\S)-(\S)")
 
 @dataclasses.dataclass(frozen=True)
 class Score:
-    """One number of a test set.
+    """The score of a test set in one metric.
 
     Attributes:
       name: the metric, as in the table of this module.
-      score: 0 to 100.
-      signature: everything that must agree before two scores are compared.
+      score: value from 0 to 100.
+      signature: the settings; scores are comparable only if their signatures are equal.
     """
 
     name: str
@@ -40,43 +40,47 @@ class Score:
 
 
 Measure = Callable[[Sequence[str], Sequence[str], Sequence[str]], list[Score]]
-"""Scores of sources, hypotheses and references."""
+"""(sources, hypotheses, references) -> scores."""
 
 
 def scores(hypotheses: Sequence[str], references: Sequence[str], target_lang: str) -> list[Score]:
-    """Every score of detokenised, cased translations against one reference each.
+    """Computes all scores of detokenised, cased translations.
+
+    Each translation has one reference.
 
     Args:
-      hypotheses: one translation per line.
-      references: one reference per line, in the same order.
-      target_lang: language tag such as "de" or "pt-BR"; chooses the tokenisers, and "de" adds the compound split.
+      hypotheses: translations.
+      references: references in the same order.
+      target_lang: language tag such as "de" or "pt-BR"; selects the tokenisers. "de" adds `compound_split_bleu`.
 
     Raises:
-      UserError: unequal counts, no lines, or a language whose segmenter is not installed.
+      UserError: if the numbers of lines differ or are 0, or if the segmenter of the language is not installed.
     """
     _check(hypotheses, references)
     hypothesis_tokens, reference_tokens = tokenize(hypotheses, target_lang), tokenize(references, target_lang)
     tokens = tokenizer_name(target_lang)
-    found = [
+    results = [
         *(_score(name, metric, hypotheses, references) for name, metric in metrics(target_lang).items()),
         _multi_bleu("multi_bleu", hypothesis_tokens, reference_tokens, tokens),
     ]
     if _language(target_lang) == "de":
         hypothesis_parts, reference_parts = compound_split(hypothesis_tokens), compound_split(reference_tokens)
-        found.append(_multi_bleu("compound_split_bleu", hypothesis_parts, reference_parts, f"{tokens}+compound-split"))
-    return found
+        results.append(
+            _multi_bleu("compound_split_bleu", hypothesis_parts, reference_parts, f"{tokens}+compound-split")
+        )
+    return results
 
 
 def mean_of(each: Sequence[Sequence[Score]]) -> list[Score]:
-    """The mean of each metric that all test sets have."""
-    tables = [{score.name: score.score for score in found} for found in each]
+    """Returns the mean of each metric that all test sets have."""
+    tables = [{score.name: score.score for score in test_scores} for test_scores in each]
     names = [name for name in tables[0] if all(name in table for table in tables)]
     signature = f"mean of {len(tables)} pairs of languages"
     return [Score(name, sum(table[name] for table in tables) / len(tables), signature) for name in names]
 
 
 def metrics(target_lang: str) -> dict[str, BLEU | CHRF | TER]:
-    """sacreBLEU's metrics of text as it is, by name; TER is better where it is lower."""
+    """Returns sacreBLEU's metrics for raw text, by name. Lower TER is better."""
     unspaced = _language(target_lang) in UNSPACED
     return {
         "bleu": sacrebleu_metric(target_lang),
@@ -86,29 +90,36 @@ def metrics(target_lang: str) -> dict[str, BLEU | CHRF | TER]:
 
 
 def corpus_bleu(hypotheses: Sequence[str], references: Sequence[str], target_lang: str) -> float:
-    """The score "bleu" of `scores` alone, for validation. Raises `UserError` as `scores` does."""
+    """Computes only the score "bleu", for validation.
+
+    Raises the same errors as `scores`.
+    """
     _check(hypotheses, references)
     return _score("bleu", sacrebleu_metric(target_lang), hypotheses, references).score
 
 
 def sacrebleu_metric(target_lang: str) -> BLEU:
-    """Cased sacreBLEU with its tokeniser for the language: 13a, or the segmenter of zh, ja, ko.
+    """Returns cased sacreBLEU with its tokeniser for the language.
+
+    The tokeniser is 13a, or a word segmenter for zh, ja and ko. Call it before a run, so that a missing segmenter is
+    reported then and not at the first validation.
 
     Raises:
-      UserError: the segmenter is an optional package that is missing. Ask before a run, not at its first validation.
+      UserError: if the segmenter, an optional package, is not installed.
     """
     try:
         return BLEU(trg_lang=_language(target_lang))
-    except (ImportError, RuntimeError) as error:  # sacreBLEU imports the segmenters of ja and ko only when asked
+    except (ImportError, RuntimeError) as error:  # sacreBLEU imports the segmenters of ja and ko lazily
         package = f"sacrebleu[{_language(target_lang)}]"
         raise UserError(f"BLEU of {target_lang!r} needs a word segmenter: pip install '{package}'") from error
 
 
 def tokenize(lines: Sequence[str], target_lang: str) -> list[str]:
-    """Tokens separated by spaces, for multi-bleu.
+    """Tokenises lines for multi-bleu; returns tokens separated by spaces.
 
-    The tokens of Moses's `tokenizer.perl -l <lang>` (hyphens kept inside words) without its XML escapes, which rename
-    tokens one to one and so change no score. Chinese, Japanese and Korean get sacreBLEU's segmenter instead.
+    The tokens are those of Moses's `tokenizer.perl -l <lang>` (hyphens stay inside words) without its XML escapes.
+    Escapes map tokens one to one and therefore do not change the score. Chinese, Japanese and Korean are segmented by
+    sacreBLEU instead.
     """
     if _language(target_lang) in UNSPACED:
         segmenter = sacrebleu_metric(target_lang).tokenizer
@@ -118,16 +129,17 @@ def tokenize(lines: Sequence[str], target_lang: str) -> list[str]:
 
 
 def tokenizer_name(target_lang: str) -> str:
-    """What `tokenize` does to this language, for signatures."""
+    """Returns the name of the tokeniser of this language, for signatures."""
     if _language(target_lang) in UNSPACED:
         return str(sacrebleu_metric(target_lang).tokenizer.signature())
     return f"moses-{_language(target_lang)}-sacremoses-{sacremoses.__version__}"
 
 
 def compound_split(lines: Sequence[str]) -> list[str]:
-    """Tokenised lines with `a-b` turned into `a ##AT##-##AT## b`, as tensor2tensor and fairseq score WMT14 En-De.
+    """Replaces `a-b` by `a ##AT##-##AT## b` in tokenised lines.
 
-    Matches do not overlap, as in their Perl: a one-letter middle part, as in `x-y-z`, is split on its left only.
+    tensor2tensor and fairseq do this for WMT14 En-De. As in their Perl scripts, matches do not overlap: `x-y-z`, with a
+    one-letter middle part, is split only at its first hyphen.
     """
     return [COMPOUND.sub(r"\1 ##AT##-##AT## \2", line) for line in lines]
 
@@ -138,22 +150,25 @@ def _score(name: str, metric: BLEU | CHRF | TER, hypotheses: Sequence[str], refe
 
 
 def _multi_bleu(name: str, hypotheses: Sequence[str], references: Sequence[str], tokens: str) -> Score:
-    """`multi-bleu.perl`: whitespace tokens, 4-grams of the corpus, no smoothing, brevity penalty exp(1 - ref/hyp)."""
+    """Computes the score of `multi-bleu.perl`.
+
+    White-space tokens, up to 4-grams, no smoothing, brevity penalty exp(1 - ref/hyp).
+    """
     metric = BLEU(tokenize="none", smooth_method="none", force=True)
     score = metric.corpus_score(hypotheses, [references]).score
     return Score(name, score, str(metric.get_signature()).replace("tok:none", f"tok:{tokens}"))
 
 
 def _language(tag: str) -> str:
-    """The language of a tag: "pt" of "pt-BR" or "pt_BR"."""
+    """Returns the language of a tag: "pt" for "pt-BR" or "pt_BR"."""
     return re.split("[-_]", tag)[0].lower()
 
 
 def _check(hypotheses: Sequence[str], references: Sequence[str]) -> None:
     if len(hypotheses) != len(references):
         raise UserError(
-            f"cannot score {len(hypotheses)} hypotheses against {len(references)} references: "
-            "line n of one must translate line n of the other"
+            f"cannot score {len(hypotheses)} hypotheses against {len(references)} references; "
+            "each translation needs one reference"
         )
     if not hypotheses:
-        raise UserError("cannot score an empty list of translations")
+        raise UserError("cannot score an empty list of translations; the test set must have at least one line")

@@ -1,4 +1,4 @@
-"""COMET, where it is installed: a neural metric that also reads the source."""
+"""COMET, a neural metric that also reads the source (optional package unbabel-comet)."""
 
 import importlib.metadata
 from collections.abc import Sequence
@@ -9,13 +9,15 @@ from branchnorm_jax.evaluation.bleu import Measure, Score
 
 
 def load_comet(model: str) -> Measure:
-    """The mean over sentences, times 100.
+    """Loads a COMET model and returns its measure.
+
+    The measure is the mean score over sentences, times 100.
 
     Args:
-      model: a file (model.ckpt), or a name such as Unbabel/wmt22-comet-da, which is downloaded once.
+      model: a checkpoint file, or a name such as Unbabel/wmt22-comet-da, which is downloaded once.
 
     Raises:
-      UserError: if the package is not installed, or the model cannot be had.
+      UserError: if the package is not installed, or the model cannot be loaded.
     """
     try:
         import torch
@@ -24,7 +26,7 @@ def load_comet(model: str) -> Measure:
         raise UserError(f"config: evaluate.comet={model}: {error}; run `pip install unbabel-comet`") from error
     try:
         network = load_from_checkpoint(model if Path(model).is_file() else download_model(model))
-    except Exception as error:  # whatever its hub and torch raise
+    except Exception as error:  # the model hub and torch raise various types
         raise UserError(f"config: evaluate.comet={model}: {' '.join(str(error).split())}") from error
     signature = f"{model}|unbabel-comet-{importlib.metadata.version('unbabel-comet')}"
 
@@ -32,7 +34,7 @@ def load_comet(model: str) -> Measure:
         texts = zip(sources, hypotheses, references, strict=True)
         samples = [{"src": source, "mt": hypothesis, "ref": reference} for source, hypothesis, reference in texts]
         gpus = int(torch.cuda.is_available())
-        found = network.predict(samples, batch_size=16, gpus=gpus, progress_bar=False)
-        return [Score("comet", 100 * float(found.system_score), signature)]
+        prediction = network.predict(samples, batch_size=16, gpus=gpus, progress_bar=False)
+        return [Score("comet", 100 * float(prediction.system_score), signature)]
 
     return measure

@@ -1,4 +1,4 @@
-"""Two or more systems on the same sentences: whether they differ, where, and by how much."""
+"""Comparison of two or more systems on the same sentences, with significance tests."""
 
 import itertools
 import json
@@ -15,21 +15,21 @@ from branchnorm_jax.errors import UserError
 from branchnorm_jax.evaluation.bleu import metrics, sacrebleu_metric, tokenize
 
 TESTS = {"bs": ("p_bootstrap", 1000), "ar": ("p_randomisation", 10_000)}
-"""sacreBLEU's paired tests: the figure's name, and the number of samples that its command line takes."""
+"""sacreBLEU's paired tests: name of the p-value, and number of samples (the defaults of its command line)."""
 
 SIGNIFICANT = 0.05
 
 LENGTHS = (10, 20, 30, 40)
-"""Words of a reference up to which a line of the table by length goes."""
+"""Upper bounds of the ranges of reference length, in tokens, in the table by length."""
 
 FREQUENCIES = (0, 1, 4, 9, 99, 999)
-"""The same for how often a word comes in the training text."""
+"""Upper bounds of the ranges of training-text frequency in the table by frequency."""
 
 SHOWN = 10
-"""Sentences shown where a system is much better than the baseline, and as many where it is worse."""
+"""Maximum number of sentences shown per system where it is better than the baseline, and where it is worse."""
 
 FLOOR = 1.0
-"""Points of sentence chrF below which a difference is not shown."""
+"""Minimum difference in sentence chrF, in points, for a sentence to be shown."""
 
 
 def compare(
@@ -39,25 +39,28 @@ def compare(
     frequencies: Mapping[str, int] | None = None,
     sources: Sequence[str] | None = None,
 ) -> dict[str, Any]:
-    """Everything that the table and the page show, as in compare.json.
+    """Compares systems with a baseline; returns the content of compare.json.
 
     Args:
-      systems: name -> translations, one per line; the first is the baseline.
-      references: one per line.
-      target_lang: chooses the tokenisers, and is shown.
-      frequencies: how often each token of the training text's target side comes; that of the references if not given.
-      sources: shown beside the sentences that differ most.
+      systems: translations of each system by name; the first system is the baseline.
+      references: references in the same order.
+      target_lang: language tag; selects the tokenisers.
+      frequencies: count of each token in the target side of the training text; by default, counts in the references.
+      sources: source sentences, shown with the sentences that differ most.
 
     Raises:
-      UserError: fewer than two systems, or unequal numbers of lines.
+      UserError: if there are fewer than two systems, or the numbers of lines differ.
     """
     if len(systems) < 2:
-        raise UserError("compare: two systems at least; see compare.systems")
+        raise UserError("compare: needs at least two systems; set compare.systems")
     if not references:
-        raise UserError("compare: the reference is empty")
+        raise UserError("compare: the reference is empty; evaluate a test set with at least one line")
     for name, lines in systems.items():
         if len(lines) != len(references):
-            raise UserError(f"compare: {name} has {len(lines):,} lines, the reference {len(references):,}")
+            raise UserError(
+                f"compare: {name} has {len(lines):,} lines but the reference has {len(references):,}; "
+                "all systems must translate the same test set"
+            )
     tokens = {name: [line.split() for line in tokenize(lines, target_lang)] for name, lines in systems.items()}
     reference_tokens = [line.split() for line in tokenize(references, target_lang)]
     counts = frequencies if frequencies is not None else Counter(word for line in reference_tokens for word in line)
@@ -74,7 +77,7 @@ def compare(
 
 
 def word_counts(text: Iterable[str], target_lang: str) -> Counter[str]:
-    """How often each token of a text comes."""
+    """Counts the tokens of a text."""
     counts: Counter[str] = Counter()
     text = iter(text)
     while chunk := list(itertools.islice(text, 1000)):
@@ -83,50 +86,54 @@ def word_counts(text: Iterable[str], target_lang: str) -> Counter[str]:
 
 
 def scores(systems: Mapping[str, Sequence[str]], references: Sequence[str], target_lang: str) -> dict[str, Any]:
-    """Metric -> signature, and for each system score, 95 % interval, p-values against the baseline and a verdict.
+    """Computes all metrics, and tests differences from the baseline.
 
-    Better or worse than the baseline where both p-values are below 0.05, else a tie.
+    The verdict on a system is "better" or "worse" if both p-values are below 0.05, and "tie" otherwise.
+
+    Returns:
+      metric -> {"signature", "systems": name -> score, 95 % interval, p-values and verdict}.
     """
-    found: dict[str, Any] = {name: {"signature": "", "systems": {}} for name in metrics(target_lang)}
+    by_metric: dict[str, Any] = {name: {"signature": "", "systems": {}} for name in metrics(target_lang)}
     for test, (label, _) in TESTS.items():
-        # A metric is a fresh one each time: it remembers the references that it was prepared for.
+        # Create new metrics for each test, because a metric caches its references.
         for metric, (signature, results) in paired_test(systems, references, metrics(target_lang), test).items():
-            found[metric]["signature"] = found[metric]["signature"] or signature
+            by_metric[metric]["signature"] = by_metric[metric]["signature"] or signature
             for name, result in results.items():
-                line = found[metric]["systems"].setdefault(name, {"score": float(result.score)})
+                row = by_metric[metric]["systems"].setdefault(name, {"score": float(result.score)})
                 if result.ci is not None:
-                    line["mean"], line["interval"] = float(result.mean or 0.0), float(result.ci)
+                    row["mean"], row["interval"] = float(result.mean or 0.0), float(result.ci)
                 if result.p_value is not None:
-                    line[label] = float(result.p_value)
-    for metric, table in found.items():
+                    row[label] = float(result.p_value)
+    for metric, table in by_metric.items():
         first = next(iter(table["systems"].values()))["score"]
-        for line in list(table["systems"].values())[1:]:
-            different = all(line[label] < SIGNIFICANT for label, _ in TESTS.values())
-            more = (line["score"] > first) != (metric == "ter")
-            line["verdict"] = ("better" if more else "worse") if different else "tie"
-    return found
+        for row in list(table["systems"].values())[1:]:
+            different = all(row[label] < SIGNIFICANT for label, _ in TESTS.values())
+            more = (row["score"] > first) != (metric == "ter")
+            row["verdict"] = ("better" if more else "worse") if different else "tie"
+    return by_metric
 
 
 def paired_test(
     systems: Mapping[str, Sequence[str]], references: Sequence[str], measures: Mapping[str, Metric], test: str
 ) -> dict[str, tuple[str, dict[str, Result]]]:
-    """One of `TESTS` of every system against the first, as the `sacrebleu` command makes it, its seed included.
+    """Runs one of `TESTS` for every system against the first.
 
-    But equal scores have p = 1: any sample shows a difference of at least 0, and sacreBLEU counts those that show more
-    than the one observed.
+    It gives the results of the `sacrebleu` command, with the same seed. Unlike sacreBLEU, it reports p = 1 for equal
+    scores. sacreBLEU counts the samples whose difference is larger than the observed one, which gives p < 1 even for a
+    difference of 0.
 
     Returns:
-      metric -> signature, and each system's result; the first system's has no p-value.
+      metric -> (signature, {system: result}); the result of the first system has no p-value.
     """
     named: list[tuple[str, Sequence[str]]] = [(name, list(lines)) for name, lines in systems.items()]
     signatures, results = PairedTest(named, measures, [list(references)], test, TESTS[test][1])()
-    found: dict[str, tuple[str, dict[str, Result]]] = {}
+    tests: dict[str, tuple[str, dict[str, Result]]] = {}
     for metric, (key, signature) in zip(measures, signatures.items(), strict=True):
         baseline, *others = (result for result in results[key] if isinstance(result, Result))
         for result in others:
             result.p_value = 1.0 if result.score == baseline.score else result.p_value
-        found[metric] = str(signature), dict(zip(systems, [baseline, *others], strict=True))
-    return found
+        tests[metric] = str(signature), dict(zip(systems, [baseline, *others], strict=True))
+    return tests
 
 
 def by_length(
@@ -135,12 +142,12 @@ def by_length(
     reference_tokens: Sequence[list[str]],
     target_lang: str,
 ) -> list[dict[str, Any]]:
-    """BLEU of the sentences whose references have so many tokens."""
+    """Computes BLEU of each system by length of the reference."""
     metric = sacrebleu_metric(target_lang)
     bucket = [sum(len(line) > most for most in LENGTHS) for line in reference_tokens]
     table = []
     for index, label in enumerate(ranges(LENGTHS)):
-        chosen = [line for line, found in enumerate(bucket) if found == index]
+        chosen = [line for line, bucket_index in enumerate(bucket) if bucket_index == index]
         if chosen:
             parts = {name: [lines[line] for line in chosen] for name, lines in systems.items()}
             target = [[references[line] for line in chosen]]
@@ -152,29 +159,42 @@ def by_length(
 def by_frequency(
     tokens: Mapping[str, Sequence[list[str]]], reference_tokens: Sequence[list[str]], counts: Mapping[str, int]
 ) -> list[dict[str, Any]]:
-    """F1 in percent of the tokens that come so often: those that hypothesis and reference of a sentence share."""
+    """Computes the F1 score, in percent, of tokens by their frequency.
+
+    Precision and recall count the tokens that a hypothesis has in common with its reference.
+    """
 
     def bucket(word: str) -> int:
         return sum(counts.get(word, 0) > most for most in FREQUENCIES)
 
-    wanted = Counter(bucket(word) for line in reference_tokens for word in line)
+    reference_counts = Counter(bucket(word) for line in reference_tokens for word in line)
     f1: dict[str, dict[int, float]] = {}
     for name, lines in tokens.items():
-        said = Counter(bucket(word) for line in lines for word in line)
-        both: Counter[int] = Counter()
+        hypothesis_counts = Counter(bucket(word) for line in lines for word in line)
+        matches: Counter[int] = Counter()
         for line, reference in zip(lines, reference_tokens, strict=True):
             for word, count in (Counter(line) & Counter(reference)).items():
-                both[bucket(word)] += count
-        f1[name] = {index: 200 * both[index] / (said[index] + wanted[index]) for index in wanted}
+                matches[bucket(word)] += count
+        f1[name] = {
+            index: 200 * matches[index] / (hypothesis_counts[index] + reference_counts[index])
+            for index in reference_counts
+        }
     return [
-        {"times": label, "tokens": wanted[index], "f1": {name: found[index] for name, found in f1.items()}}
+        {
+            "times": label,
+            "tokens": reference_counts[index],
+            "f1": {name: by_bucket[index] for name, by_bucket in f1.items()},
+        }
         for index, label in enumerate(ranges(FREQUENCIES))
-        if wanted[index]
+        if reference_counts[index]
     ]
 
 
 def ranges(bounds: Sequence[int]) -> list[str]:
-    """Labels of the ranges that end at these numbers, and of what lies beyond: "0", "1-10", "11-20", "21+"."""
+    """Returns labels of the ranges with these upper bounds.
+
+    For example "0", "1-10", "11-20" and, beyond the last bound, "21+".
+    """
     lows = [0 if bounds[0] == 0 else 1, *(bound + 1 for bound in bounds)]
     labels = [f"{low}" if low == high else f"{low}-{high}" for low, high in zip(lows, bounds, strict=False)]
     return [*labels, f"{lows[-1]}+"]
@@ -183,7 +203,10 @@ def ranges(bounds: Sequence[int]) -> list[str]:
 def sentences(
     systems: Mapping[str, Sequence[str]], references: Sequence[str], sources: Sequence[str] | None
 ) -> list[dict[str, Any]]:
-    """Where the systems differ most from the baseline, by sentence chrF: better first, then worse."""
+    """Returns the sentences that differ most from the baseline in chrF.
+
+    For each system, better sentences come first, then worse ones.
+    """
     metric = CHRF()
     baseline, *others = systems
     by_system = {
@@ -211,12 +234,12 @@ def sentences(
     return shown
 
 
-def format_table(found: Mapping[str, Any]) -> str:
-    """For people."""
-    names = list(next(iter(found["scores"].values()))["systems"])
+def format_table(comparison: Mapping[str, Any]) -> str:
+    """Formats the result of `compare` as text tables."""
+    names = list(next(iter(comparison["scores"].values()))["systems"])
     width = max(map(len, names))
-    lines = [f"{found['lines']:,} lines, scored as {found['target_lang']}, baseline {found['baseline']}"]
-    for metric, table in found["scores"].items():
+    lines = [f"{comparison['lines']:,} lines, scored as {comparison['target_lang']}, baseline {comparison['baseline']}"]
+    for metric, table in comparison["scores"].items():
         lines += ["", f"{metric}  {table['signature']}"]
         for name, row in table["systems"].items():
             low, high = row["mean"] - row["interval"], row["mean"] + row["interval"]
@@ -226,26 +249,26 @@ def format_table(found: Mapping[str, Any]) -> str:
                 text += f"  {row['verdict']}"
             lines.append(text)
     tables = (
-        ("bleu by tokens of the reference", "by_length", "tokens", "lines", "bleu"),
-        (f"F1 of words by times in the {found['frequencies_of']}", "by_frequency", "times", "tokens", "f1"),
+        ("bleu by length of the reference in tokens", "by_length", "tokens", "lines", "bleu"),
+        (f"F1 of words by frequency in the {comparison['frequencies_of']}", "by_frequency", "times", "tokens", "f1"),
     )  # fmt: skip
     for title, key, label, count, value in tables:
         lines += ["", title]
-        for row in found[key]:
+        for row in comparison[key]:
             cells = "  ".join(f"{name} {row[value][name]:6.2f}" for name in names)
             lines.append(f"  {row[label]:>8}  {row[count]:>8,} {count:<6}  {cells}")
     return "\n".join(lines)
 
 
-def write(found: Mapping[str, Any], folder: Path) -> tuple[Path, Path]:
-    """Writes compare.json and compare.html."""
+def write(comparison: Mapping[str, Any], folder: Path) -> tuple[Path, Path]:
+    """Writes the result of `compare` to compare.json and compare.html."""
     import jinja2
 
     folder.mkdir(parents=True, exist_ok=True)
     page = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string(PAGE)
     paths = folder / "compare.json", folder / "compare.html"
-    paths[0].write_text(json.dumps(found, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-    paths[1].write_text(page.render(found), encoding="utf-8")
+    paths[0].write_text(json.dumps(comparison, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    paths[1].write_text(page.render(comparison), encoding="utf-8")
     return paths
 
 
@@ -261,8 +284,8 @@ PAGE = """<!doctype html>
   .better { color: #06710b; } .worse { color: #a40000; } small { color: #666; }
 </style>
 <h1>Comparison with {{ baseline }}</h1>
-<p>{{ "{:,}".format(lines) }} lines, scored as {{ target_lang }}. Intervals hold 95 % of 1,000 bootstrap samples; a
-system is called better or worse where bootstrap and approximate randomisation both say p &lt; 0.05.</p>
+<p>{{ "{:,}".format(lines) }} lines, scored as {{ target_lang }}. Intervals contain 95 % of 1,000 bootstrap samples. A
+system is better or worse if both bootstrap and approximate randomisation give p &lt; 0.05, and otherwise a tie.</p>
 {% for metric, table in scores.items() %}
 <h2>{{ metric }}</h2>
 <small>{{ table.signature }}</small>
@@ -280,7 +303,7 @@ system is called better or worse where bootstrap and approximate randomisation b
 {% endfor %}
 </table>
 {% endfor %}
-<h2>BLEU by tokens of the reference</h2>
+<h2>BLEU by length of the reference in tokens</h2>
 <table>
 <tr><th>tokens<th>lines{% for name in scores.bleu.systems %}<th>{{ name }}{% endfor %}
 {% for row in by_length %}
@@ -288,7 +311,7 @@ system is called better or worse where bootstrap and approximate randomisation b
 {% for value in row.bleu.values() %}<td class="n">{{ "%.2f" % value }}{% endfor %}
 {% endfor %}
 </table>
-<h2>F1 of words by how often they come in the {{ frequencies_of }}</h2>
+<h2>F1 of words by frequency in the {{ frequencies_of }}</h2>
 <table>
 <tr><th>times<th>tokens{% for name in scores.bleu.systems %}<th>{{ name }}{% endfor %}
 {% for row in by_frequency %}

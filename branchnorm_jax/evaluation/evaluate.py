@@ -1,4 +1,4 @@
-"""Hypotheses and scores of whole splits, written beside each other."""
+"""Scoring of whole splits, and the files of hypotheses and scores."""
 
 import contextlib
 import json
@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from branchnorm_jax.evaluation.bleu import Measure, Score, scores
-from branchnorm_jax.workdir import write_atomically
+from branchnorm_jax.files import write_atomically
 
 
 def score_split(
@@ -17,24 +17,31 @@ def score_split(
     target_lang: str,
     more: Sequence[Measure] = (),
 ) -> list[Score]:
-    """Writes <split>.source, .reference and .hypothesis into `directory`, line by line parallel; returns the scores.
+    """Scores a split and writes its texts to `directory`.
 
-    `texts` are these three; `more` measures come after `bleu.scores`.
+    The files are <split>.source, <split>.reference and <split>.hypothesis.
+
+    Args:
+      directory: folder of the files; created if necessary.
+      split: name of the split.
+      texts: the lines of "source", "reference" and "hypothesis", which are parallel.
+      target_lang: language tag; see `bleu.scores`.
+      more: additional measures, whose scores are appended to those of `bleu.scores`.
     """
     directory.mkdir(parents=True, exist_ok=True)
     for name, lines in texts.items():
         (directory / f"{split}.{name}").write_text("".join(line + "\n" for line in lines), encoding="utf-8")
     sources, hypotheses, references = (texts[name] for name in ("source", "hypothesis", "reference"))
-    found = scores(hypotheses, references, target_lang)
-    return found + [score for measure in more for score in measure(sources, hypotheses, references)]
+    results = scores(hypotheses, references, target_lang)
+    return results + [score for measure in more for score in measure(sources, hypotheses, references)]
 
 
 def write_results(path: Path, results: dict[str, list[Score]], directory: Path, extra: dict[str, Any]) -> None:
-    """Writes results.json: {split: {metric: {score, signature, hypotheses}}}, and what was decoded how under "run".
+    """Writes results.json.
 
-    A mean over splits is of no file of hypotheses.
-
-    Splits that were scored before stay, if they were decoded from the same checkpoint in the same way.
+    It contains {split: {metric: {score, signature, hypotheses}}}, and `extra` under "run". Splits that are already in
+    the file are kept if their "run" (checkpoint and decoding options) is the same. "hypotheses" is missing for a mean
+    over splits, which has no file of its own.
     """
     table: dict[str, Any] = {}
     with contextlib.suppress(OSError, ValueError, AttributeError, KeyError):
@@ -47,17 +54,19 @@ def write_results(path: Path, results: dict[str, list[Score]], directory: Path, 
                 "signature": score.signature,
             }
             | ({"hypotheses": str(text.relative_to(path.parent))} if text.exists() else {})
-            for score in found
+            for score in split_scores
         }
-        for split, found in results.items()
+        for split, split_scores in results.items()
         for text in [directory / f"{split}.hypothesis"]
     }
     write_atomically(path, json.dumps(table | {"run": extra}, indent=2, ensure_ascii=False) + "\n")
 
 
 def format_table(results: dict[str, list[Score]]) -> str:
-    """One line per split and metric, for people."""
-    rows = [(split, s.name, f"{s.score:.2f}", s.signature) for split, found in results.items() for s in found]
+    """Formats scores as a text table with one line per split and metric."""
+    rows = [
+        (split, s.name, f"{s.score:.2f}", s.signature) for split, split_scores in results.items() for s in split_scores
+    ]
     widths = [max(len(row[column]) for row in rows) for column in range(3)]
     return "\n".join(
         f"{split:<{widths[0]}}  {name:<{widths[1]}}  {score:>{widths[2]}}  {signature}"

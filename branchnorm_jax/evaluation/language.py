@@ -1,4 +1,4 @@
-"""Did a model of several languages answer in the one that it was asked for?"""
+"""Language accuracy: how often a multilingual model translates to the requested language."""
 
 import importlib.metadata
 import re
@@ -8,14 +8,15 @@ from branchnorm_jax.evaluation.bleu import Measure, Score
 
 
 def right_language(target_lang: str, languages: Iterable[str]) -> Measure:
-    """The share of translations in the language asked for, in percent; none if the identifier does not know that one.
+    """Returns a measure of the translations in the requested language, in percent.
 
-    An empty translation is in no language.
+    An empty translation counts as wrong. The measure returns no score if the language identifier (py3langid) does not
+    know the requested language.
 
     Args:
-      target_lang: the language asked for.
-      languages: those that the model might have taken instead; the identifier chooses among those of them that it
-        knows, which the signature names.
+      target_lang: the requested language.
+      languages: the other languages of the model. The identifier chooses among `target_lang` and those of them that it
+        knows; the signature lists these.
     """
     import py3langid
 

@@ -1,4 +1,4 @@
-"""CTranslate2: a folder that `ctranslate2.Translator` loads, with its SentencePiece models beside the weights."""
+"""Export to CTranslate2: a folder that `ctranslate2.Translator` loads."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,7 +15,7 @@ SPECIAL = {"unk_token": "<unk>", "bos_token": "</s>", "eos_token": "</s>", "deco
 
 
 def imported() -> Any:
-    """The engine. Raises `UserError` if it is not installed."""
+    """Returns the ctranslate2 package. Raises `UserError` if it is not installed."""
     try:
         import ctranslate2
     except ImportError as error:
@@ -26,15 +26,15 @@ def imported() -> Any:
 def write(
     plain: Plain, config: ModelConfig, vocabularies: Sequence[list[str]], folder: Path, longest: int, quantization: str
 ) -> None:
-    """Writes model.bin, config.json and the vocabularies.
+    """Writes model.bin, config.json and the vocabularies to `folder`.
 
     Args:
       plain: the folded model.
-      config: its options.
-      vocabularies: pieces of source and target.
-      folder: must exist.
-      longest: positions that the model has room for.
-      quantization: as CTranslate2 names it (int8, float16 ...); empty: float32.
+      config: options of the model.
+      vocabularies: pieces of the source and the target vocabulary.
+      folder: existing folder.
+      longest: maximum sequence length of the exported model.
+      quantization: CTranslate2's name of the type of the weights (int8, float16, ...); "" for float32.
     """
     imported()
     from ctranslate2.specs import common_spec, transformer_spec
@@ -49,7 +49,7 @@ def write(
     for side, stack, part in (("source", "encoder", spec.encoder), ("target", "decoder", spec.decoder)):
         scale = plain.embedding_scale[stack].astype(np.float32)
         embedding = part.embeddings[0] if stack == "encoder" else part.embeddings
-        # One factor goes into the engine's own; a vector needs a table of its own.
+        # CTranslate2 supports only a scalar embedding scale; a vector is multiplied into the table.
         same = bool((scale == scale[0]).all())
         embedding.weight = plain.tables[side] if same else plain.tables[side] * scale
         part.scale_embeddings = root * float(scale[0]) if same else root
@@ -71,23 +71,23 @@ def write(
     spec.config.layer_norm_epsilon = 1e-5
     spec.validate()
     _tie(spec)
-    # What `spec.optimize` does beside: it compares every pair of arrays, minutes at 1000 layers.
+    # Not `spec.optimize`: it also compares every pair of arrays, which takes minutes for 1000 layers.
     spec._quantize(quantization or "float32")
     spec.save(str(folder))
 
 
 def _tie(spec: Any) -> None:
-    """Equal embedding tables are stored once, under the name that comes first."""
+    """Makes equal embedding tables share one array, so that they are stored only once."""
     named = {
         "decoder/embeddings/weight": spec.decoder.embeddings,
         "decoder/projection/weight": spec.decoder.projection,
         "encoder/embeddings_0/weight": spec.encoder.embeddings[0],
     }
-    kept: dict[str, Any] = {}
+    unique: dict[str, Any] = {}
     for name, part in named.items():
-        equal = next((other for other, weight in kept.items() if weight.equal(part.weight)), None)
+        equal = next((other for other, weight in unique.items() if weight.equal(part.weight)), None)
         if equal is None:
-            kept[name] = part.weight
+            unique[name] = part.weight
         else:
             part.weight = equal
 
@@ -106,7 +106,7 @@ def _sublayer(layer: Any, name: str, stack: dict[str, Any], index: int) -> None:
 
 
 def _linear(spec: Any, matrices: dict[str, Any], group: list[str], index: int) -> None:
-    """Matrices side by side, [d_out, d_in]."""
+    """Sets a linear layer to the concatenated matrices of a group, [d_out, d_in]."""
     spec.weight = np.ascontiguousarray(np.concatenate([matrices[m]["kernel"][index].T for m in group]))
     spec.bias = np.concatenate([matrices[m]["bias"][index] for m in group])
 
@@ -116,9 +116,13 @@ def _norm(spec: Any, leaves: dict[str, np.ndarray]) -> None:
 
 
 def search_settings(config: DecodeConfig, longest: int) -> dict[str, Any]:
-    """Arguments of `Translator.translate_batch` for the search of a config; `longest` as in `write`.
+    """Returns the arguments of `Translator.translate_batch` for decoding options.
 
-    Its limit is one number: a translation may be as long as that of the longest source.
+    CTranslate2 has a single length limit for all sentences, which is set to that of the longest source.
+
+    Args:
+      config: decoding options.
+      longest: maximum sequence length, as in `write`.
     """
     return {
         "beam_size": config.beam_size,
@@ -132,8 +136,11 @@ def search_settings(config: DecodeConfig, longest: int) -> dict[str, Any]:
 
 
 def log_probs(folder: Path, sources: Sequence[list[str]], targets: Sequence[list[str]]) -> list[np.ndarray]:
-    """Natural log-probability of each target token, the EOS at its end included; the pieces come without one."""
+    """Returns the natural log-probabilities of the target tokens, final EOS included.
+
+    `sources` and `targets` are pieces without EOS.
+    """
     ctranslate2 = imported()
     translator = ctranslate2.Translator(str(folder), device="cpu", compute_type="default")
-    found = translator.score_batch(list(sources), list(targets), max_input_length=0, max_batch_size=32)
-    return [np.array(result.log_probs) for result in found]
+    results = translator.score_batch(list(sources), list(targets), max_input_length=0, max_batch_size=32)
+    return [np.array(result.log_probs) for result in results]

@@ -1,9 +1,9 @@
-"""Folding: a trained model of a method as a plain Transformer, whose sub-layers are LN(x + F(x)) or x + F(LN(x)).
+"""Folding: converts a trained model to a plain Transformer with sub-layers LN(x + F(x)) or x + F(LN(x)).
 
-Factors of the branch go into the last matrix of F, so b costs nothing. A factor of the skip connection goes into the
-stream: with x~ = a x, LN(a x + F(x)) is LN(x~ + F(x~ / a)), so the norm that feeds the sub-layer is multiplied by a and
-the matrices that read its output are divided by it. That leaves the norm's epsilon as it was, where dividing the branch
-instead, LN(x + F(x) / a), would make it epsilon / a^2.
+For a sub-layer LN(a x + b F(x)), the branch factor b is multiplied into the last matrix of F. The skip factor a is
+moved into the residual stream: with x~ = a x, LN(a x + F(x)) = LN(x~ + F(x~ / a)). The norm that produces x is
+multiplied by a, and the matrices that read x are divided by a. This keeps the epsilon of the norm. Dividing the branch
+instead, LN(x + F(x) / a), would change it to epsilon / a^2.
 """
 
 from typing import Any, NamedTuple
@@ -11,31 +11,31 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from branchnorm_jax.model.coefficients import Alpha, sublayer_factors
 from branchnorm_jax.model.embedding import fix_norm
-from branchnorm_jax.model.parameters import STACKS, by_layer
-from branchnorm_jax.model.recipe import ONE, Recipe, Weight
-from branchnorm_jax.model.transformer import BranchScale, Transformer
+from branchnorm_jax.model.recipe import STACKS, Weight
+from branchnorm_jax.model.transformer import Transformer
 
 SUBLAYERS = {"encoder": ("self", "ffn"), "decoder": ("self", "cross", "ffn")}
 LAST_MATRIX = {"self": "o", "cross": "o", "ffn": "fc2"}
 READERS = {"self": ("q", "k", "v"), "cross": ("q",), "ffn": ("fc1",)}
-"""Matrices of a sub-layer that read the stream; keys and values of cross-attention read the encoder."""
+"""Matrices of each sub-layer that read the residual stream; cross-attention's "k" and "v" read the encoder output."""
 
 UNUSED_BIAS = -1e9
-"""Added to the logits of words that get no probability."""
+"""Logit bias of unused tokens, which makes their probability 0."""
 
 
 class Plain(NamedTuple):
-    """A plain Transformer, NumPy arrays in float32; matrices are [d_in, d_out].
+    """The parameters of a plain Transformer as float32 NumPy arrays; matrices are [d_in, d_out].
 
     Attributes:
-      pre_norm: x + F(LN(x)), and a norm at the end of each stack; otherwise LN(x + F(x)).
-      layers: by stack, sub-layer ("self", "cross", "ffn"), matrix ("q", ... "fc2") and leaf, [L, ...]; the norms are
-        "self_norm", "cross_norm", "ffn_norm" with "scale" and "bias".
-      final: by stack, the norm at its end; empty for Post-LN.
-      tables: word embeddings "source", "target" and "output", [V, D]; those that are tied are the same array.
-      embedding_scale: by stack, what sqrt(D) E[token] + position is multiplied by, [D].
-      bias: of the logits, [V].
+      pre_norm: True for x + F(LN(x)) with a final norm per stack, False for LN(x + F(x)).
+      layers: stack -> sub-layer ("self", "cross", "ffn") -> matrix ("q", ..., "fc2") -> leaf, [L, ...]. The norms are
+        "self_norm", "cross_norm" and "ffn_norm", with the leaves "scale" and "bias".
+      final: stack -> final norm; empty for Post-LN.
+      tables: embedding tables "source", "target" and "output", [V, D]; tied tables are the same array.
+      embedding_scale: stack -> factor of sqrt(D) E[token] + position, [D].
+      bias: bias of the logits, [V].
     """
 
     pre_norm: bool
@@ -47,7 +47,7 @@ class Plain(NamedTuple):
 
 
 def obstacle(model: Transformer) -> str:
-    """Why a model is no plain Transformer, or ""."""
+    """Returns the reason why a model cannot be folded, or "" if it can."""
     r, c = model.recipe, model.config
     obstacles = {
         "its layers pass on more than one stream": r.stream != "plain",
@@ -59,7 +59,7 @@ def obstacle(model: Transformer) -> str:
         "a norm follows its embeddings": r.embedding_norm,
         "it has no norms": not r.pre and not r.post,
         "it has norms on both sides of a sub-layer": r.pre and r.post,
-        "its sub-layers' inputs are scaled": r.pre_scale is not ONE,
+        "its sub-layers' inputs are scaled": r.pre_scale is not None,
         "its skip connections have factors, and it is Pre-LN": r.pre and r.skip != Weight(),
         "a stack of Post-LN ends with a norm": r.post and r.final != "",
         f"its norms are {c.norm}": c.norm != "layer_norm",
@@ -68,8 +68,11 @@ def obstacle(model: Transformer) -> str:
     return next((reason for reason, holds in obstacles.items() if holds), "")
 
 
-def fold(model: Transformer, params: Any, branch_scale: BranchScale) -> Plain:
-    """The plain Transformer that computes what `model` does, for one whose `obstacle` is ""."""
+def fold(model: Transformer, params: Any, alpha: Alpha) -> Plain:
+    """Returns the plain Transformer equivalent to `model`.
+
+    `obstacle(model)` must be "".
+    """
     recipe, c = model.recipe, model.config
     tables = dict(jax.tree.map(np.array, params["embedding"]))
     bias = np.array(tables.pop("bias", np.zeros(model.target_vocab, np.float32)))
@@ -81,7 +84,8 @@ def fold(model: Transformer, params: Any, branch_scale: BranchScale) -> Plain:
     layers, scales = {}, {}
     for stack in STACKS:
         tree = jax.tree.map(lambda leaf: np.array(leaf, np.float64), params[stack])
-        factors = {name: _factors(model, tree, stack, name, branch_scale) for name in SUBLAYERS[stack]}
+        factors_of = sublayer_factors(recipe, model.depth, stack, alpha, tree)
+        factors = {name: factors_of(name) for name in SUBLAYERS[stack]}
         plain = {name: tree[name] for name in SUBLAYERS[stack]}
         plain |= {f"{name}_norm": tree[f"{name}_{kind}_norm"] for name in SUBLAYERS[stack]}
         scales[stack] = _fold_stack(plain, factors, SUBLAYERS[stack], c.width)
@@ -96,31 +100,10 @@ def fold(model: Transformer, params: Any, branch_scale: BranchScale) -> Plain:
     )
 
 
-def _factors(
-    model: Transformer, tree: Any, stack: str, sublayer: str, branch_scale: BranchScale
-) -> tuple[np.ndarray, np.ndarray]:
-    """a and b of a sub-layer in every layer of a stack, [L, 1] or [L, D]."""
-
-    def factor(weight: Weight, which: str) -> np.ndarray:
-        layers = getattr(model.depth, stack)
-        if sublayer not in weight.on:
-            return np.ones((layers, 1))
-        if weight.learned:
-            return tree[which if weight.learned == "layer" else f"{sublayer}_{which}"].reshape(layers, -1)
-        start = by_layer(weight.start, model.depth, stack)
-        if weight.end is not None:
-            alpha = branch_scale[stack] if isinstance(branch_scale, dict) else branch_scale
-            start = start + (by_layer(weight.end, model.depth, stack) - start) * np.asarray(alpha, np.float64)
-        return start.reshape(layers, 1)
-
-    recipe: Recipe = model.recipe
-    return factor(recipe.skip, "skip"), factor(recipe.branch, "branch")
-
-
 def _fold_stack(
     plain: dict[str, Any], factors: dict[str, tuple[np.ndarray, np.ndarray]], sublayers: tuple[str, ...], width: int
 ) -> np.ndarray:
-    """Folds a stack in place; returns the factor of its embeddings, [D]."""
+    """Folds a stack in place; returns the scale of its embeddings, [D]."""
     first = np.ones(width)
     for place, name in enumerate(sublayers):
         a, b = factors[name]
@@ -129,7 +112,7 @@ def _fold_stack(
         last["bias"] *= b
         for matrix in READERS[name]:
             plain[name][matrix]["kernel"] /= a[:, :, None]
-        # The first sub-layer of a layer is fed by the last one of the layer below, that of the lowest by the embedding.
+        # The input of a layer's first sub-layer is the output of the layer below, or the embedding for the first layer.
         norm, fed = (plain[f"{sublayers[place - 1]}_norm"], a) if place else (plain[f"{sublayers[-1]}_norm"], a[1:])
         for leaf in norm.values():
             leaf[: len(fed)] *= fed
@@ -139,15 +122,18 @@ def _fold_stack(
 
 
 def without_embedding_scale(plain: Plain) -> Plain:
-    """The same for an engine that cannot scale its embeddings: the first branch of each stack is divided instead.
+    """Removes the embedding scale by dividing the first branch of each stack instead.
 
-    Its norm's epsilon then counts for epsilon / a^2. Raises `ValueError` if the factor is not one number.
+    For engines that cannot scale embeddings. The epsilon of the first norm then acts like epsilon / a^2.
+
+    Raises:
+      ValueError: if the scale is not a single number.
     """
     layers = dict(plain.layers)
     for stack, scale in plain.embedding_scale.items():
         a = scale[0]
         if (scale != a).any():
-            raise ValueError("each feature of the first skip connection has a factor of its own")
+            raise ValueError("the first skip connection has a different factor per feature")
         first = jax.tree.map(np.copy, layers[stack]["self"])
         for matrix in READERS["self"]:
             first[matrix]["kernel"][0] *= a

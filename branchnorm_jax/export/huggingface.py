@@ -1,4 +1,4 @@
-"""Hugging Face: a folder that `MarianMTModel` and `MarianTokenizer` load."""
+"""Export to Hugging Face: a folder that `MarianMTModel` and `MarianTokenizer` load."""
 
 import json
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ OUT = {"q": "q_proj", "k": "k_proj", "v": "v_proj", "o": "out_proj"}
 
 
 def obstacle(plain: Plain, config: ModelConfig) -> str:
-    """Why a plain Transformer is none that Hugging Face's Marian can be, or ""."""
+    """Returns the reason why a model cannot be exported to Marian, or "" if it can."""
     first = plain.embedding_scale.values()
     obstacles = {
         "Marian is Post-LN only": plain.pre_norm,
@@ -36,16 +36,18 @@ def write(
     folder: Path,
     longest: int,
 ) -> None:
-    """Writes model.safetensors, config.json, generation_config.json and the tokenizer's JSON files.
+    """Writes the weights, the configs and the JSON files of the tokenizer.
+
+    The weights go to model.safetensors, the configs to config.json and generation_config.json.
 
     Args:
       plain: the folded model.
-      config: its options.
-      decode: how it is searched.
-      vocabularies: pieces of source and target.
-      languages: source and target.
-      folder: must exist, with source.spm and target.spm.
-      longest: positions that the model has room for.
+      config: options of the model.
+      decode: decoding options.
+      vocabularies: pieces of the source and the target vocabulary.
+      languages: source and target language.
+      folder: existing folder that contains source.spm and target.spm.
+      longest: maximum sequence length of the exported model.
     """
     try:
         from safetensors.numpy import save_file
@@ -111,7 +113,7 @@ def write(
             "length_penalty": decode.length_penalty,
             "early_stopping": True,
             "max_length": longest,
-            "min_new_tokens": decode.min_length,  # min_length would count the token that decoding starts with
+            "min_new_tokens": decode.min_length,  # "min_length" would include the decoder start token
             "num_return_sequences": decode.nbest,
             "no_repeat_ngram_size": decode.no_repeat_ngram,
             "bad_words_ids": [[PAD]],
@@ -140,18 +142,21 @@ def _json(path: Path, content: dict[str, Any]) -> None:
 
 
 def log_probs(folder: Path, sources: Sequence[list[int]], targets: Sequence[list[int]]) -> list[np.ndarray]:
-    """Natural log-probability of each target token; token ids, EOS at the end of both sides."""
+    """Returns the natural log-probabilities of the target tokens.
+
+    `sources` and `targets` are token ids with EOS.
+    """
     try:
         import torch
         from transformers import MarianMTModel
     except ImportError as error:
         raise UserError(f"export: {error}; run `pip install torch transformers`") from error
     model = MarianMTModel.from_pretrained(folder, dtype=torch.float32).eval()
-    found = []
+    results = []
     with torch.no_grad():
         for source, target in zip(sources, targets, strict=True):
             inputs = torch.tensor([[EOS, *target[:-1]]])
             logits = model(input_ids=torch.tensor([source]), decoder_input_ids=inputs).logits
             picked = logits.log_softmax(-1)[0].gather(1, torch.tensor(target)[:, None])
-            found.append(picked[:, 0].numpy())
-    return found
+            results.append(picked[:, 0].numpy())
+    return results

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 
 from branchnorm_jax.model.parameters import Params
 from branchnorm_jax.model.places import Places, decoder_inputs, source_places, target_places
+from branchnorm_jax.model.taps import Taps
 from branchnorm_jax.model.transformer import Transformer
 
 
@@ -32,7 +33,7 @@ def profile(model: Transformer, params: Params, source_BS: jax.Array, target_BT:
     source, inputs_BT = source_places(source_BS), decoder_inputs(target_BT)
 
     def spreads(stack: str, tokens: jax.Array, places: Places, memory: Any = None) -> tuple[jax.Array, Any]:
-        return model.run_tokens(params, stack, tokens, places, memory, jnp.ones(()), key, sown="profile")
+        return model.run_tokens(params, stack, tokens, places, memory, jnp.ones(()), key, Taps(record="profile"))
 
     memory_BSD, encoder = spreads("encoder", source_BS, source)
     _, decoder = spreads("decoder", inputs_BT, target_places(inputs_BT), (memory_BSD, source))

@@ -10,24 +10,18 @@ from jax.ad_checkpoint import checkpoint_name
 
 from branchnorm_jax.model.attention import Attention, KeysValues
 from branchnorm_jax.model.cache import Cache
+from branchnorm_jax.model.coefficients import Coefficients, learned_name
 from branchnorm_jax.model.dropout import Site, dropout, site_key
 from branchnorm_jax.model.feedforward import FeedForward
 from branchnorm_jax.model.norms import Norm
-from branchnorm_jax.model.recipe import ONE, Recipe, Weight
+from branchnorm_jax.model.recipe import Recipe, Weight
 from branchnorm_jax.options import ModelConfig
 
 
 class LayerInput(NamedTuple):
     """What differs between the layers of one stack; the stack scans over the leading axis L."""
 
-    skip: jax.Array
-    """a where it is not learned: float32 [] (in the stack [L])."""
-    branch: jax.Array
-    """b where it is not learned: float32 [] (in the stack [L])."""
-    pre_scale: jax.Array
-    """c: float32 [] (in the stack [L])."""
-    post: jax.Array
-    """Whether this is a Post-norm layer, where the recipe mixes: bool [] (in the stack [L])."""
+    coefficients: Coefficients
     key: jax.Array | None = None
     """Dropout key [] (in the stack [L]); None switches dropout off."""
     probe: jax.Array | None = None
@@ -105,9 +99,9 @@ class Block(nn.Module):
             z = self._norm(f"{name}_pre_norm", x) if recipe.pre else stream.x
         else:
             norm = Norm(self.config.norm, name=f"{name}_norm")
-            z = jnp.where(layer.post, x, norm(x))
-        if recipe.pre_scale is not ONE:
-            z = z * layer.pre_scale
+            z = jnp.where(layer.coefficients.post, x, norm(x))
+        if recipe.pre_scale is not None:
+            z = z * layer.coefficients.pre_scale
         if recipe.shifts:
             z = z - self.param(f"{name}_shift", nn.initializers.zeros, ())
         if self.asleep and name in recipe.branch.on:
@@ -116,13 +110,14 @@ class Block(nn.Module):
             h = checkpoint_name(branch(z), "branch")
             h = self._norm(f"{name}_branch_norm", h) if name in recipe.branch_norm else h
             h = dropout(h.astype(x.dtype), self.config.dropout, site_key(layer.key, site))
-        a = self._weight("skip", name, layer.skip) if stream.spread is None else stream.spread
-        h = self._weight("branch", name, layer.branch) * h
+        a = self._weight("skip", name, layer.coefficients.skip) if stream.spread is None else stream.spread
+        h = self._weight("branch", name, layer.coefficients.branch) * h
         y = a * x + h if bottom is None else a * x + h + bottom
         if recipe.post_layers is not None:
-            y = jnp.where(layer.post, norm(y), y)
+            y = jnp.where(layer.coefficients.post, norm(y), y)
         elif recipe.post:
-            y = self._norm(f"{name}_post_norm", y)
+            normed = self._norm(f"{name}_post_norm", y)
+            y = normed if recipe.post_first is None or name != "self" else jnp.where(layer.coefficients.post, normed, y)
         if self.is_mutable_collection("watch"):
             self.sow("watch", "branch", mean_square(h))
             self.sow("watch", "skip", mean_square(a * x))
@@ -141,9 +136,9 @@ class Block(nn.Module):
         weight: Weight = getattr(self.recipe, which)
         if sublayer not in weight.on:
             return jnp.ones(())
-        if not weight.learned:
+        name = learned_name(weight, which, sublayer)
+        if not name:
             return constant
-        name = which if weight.learned == "layer" else f"{sublayer}_{which}"
         if self.has_variable("params", name):  # One of a whole layer is asked for by each of its sub-layers.
             return self.get_variable("params", name)
         return self.param(name, nn.initializers.ones, (self.config.width,) if weight.learned == "vector" else ())
@@ -243,17 +238,18 @@ def mean_square(x: jax.Array) -> jax.Array:
     return jnp.square(x.astype(jnp.float32)).mean((1, 2))
 
 
-def watched(before: jax.Array, after: jax.Array, sown: Mapping[str, Any]) -> dict[str, jax.Array]:
-    """What a layer shows of itself, row by row: see `training/watch.py`.
+def watched(before: jax.Array, after: jax.Array, mask: jax.Array, sown: Mapping[str, Any]) -> dict[str, jax.Array]:
+    """Statistics of one layer, row by row: see `training/watch.py`.
 
     Args:
       before: its input, [B, T, D].
       after: its output.
+      mask: its self-attention's mask, [B, T, T].
       sown: what its parts sowed in "watch".
 
     Returns:
-      branch, skip: mean squares of b F and a x, [sub-layers, B]; cosine of input and output and sparsity of the hidden
-      feed-forward units (0 where none were computed), [B].
+      branch, skip: mean squares of b F and a x, [sub-layers, B]; cosine of input and output, sparsity of the hidden
+      feed-forward units (0 where none were computed), similarity and pairs of `similarity`, [B].
     """
     x, y = before.astype(jnp.float32), after.astype(jnp.float32)
     squares = jnp.square(x).sum(-1) * jnp.square(y).sum(-1)
@@ -262,4 +258,18 @@ def watched(before: jax.Array, after: jax.Array, sown: Mapping[str, Any]) -> dic
         "skip": jnp.stack(sown["skip"]),
         "cosine": ((x * y).sum(-1) * jax.lax.rsqrt(squares + 1e-20)).mean(1),
         "sparsity": sown["ffn"]["sparsity"][0] if "ffn" in sown else jnp.zeros(len(x)),
+        **similarity(y, mask),
     }
+
+
+def similarity(x: jax.Array, mask: jax.Array) -> dict[str, jax.Array]:
+    """Sum of the cosines of all pairs of different tokens that share a sentence, and the number of pairs: [B] each.
+
+    `mask` [B, T, T] is True where a token and another one of its sentence meet, once (causal) or twice; on the diagonal
+    at real tokens.
+    """
+    unit = x * jax.lax.rsqrt(jnp.square(x).sum(-1, keepdims=True) + 1e-20)
+    real = jnp.diagonal(mask, axis1=1, axis2=2)
+    pairs = (mask & real[:, :, None]).astype(unit.dtype)
+    cosines = (unit * jnp.einsum("bts,bsd->btd", pairs, unit)).sum((1, 2))
+    return {"similarity": cosines - real.sum(1), "pairs": pairs.sum((1, 2)) - real.sum(1)}

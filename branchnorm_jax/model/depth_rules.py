@@ -62,9 +62,15 @@ def layer_power(power: float) -> Rule:
     return lambda depth: PerStack(*(tuple((l + 1) ** power for l in range(layers)) for layers in depth))  # noqa: E741
 
 
-def sublayers(depth: Depth) -> PerStack:
-    """The number of residual sub-layers of a stack: 2N and 3M."""
-    return PerStack(2.0 * depth.encoder, 3.0 * depth.decoder)
+def keel_skip(depth: Depth) -> PerStack:
+    """Keel's skip weight: the number of residual sub-layers of the stack, 2N or 3M; 1 in the first layer."""
+    n, m = depth
+    return PerStack((1.0, *[2.0 * n] * (n - 1)), (1.0, *[3.0 * m] * (m - 1)))
+
+
+def after_first(depth: Depth) -> PerStack:
+    """0 in the first layer, 1 in the others."""
+    return PerStack(*((0.0, *[1.0] * (layers - 1)) for layers in depth))
 
 
 def admin_log(depth: Depth) -> PerStack:

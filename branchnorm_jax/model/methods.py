@@ -9,385 +9,359 @@ from dataclasses import replace
 
 from branchnorm_jax.errors import UserError
 from branchnorm_jax.model import depth_rules as by
-from branchnorm_jax.model.recipe import EVERYWHERE, ONE, ZERO, Recipe, Weight, always, scaled
+from branchnorm_jax.model.recipe import EVERYWHERE, ONE, ZERO, Recipe, Rule, Weight, always, scaled
 
 BRANCH_MATRICES = ("v", "o", "fc1", "fc2")
 ALL_MATRICES = ("q", "k", "v", "o", "fc1", "fc2")
 DEEPNORM_GAIN = dict.fromkeys(BRANCH_MATRICES, by.deepnorm_beta)
+FAIRSEQ_NOTE = (
+    "The official code starts from newer fairseq's distributions (model.init=fairseq: feed-forward matrices, and the "
+    "biases of q, k, v, fc1 and fc2, as PyTorch's Linear). This row starts from older fairseq's, as most methods here."
+)
 
 METHODS: dict[str, Recipe] = {}
 
 
-def _row(name: str, recipe: Recipe) -> Recipe:
-    METHODS[name] = recipe
-    return recipe
+def _depth_scaled(power: float) -> dict[str, Rule]:
+    """DS-Init's gains, l^power, for the base whose q, k and v are parts of one [D, 3D] matrix.
+
+    The official code fuses q, k and v in self-attention only: cross-attention draws three [D, D] matrices, which are
+    sqrt(2) as large.
+    """
+    rule = by.layer_power(power)
+    return dict.fromkeys(ALL_MATRICES, rule) | dict.fromkeys(("cross/q", "cross/k", "cross/v"), scaled(rule, 2**0.5))
 
 
-POST_LN = _row(
-    "post_ln",
-    Recipe(
-        equation="x' = LN(x + F(x))",
-        citation="Attention Is All You Need (Vaswani et al., 2017)",
-        post=True,
-    ),
+METHODS["post_ln"] = POST_LN = Recipe(
+    equation="x' = LN(x + F(x))",
+    citation="Attention Is All You Need (Vaswani et al., 2017)",
+    post=True,
 )
-PRE_LN = _row(
-    "pre_ln",
-    Recipe(
-        equation="x' = x + F(LN(x))",
-        citation="Learning Deep Transformer Models for Machine Translation (Wang et al., 2019)",
-        pre=True,
-        final="norm",
-    ),
+METHODS["pre_ln"] = PRE_LN = Recipe(
+    equation="x' = x + F(LN(x))",
+    citation="Learning Deep Transformer Models for Machine Translation (Wang et al., 2019)",
+    pre=True,
+    final="norm",
 )
-_row(
-    "gpt2norm",
-    Recipe(
-        equation="x' = x + LN(F(x))",
-        citation="ReZero is All You Need (Bachlechner et al., 2020), which compares with it",
-        note="The formula is missing from the copies of the paper that could be read; this is the likelier of two "
-        "readings, sandwich is the other. GPT-2 itself is Pre-LN.",
-        branch_norm=EVERYWHERE,
-        final="norm",
-    ),
+METHODS["gpt2norm"] = Recipe(
+    equation="x' = x + LN(F(x))",
+    citation="ReZero is All You Need (Bachlechner et al., 2020), which compares with it",
+    note="The formula is missing from the copies of the paper that could be read; this is the likelier of two "
+    "readings, sandwich is the other. GPT-2 itself is Pre-LN.",
+    branch_norm=EVERYWHERE,
+    final="norm",
 )
-SANDWICH = _row(
-    "sandwich",
-    Recipe(
-        equation="x' = x + LN(F(LN(x)))",
-        citation="CogView (Ding et al., 2021)",
-        pre=True,
-        branch_norm=EVERYWHERE,
-        final="norm",
-    ),
+METHODS["sandwich"] = SANDWICH = Recipe(
+    equation="x' = x + LN(F(LN(x)))",
+    citation="CogView (Ding et al., 2021)",
+    pre=True,
+    branch_norm=EVERYWHERE,
+    final="norm",
 )
-_row(
-    "peri_ln",
-    replace(
-        SANDWICH,
-        equation="x' = x + LN(F(LN(x))), LN of the embeddings",
-        citation="Peri-LN (Kim et al., 2025)",
-        embedding_norm=True,
-    ),
+METHODS["peri_ln"] = replace(
+    SANDWICH,
+    equation="x' = x + LN(F(LN(x))), LN of the embeddings",
+    citation="Peri-LN (Kim et al., 2025)",
+    embedding_norm=True,
 )
-DEEPNORM = _row(
-    "deepnorm",
-    Recipe(
-        equation="x' = LN(a x + F(x)), a from the depth",
-        citation="DeepNet: Scaling Transformers to 1,000 Layers (Wang et al., 2022)",
-        post=True,
-        skip=Weight(by.deepnorm_alpha),
-        init="xavier_normal",
-        gain=DEEPNORM_GAIN,
-    ),
+METHODS["deepnorm"] = DEEPNORM = Recipe(
+    equation="x' = LN(a x + F(x)), a from the depth",
+    citation="DeepNet: Scaling Transformers to 1,000 Layers (Wang et al., 2022)",
+    post=True,
+    skip=Weight(by.deepnorm_alpha),
+    init="xavier_normal",
+    gain=DEEPNORM_GAIN,
 )
-_row(
-    "deepnorm_torchscale",
-    replace(
-        DEEPNORM,
-        note="As the official code starts: encoder gain 1.15 (N^4 M)^(-1/16), on PyTorch's default distribution and on "
-        "biases.",
-        init="torch",
-        gain=dict.fromkeys(BRANCH_MATRICES, by.torchscale_beta),
-    ),
+METHODS["deepnorm_torchscale"] = replace(
+    DEEPNORM,
+    note="As the official code starts: encoder gain 1.15 (N^4 M)^(-1/16), on PyTorch's default distribution and on "
+    "biases.",
+    init="torch",
+    gain=dict.fromkeys(BRANCH_MATRICES, by.torchscale_beta),
 )
-BRANCHNORM = _row(
-    "branchnorm",
-    Recipe(
-        equation="x' = LN(x + alpha_t F(x)), alpha_t = min(1, t/T)",
-        citation="BranchNorm: Robustly Scaling Extremely Deep Transformers (Liu et al., 2023)",
-        note="alpha grows as model.alpha_schedule says until update T = model.alpha_steps.",
-        post=True,
-        branch=Weight(ZERO, end=ONE),
-        init="xavier_normal",
-        gain=DEEPNORM_GAIN,
-    ),
+METHODS["branchnorm"] = BRANCHNORM = Recipe(
+    equation="x' = LN(x + alpha_t F(x)), alpha_t = min(1, t/T)",
+    citation="BranchNorm: Robustly Scaling Extremely Deep Transformers (Liu et al., 2023)",
+    note="alpha grows as model.alpha_schedule says until update T = model.alpha_steps. The paper does not scale "
+    "updates; with Adam and train.branch_update_power=0 the encoder collapses (see docs/results.md).",
+    post=True,
+    branch=Weight(ZERO, end=ONE),
+    init="xavier_normal",
+    gain=DEEPNORM_GAIN,
+    recommended={"train.branch_update_power": 2.0},
 )
-_row(
-    "mixnorm",
-    replace(
-        BRANCHNORM,
-        equation="x' = LN(a x + alpha_t F(x)), a from the depth",
-        note="A row of the paper's tables without a formula; our interpretation: DeepNorm's skip weight with "
-        "BranchNorm's growth, in the end DeepNorm.",
-        skip=Weight(by.deepnorm_alpha),
-    ),
+METHODS["mixnorm"] = replace(
+    BRANCHNORM,
+    equation="x' = LN(a x + alpha_t F(x)), a from the depth",
+    note="A row of the paper's tables without a formula; our interpretation: DeepNorm's skip weight with "
+    "BranchNorm's growth, in the end DeepNorm.",
+    skip=Weight(by.deepnorm_alpha),
+    recommended={},
 )
-_row(
-    "mixnorm_anneal",
-    replace(
-        BRANCHNORM,
-        equation="x' = LN(a_t x + alpha_t F(x)), a_t from DeepNorm's a to 1",
-        note="Another interpretation of mixnorm: the skip weight shrinks while the branch grows, in the end Post-LN.",
-        skip=Weight(by.deepnorm_alpha, end=ONE),
-    ),
+METHODS["mixnorm_anneal"] = replace(
+    BRANCHNORM,
+    equation="x' = LN(a_t x + alpha_t F(x)), a_t from DeepNorm's a to 1",
+    note="Another interpretation of mixnorm: the skip weight shrinks while the branch grows, in the end Post-LN.",
+    skip=Weight(by.deepnorm_alpha, end=ONE),
+    recommended={},
 )
-REZERO = _row(
-    "rezero",
-    Recipe(
-        equation="x' = x + r F(x), r learned from 0, one per layer",
-        citation="ReZero is All You Need (Bachlechner et al., 2020)",
-        branch=Weight(ZERO, learned="layer"),
-        recommended={"train.schedule": "inverse_sqrt_nowarmup"},
-    ),
+METHODS["rezero"] = REZERO = Recipe(
+    equation="x' = x + r F(x), r learned from 0, one per layer",
+    citation="ReZero is All You Need (Bachlechner et al., 2020)",
+    note="The paper's appendix A trains language models with LAMB at a constant learning rate, without warm-up. "
+    "The copies of the paper that could be read lack the rate. A secondary source gives 0.016 for 1080 sequences "
+    "of 512 characters, which fits 0.0005 sqrt(sequences per batch). The rate for translation is unknown, so none "
+    "is recommended: set train.learning_rate. The paper does not state the initial distribution; the authors' "
+    "notebook (ReZero-examples) draws every matrix Xavier uniform and trains with Adagrad.",
+    branch=Weight(ZERO, learned="layer"),
+    recommended={"train.optimizer": "lamb", "train.schedule": "constant", "train.warmup_steps": 0},
 )
-_row("rezero_one", replace(REZERO, equation="x' = x + r F(x), r learned from 1", branch=Weight(learned="layer")))
-_row("rezero_ln", replace(REZERO, equation="x' = LN(x + r F(x)), r learned from 0", post=True))
-ADMIN = _row(
-    "admin",
-    Recipe(
-        equation="x' = LN(w * x + F(x)), w [D] learned from a profiling pass",
-        citation="Understanding the Difficulty of Training Transformers (Liu et al., 2020)",
-        note="Before the first update w becomes sqrt(Var(x) + sum of Var(F) of the sub-layers before), on one batch.",
-        post=True,
-        skip=Weight(learned="vector"),
-        profiled=True,
-        recommended={
-            "train.optimizer": "radam",
-            "train.learning_rate": 1e-3,
-            "train.warmup_steps": 8000,
-            "train.weight_decay": 0.0,
-            "model.attention_dropout": 0.1,
-            "model.activation_dropout": 0.1,
-        },
-    ),
+METHODS["rezero_one"] = replace(
+    REZERO,
+    equation="x' = x + r F(x), r learned from 1",
+    note="The paper's ablation (section 5.2) of r's initial value; the options are those of rezero.",
+    branch=Weight(learned="layer"),
 )
-for _name, _start, _order, _formula in (
-    ("admin_log", by.admin_log, "log n", "sqrt((n + 1) / ln(n + 1) - 1)"),
-    ("admin_constant", by.admin_constant, "1", "sqrt(n)"),
-    ("admin_linear", ONE, "n", "1"),
-):
-    _row(
-        _name,
-        replace(
-            ADMIN,
-            equation=f"x' = LN(w * x + F(x)), w [D] learned from {_formula}, n the number of sub-layers",
-            note=f"Admin without profiling, as in admin-torch: at first the output changes by order {_order}.",
-            skip=Weight(_start, learned="vector"),
-            profiled=False,
-        ),
+METHODS["rezero_ln"] = replace(
+    REZERO,
+    equation="x' = LN(x + r F(x)), r learned from 0",
+    citation="Transformer-Clinic, code of Understanding the Difficulty of Training Transformers (Liu et al., 2020)",
+    note="Not in the ReZero paper: its section 5.1 replaces LN by r. Transformer-Clinic names this method "
+    "rezero_postln and recommends these options for IWSLT14.",
+    post=True,
+    recommended={
+        "train.optimizer": "radam",
+        "train.learning_rate": 7e-4,
+        "train.warmup_steps": 6000,
+        "model.dropout": 0.3,
+        "model.attention_dropout": 0.1,
+        "model.activation_dropout": 0.1,
+    },
+)
+METHODS["admin"] = ADMIN = Recipe(
+    equation="x' = LN(w * x + F(x)), w [D] learned from a profiling pass",
+    citation="Understanding the Difficulty of Training Transformers (Liu et al., 2020)",
+    note="Before the first update w becomes sqrt(Var(x) + sum of Var(F) of the sub-layers before), on one batch.",
+    post=True,
+    skip=Weight(learned="vector"),
+    profiled=True,
+    recommended={
+        "train.optimizer": "radam",
+        "train.learning_rate": 1e-3,
+        "train.warmup_steps": 8000,
+        "train.weight_decay": 0.0,
+        "model.attention_dropout": 0.1,
+        "model.activation_dropout": 0.1,
+    },
+)
+
+
+def _admin_from(start: Rule, order: str, formula: str) -> Recipe:
+    """Admin whose weights start from the depth instead of a profiling pass."""
+    return replace(
+        ADMIN,
+        equation=f"x' = LN(w * x + F(x)), w [D] learned from {formula}, n the number of sub-layers",
+        note=f"Admin without profiling, as in admin-torch: at first the output changes by order {order}.",
+        skip=Weight(start, learned="vector"),
+        profiled=False,
     )
-_row(
-    "layerscale",
-    replace(
-        PRE_LN,
-        equation="x' = x + s * F(LN(x)), s [D] learned from a small value",
-        citation="Going deeper with Image Transformers (Touvron et al., 2021)",
-        branch=Weight(by.layerscale_start, learned="vector"),
-    ),
+
+
+METHODS["admin_log"] = _admin_from(by.admin_log, "log n", "sqrt((n + 1) / ln(n + 1) - 1)")
+METHODS["admin_constant"] = _admin_from(by.admin_constant, "1", "sqrt(n)")
+METHODS["admin_linear"] = _admin_from(ONE, "n", "1")
+METHODS["layerscale"] = replace(
+    PRE_LN,
+    equation="x' = x + s * F(LN(x)), s [D] learned from a small value",
+    citation="Going deeper with Image Transformers (Touvron et al., 2021)",
+    branch=Weight(by.layerscale_start, learned="vector"),
 )
-_row(
-    "skipinit",
-    Recipe(
-        equation="x' = x + s F(x), s learned from 0, one per sub-layer",
-        citation="Batch Normalization Biases Residual Blocks Towards the Identity Function (De and Smith, 2020)",
-        branch=Weight(ZERO, learned="sublayer"),
-    ),
+METHODS["skipinit"] = Recipe(
+    equation="x' = x + s F(x), s learned from 0, one per sub-layer",
+    citation="Batch Normalization Biases Residual Blocks Towards the Identity Function (De and Smith, 2020)",
+    branch=Weight(ZERO, learned="sublayer"),
 )
-DS_INIT = _row(
-    "ds_init",
-    replace(
-        POST_LN,
-        equation="x' = LN(x + F(x)), weights of layer l start l^(-1/2) as large",
-        citation="Improving Deep Transformer with Depth-Scaled Initialization (Zhang et al., 2019)",
-        gain=dict.fromkeys(ALL_MATRICES, by.layer_power(-0.5)),
-    ),
+METHODS["ds_init"] = DS_INIT = replace(
+    POST_LN,
+    equation="x' = LN(x + F(x)), weights of layer l start l^(-1/2) as large",
+    citation="Improving Deep Transformer with Depth-Scaled Initialization (Zhang et al., 2019)",
+    note="q, k and v start as in the official code: as one [D, 3D] matrix in self-attention, and as three [D, D] "
+    "matrices in cross-attention, sqrt(2) as large.",
+    gain=_depth_scaled(-0.5),
 )
-_row(
-    "ds_init_code",
-    replace(
-        DS_INIT,
-        equation="x' = LN(x + F(x)), weights of layer l start l^(-1/4) as large",
-        note="As the official code starts: it puts l^(-1/2) into the variance.",
-        gain=dict.fromkeys(ALL_MATRICES, by.layer_power(-0.25)),
-    ),
+METHODS["ds_init_code"] = replace(
+    DS_INIT,
+    equation="x' = LN(x + F(x)), weights of layer l start l^(-1/4) as large",
+    note="As the official code starts: it puts l^(-1/2) into the variance. Its q, k and v are fused in "
+    "self-attention only, as in ds_init.",
+    gain=_depth_scaled(-0.25),
 )
-_row(
-    "t_fixup",
-    Recipe(
-        equation="x' = x + F(x), weights and embeddings start depth-scaled",
-        citation="Improving Transformer Optimization Through Better Initialization (Huang et al., 2020)",
-        note="q and k keep the base's gain, as in the official code; the paper says Xavier for all.",
-        gain=dict.fromkeys(("o", "fc1", "fc2"), by.t_fixup_gain)
-        # The base draws v for a fused matrix, with gain 1/sqrt(2): this takes it back.
-        | {"v": scaled(by.t_fixup_gain, 2**0.5)}
-        | dict.fromkeys(("embedding/source", "embedding/shared", "embedding/target"), by.t_fixup_embedding_gain),
-        recommended={
-            "train.schedule": "inverse_sqrt_nowarmup",
-            "train.decay_steps": 4000,
-            "train.learning_rate": 5e-4,
-            "train.optimizer": "adamw",
-            "train.weight_decay": 1e-4,
-            "model.dropout": 0.5,
-        },
-    ),
+METHODS["t_fixup"] = Recipe(
+    equation="x' = x + F(x), weights and embeddings start depth-scaled",
+    citation="Improving Transformer Optimization Through Better Initialization (Huang et al., 2020)",
+    note="q and k keep the base's gain, as in the official code; the paper says Xavier for all.",
+    gain=dict.fromkeys(("o", "fc1", "fc2"), by.t_fixup_gain)
+    # The base draws v for a fused matrix, with gain 1/sqrt(2): this takes it back.
+    | {"v": scaled(by.t_fixup_gain, 2**0.5)}
+    | dict.fromkeys(("embedding/source", "embedding/shared", "embedding/target"), by.t_fixup_embedding_gain),
+    recommended={
+        "train.schedule": "inverse_sqrt_nowarmup",
+        "train.decay_steps": 4000,
+        "train.learning_rate": 5e-4,
+        "train.optimizer": "adamw",
+        "train.weight_decay": 1e-4,
+        "model.dropout": 0.5,
+    },
 )
-FIXUP = _row(
-    "fixup",
-    Recipe(
-        equation="x' = x + k F(x - s), k and s learned scalars, no biases",
-        citation="Fixup Initialization: Residual Learning Without Normalization (Zhang et al., 2019)",
-        note="The papers on depth call it R-Fixup. A tied output keeps the embedding's start, so only untied logits "
-        "start at 0.",
-        branch=Weight(learned="sublayer"),
-        shifts=True,
-        biases=False,
-        final="shift",
-        gain=dict.fromkeys(("q", "k", "v"), by.branches_power(-1 / 6))
-        | {"fc1": by.branches_power(-1 / 2)}
-        | dict.fromkeys(("o", "fc2", "embedding/output"), ZERO),
-        recommended={"model.dropout": 0.5},
-    ),
+METHODS["fixup"] = FIXUP = Recipe(
+    equation="x' = x + k F(x - s), k and s learned scalars, no biases",
+    citation="Fixup Initialization: Residual Learning Without Normalization (Zhang et al., 2019)",
+    note="The papers on depth call it R-Fixup. A tied output keeps the embedding's start, so only untied logits "
+    "start at 0.",
+    branch=Weight(learned="sublayer"),
+    shifts=True,
+    biases=False,
+    final="shift",
+    gain=dict.fromkeys(("q", "k", "v"), by.branches_power(-1 / 6))
+    | {"fc1": by.branches_power(-1 / 2)}
+    | dict.fromkeys(("o", "fc2", "embedding/output"), ZERO),
+    recommended={"model.dropout": 0.5},
 )
-_row(
-    "fixup_code",
-    replace(
-        FIXUP,
-        note="As the official code starts: cross-attention always with the factor of 12 branches.",
-        gain={**FIXUP.gain, **dict.fromkeys(("cross/q", "cross/k", "cross/v"), always(12 ** (-1 / 6)))},
-    ),
+METHODS["fixup_code"] = replace(
+    FIXUP,
+    note="As the official code starts: cross-attention always with the factor of 12 branches.",
+    gain={**FIXUP.gain, **dict.fromkeys(("cross/q", "cross/k", "cross/v"), always(12 ** (-1 / 6)))},
 )
-SMALL_INIT = _row(
-    "small_init",
-    replace(
-        PRE_LN,
-        equation="x' = x + F(LN(x)), attention starts as N(0, 2/(5D))",
-        citation="Transformers without Tears (Nguyen and Salazar, 2019)",
-        init="small",
-    ),
+METHODS["small_init"] = SMALL_INIT = replace(
+    PRE_LN,
+    equation="x' = x + F(LN(x)), attention starts as N(0, 2/(5D))",
+    citation="Transformers without Tears (Nguyen and Salazar, 2019)",
+    init="small",
 )
-_row(
-    "pre_scale_norm",
-    replace(
-        SMALL_INIT,
-        equation="x' = x + F(ScaleNorm(x)), small initialisation, FixNorm",
-        recommended={
-            "model.norm": "scale_norm",
-            "model.embedding": "fixnorm",
-            "model.word_dropout": 0.1,
-            "train.warmup_steps": 8000,
-            "train.adam_b2": 0.999,
-            "train.weight_decay": 0.0,
-            "train.clip_norm": 1.0,
-        },
-    ),
+METHODS["pre_scale_norm"] = replace(
+    SMALL_INIT,
+    equation="x' = x + F(ScaleNorm(x)), small initialisation, FixNorm",
+    recommended={
+        "model.norm": "scale_norm",
+        "model.embedding": "fixnorm",
+        "model.word_dropout": 0.1,
+        "train.warmup_steps": 8000,
+        "train.adam_b2": 0.999,
+        "train.weight_decay": 0.0,
+        "train.clip_norm": 1.0,
+    },
 )
-_row(
-    "sub_ln",
-    replace(
-        PRE_LN,
-        equation="x' = x + F(LN(x)), another LN before the output matrix of self-attention and feed-forward",
-        citation="Magneto: A Foundation Transformer (Wang et al., 2022)",
-        note="Cross-attention has neither the inner norm nor the gain.",
-        inner_norm=frozenset({"self", "ffn"}),
-        init="xavier_normal",
-        gain=dict.fromkeys(("self/v", "self/o", "fc1", "fc2"), by.sub_ln_gamma),
-    ),
+METHODS["sub_ln"] = replace(
+    PRE_LN,
+    equation="x' = x + F(LN(x)), another LN before the output matrix of self-attention and feed-forward",
+    citation="Magneto: A Foundation Transformer (Wang et al., 2022)",
+    note="Cross-attention has neither the inner norm nor the gain.",
+    inner_norm=frozenset({"self", "ffn"}),
+    init="xavier_normal",
+    gain=dict.fromkeys(("self/v", "self/o", "fc1", "fc2"), by.sub_ln_gamma),
 )
-NORMFORMER = _row(
-    "normformer",
-    replace(
-        PRE_LN,
-        equation="x' = x + LN(scaled heads(LN(x))); x' = x + fc2(LN(act(fc1(LN(x)))))",
-        citation="NormFormer: Improved Transformer Pretraining with Extra Normalization (Shleifer et al., 2021)",
-        note="In both stacks' self-attention and feed-forward; cross-attention stays plain.",
-        branch_norm=frozenset({"self"}),
-        inner_norm=frozenset({"ffn"}),
-        head_scale=frozenset({"self"}),
-    ),
+METHODS["normformer"] = NORMFORMER = replace(
+    PRE_LN,
+    equation="x' = x + LN(scaled heads(LN(x))); x' = x + fc2(LN(act(fc1(LN(x)))))",
+    citation="NormFormer: Improved Transformer Pretraining with Extra Normalization (Shleifer et al., 2021)",
+    note="In both stacks' self-attention and feed-forward; cross-attention stays plain. " + FAIRSEQ_NOTE,
+    branch_norm=frozenset({"self"}),
+    inner_norm=frozenset({"ffn"}),
+    head_scale=frozenset({"self"}),
 )
-_row(
-    "normformer_residual",
-    replace(
-        NORMFORMER,
-        equation=NORMFORMER.equation.replace("= x + fc2", "= w * x + fc2"),
-        skip=Weight(learned="vector", on=frozenset({"ffn"})),
-    ),
+METHODS["normformer_residual"] = replace(
+    NORMFORMER,
+    equation=NORMFORMER.equation.replace("= x + fc2", "= w * x + fc2"),
+    skip=Weight(learned="vector", on=frozenset({"ffn"})),
 )
-_row(
-    "normformer_fairseq",
-    replace(
-        NORMFORMER, note="As fairseq computes it: the heads' factors multiply the output of o.", head_scale_last=True
-    ),
+METHODS["normformer_fairseq"] = replace(
+    NORMFORMER,
+    note="As fairseq computes it: the heads' factors multiply the output of o. " + FAIRSEQ_NOTE,
+    head_scale_last=True,
 )
-DLCL = _row(
-    "dlcl",
-    replace(
-        PRE_LN,
-        equation="x_l = sum over k <= l of W[l,k] LN(y_k), y_k the output of Pre-LN layer k",
-        citation="Learning Deep Transformer Models for Machine Translation (Wang et al., 2019)",
-        stream="combination",
-        recommended={
-            "train.learning_rate": 2e-3,
-            "train.warmup_steps": 16000,
-            "train.adam_b2": 0.997,
-            "train.weight_decay": 0.0,
-            "model.attention_dropout": 0.1,
-            "model.activation_dropout": 0.1,
-        },
-    ),
+METHODS["dlcl"] = DLCL = replace(
+    PRE_LN,
+    equation="x_l = sum over k <= l of W[l,k] LN(y_k), y_k the output of Pre-LN layer k",
+    citation="Learning Deep Transformer Models for Machine Translation (Wang et al., 2019)",
+    stream="combination",
+    recommended={
+        "train.learning_rate": 2e-3,
+        "train.warmup_steps": 16000,
+        "train.adam_b2": 0.997,
+        "train.weight_decay": 0.0,
+        "model.attention_dropout": 0.1,
+        "model.activation_dropout": 0.1,
+    },
 )
-_row(
-    "dlcl_post",
-    replace(
-        DLCL,
-        equation="x_l = LN(sum over k <= l of W[l,k] y_k), y_k the output of Post-LN layer k",
-        pre=False,
-        post=True,
-        final="",
-        stream="combination_post",
-    ),
+METHODS["dlcl_post"] = replace(
+    DLCL,
+    equation="x_l = LN(sum over k <= l of W[l,k] y_k), y_k the output of Post-LN layer k",
+    pre=False,
+    post=True,
+    final="",
+    stream="combination_post",
 )
-_row(
-    "residual_dual",
-    replace(
-        POST_LN,
-        equation="x' = LN(x + F(x)), r' = r + F(x); in the end x + LN(r)",
-        citation="ResiDual: Transformer with Dual Residual Connections (Xie et al., 2023)",
-        stream="dual",
-        final="norm",
-        final_epsilon=1e-7,
-    ),
+METHODS["residual_dual"] = replace(
+    POST_LN,
+    equation="x' = LN(x + F(x)), r' = r + F(x); in the end x + LN(r)",
+    citation="ResiDual: Transformer with Dual Residual Connections (Xie et al., 2023)",
+    note=FAIRSEQ_NOTE,
+    stream="dual",
+    final="norm",
+    final_epsilon=1e-7,
 )
-_row(
-    "b2t",
-    replace(
-        POST_LN,
-        equation="x' = LN(x + F(x)), the last sub-layer adds its layer's input",
-        citation="B2T Connection: Serving Stability and Performance in Deep Transformers (Takase et al., 2023)",
-        stream="bottom_to_top",
-        gain=dict.fromkeys(ALL_MATRICES, by.depth_power(-0.5)),
-    ),
+METHODS["b2t"] = replace(
+    POST_LN,
+    equation="x' = LN(x + F(x)), the last sub-layer adds its layer's input",
+    citation="B2T Connection: Serving Stability and Performance in Deep Transformers (Takase et al., 2023)",
+    note=FAIRSEQ_NOTE + " The official code scales matrices only; here the gain also scales biases that do not "
+    "start at 0.",
+    stream="bottom_to_top",
+    gain=dict.fromkeys(ALL_MATRICES, by.depth_power(-0.5)),
 )
-_row(
-    "lns",
-    replace(
-        PRE_LN,
-        equation="x' = x + F(LN(x) / sqrt(l))",
-        citation="The Curse of Depth in Large Language Models (Sun et al., 2025)",
-        pre_scale=by.layer_power(-0.5),
-    ),
+METHODS["lns"] = LNS = replace(
+    PRE_LN,
+    equation="x' = x + F(LN(x) / sqrt(l))",
+    citation="The Curse of Depth in Large Language Models (Sun et al., 2025)",
+    pre_scale=by.layer_power(-0.5),
 )
-_row(
-    "mix_ln",
-    replace(
-        PRE_LN,
-        equation="the first quarter of the layers Post-LN, the others Pre-LN",
-        citation="Mix-LN: Unleashing the Power of Deeper Layers (Li et al., 2024)",
-        post_layers=by.first_quarter,
-    ),
+METHODS["mix_ln"] = replace(
+    PRE_LN,
+    equation="the first quarter of the layers Post-LN, the others Pre-LN",
+    citation="Mix-LN: Unleashing the Power of Deeper Layers (Li et al., 2024)",
+    post_layers=by.first_quarter,
 )
-_row(
-    "keel",
-    Recipe(
-        equation="x' = LN(n x + F(LN(x))), n the number of sub-layers",
-        citation="Post-LayerNorm Is Back (2026), as restated by third parties",
-        note="The paper itself was not read: two public code bases agree on this form.",
-        pre=True,
-        post=True,
-        skip=Weight(by.sublayers),
-    ),
+METHODS["keel"] = Recipe(
+    equation="x' = LN(n x + F(LN(x))), n the number of sub-layers; first layer: n = 1, attention x + F(LN(x))",
+    citation="Post-LayerNorm Is Back: Stable, Expressive, and Deep (2026)",
+    note="The paper's norms have a scale and no bias. Its models are decoder-only; here cross-attention has the "
+    "rule of the feed-forward, and no norm follows the last layer.",
+    pre=True,
+    post=True,
+    post_first=by.after_first,
+    skip=Weight(by.keel_skip),
+    recommended={"model.norm": "rms_norm"},
 )
+
+
+def _prores(base: Recipe, equation: str) -> Recipe:
+    """A method with Progressive Residual Warmup."""
+    return replace(
+        base,
+        equation=equation,
+        citation="Progressive Residual Warmup (2026)",
+        note="alpha grows from the bottom of a stack to its top, as model.alpha_order says; its layer l arrives at "
+        "l / L of model.alpha_steps. The paper's models are decoder-only, and start as N(0, 0.02).",
+        branch=Weight(ZERO, end=ONE),
+        recommended={"model.alpha_order": "linear"},
+    )
+
+
+METHODS["prores_post_ln"] = _prores(POST_LN, "x' = LN(x + alpha_l,t F(x))")
+METHODS["prores_pre_ln"] = _prores(PRE_LN, "x' = x + alpha_l,t F(LN(x))")
+METHODS["prores_deepnorm"] = _prores(DEEPNORM, "x' = LN(a x + alpha_l,t F(x)), a from the depth")
+METHODS["prores_sandwich"] = _prores(SANDWICH, "x' = x + alpha_l,t LN(F(LN(x)))")
+METHODS["prores_lns"] = _prores(LNS, "x' = x + alpha_l,t F(LN(x) / sqrt(l))")
 
 
 def get_recipe(method: str) -> Recipe:

@@ -89,9 +89,14 @@ NORMS: dict[str, Kind] = {
 }
 
 
-def final_kind(kind: str) -> str:
-    """The kind of a stack's last norm: with fixed g everywhere else, the last one still learns the logits' scale."""
-    return "scale_norm" if kind == "scale_norm_fixed" else kind
+def final_kind(kind: str, stack: str) -> str:
+    """Returns the kind of the norm after the last layer of `stack`.
+
+    `scale_norm_fixed` learns one g, the decoder's last, which is FixNorm's at the logits (Nguyen and Salazar, 2019,
+    equation 6, section 4.2 and Table 7). Methods without a norm there, such as Post-LN, learn none; the paper fixes g
+    in its Pre-LN experiments only.
+    """
+    return "scale_norm" if (kind, stack) == ("scale_norm_fixed", "decoder") else kind
 
 
 def init_norm(kind: str, width: int, leading: tuple[int, ...] = ()) -> dict[str, jax.Array]:

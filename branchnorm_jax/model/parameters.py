@@ -15,22 +15,16 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from branchnorm_jax.model.blocks import LayerInput, Stream, make_block
+from branchnorm_jax.model.coefficients import Coefficients, by_layer
 from branchnorm_jax.model.combination import init_combination
 from branchnorm_jax.model.embedding import init_table
 from branchnorm_jax.model.norms import final_kind, init_norm
-from branchnorm_jax.model.recipe import ONE, Depth, Recipe, Rule
+from branchnorm_jax.model.recipe import ONE, STACKS, Depth, Recipe, Rule
 from branchnorm_jax.options import ModelConfig
 
 Params = dict[str, Any]
-STACKS = ("encoder", "decoder")
-
-
-def by_layer(rule: Rule, depth: Depth, stack: str) -> np.ndarray:
-    """The numbers of a rule for a stack's layers, float64 [L]."""
-    return np.broadcast_to(np.asarray(getattr(rule(depth), stack), np.float64), (getattr(depth, stack),))
 
 
 def init_parameters(
@@ -55,10 +49,10 @@ def init_parameters(
         params[stack] = init_stack(config, recipe, depth, stack, stack_key)
         if recipe.embedding_norm:
             params[f"{stack}_embedding_norm"] = init_norm(config.norm, config.width)
-        if recipe.stream.startswith("combination"):
+        if recipe.combines:
             params[f"{stack}_combination"] = init_combination(layers, config.width, config.norm)
         if recipe.final == "norm":
-            params[f"{stack}_norm"] = init_norm(final_kind(config.norm), config.width)
+            params[f"{stack}_norm"] = init_norm(final_kind(config.norm, stack), config.width)
         elif recipe.final == "shift":
             scale = {"scale": jnp.ones(())} if stack == "encoder" else {}
             params[f"{stack}_norm"] = {"shift": jnp.zeros(())} | scale
@@ -69,7 +63,8 @@ def init_stack(config: ModelConfig, recipe: Recipe, depth: Depth, stack: str, ke
     """The parameters of a stack's layers, [L, ...] each."""
     stream = Stream(jnp.zeros((1, 1, config.width), config.carry_dtype))
     mask, one = jnp.ones((1, 1, 1), bool), jnp.ones(())
-    inputs = (LayerInput(one, one, one, one > 0), *((mask,) if stack == "encoder" else (stream.x, mask, mask)))
+    layer = LayerInput(Coefficients(one, one, one, one > 0))
+    inputs = (layer, *((mask,) if stack == "encoder" else (stream.x, mask, mask)))
     block = make_block(config, recipe, stack)
 
     def init_layer(layer_key: jax.Array) -> Params:
@@ -84,12 +79,6 @@ def init_stack(config: ModelConfig, recipe: Recipe, depth: Depth, stack: str, ke
 
     keys = jax.vmap(functools.partial(jax.random.fold_in, key))(jnp.arange(getattr(depth, stack)))
     return jax.tree_util.tree_map_with_path(scaled, jax.vmap(init_layer)(keys))
-
-
-def norm_by_layer(tree: Any) -> jax.Array:
-    """Norm over all leaves [L, ...] together, for each layer: [L]."""
-    squares = [jnp.square(leaf).reshape(leaf.shape[0], -1).sum(-1) for leaf in jax.tree.leaves(tree)]
-    return jnp.sqrt(sum(squares, jnp.zeros(())))
 
 
 def start_rule(recipe: Recipe, names: list[str]) -> Rule | None:

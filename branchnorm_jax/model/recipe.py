@@ -22,6 +22,9 @@ class Depth(NamedTuple):
     decoder: int
 
 
+STACKS = Depth._fields
+"""The names of the stacks: encoder, decoder."""
+
 PerLayer = float | tuple[float, ...]
 """One number for all layers of a stack, or one for each."""
 
@@ -47,14 +50,12 @@ def always(value: float) -> Rule:
 
 
 def scaled(rule: Rule, factor: float) -> Rule:
-    """`rule` times a factor, for rules that give one number per stack."""
+    """`rule` times a factor."""
 
-    def product(depth: Depth) -> PerStack:
-        encoder, decoder = rule(depth)
-        assert isinstance(encoder, float) and isinstance(decoder, float)
-        return PerStack(factor * encoder, factor * decoder)
+    def times(value: PerLayer) -> PerLayer:
+        return tuple(factor * layer for layer in value) if isinstance(value, tuple) else factor * value
 
-    return product
+    return lambda depth: PerStack(*map(times, rule(depth)))
 
 
 ZERO, ONE = always(0.0), always(1.0)
@@ -87,9 +88,10 @@ class Recipe:
       citation: where it comes from.
       note: what a reader must know beyond the equation: interpretations, differences from official code.
       pre: Q is a norm.
-      pre_scale: c.
+      pre_scale: c; None: 1.
       branch_norm: sub-layers where G is a norm.
       post: P is a norm.
+      post_first: if given, 0 marks layers whose first sub-layer has no P.
       post_layers: if given, overrides `pre` and `post` by layer: 1 marks a Post-norm layer, 0 a Pre-norm layer.
       final: what follows the last layer of each stack: "" nothing, "norm", or Fixup's scalar "shift" (the encoder's
         with a scale).
@@ -116,9 +118,10 @@ class Recipe:
     citation: str
     note: str = ""
     pre: bool = False
-    pre_scale: Rule = ONE
+    pre_scale: Rule | None = None
     branch_norm: frozenset[str] = NOWHERE
     post: bool = False
+    post_first: Rule | None = None
     post_layers: Rule | None = None
     final: str = ""
     final_epsilon: float = 1e-5
@@ -135,3 +138,8 @@ class Recipe:
     init: str = "xavier_uniform"
     gain: Mapping[str, Rule] = dataclasses.field(default_factory=dict, hash=False)
     recommended: Mapping[str, Any] = dataclasses.field(default_factory=dict, hash=False)
+
+    @property
+    def combines(self) -> bool:
+        """Whether layers read learned combinations of all earlier layers' outputs."""
+        return self.stream in ("combination", "combination_post")

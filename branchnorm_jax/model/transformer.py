@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -12,27 +12,27 @@ import numpy as np
 from branchnorm_jax.model.attention import Kept
 from branchnorm_jax.model.blocks import Block, LayerInput, Stream, make_attention, make_block, watched
 from branchnorm_jax.model.cache import Cache, Caches, empty, kept, write_tokens
+from branchnorm_jax.model.coefficients import Alpha, resolve
 from branchnorm_jax.model.combination import combined
 from branchnorm_jax.model.dropout import dropout
 from branchnorm_jax.model.embedding import drop_words, embed, fix_norm, sinusoids
+from branchnorm_jax.model.growth import starts_closed
 from branchnorm_jax.model.methods import get_recipe
 from branchnorm_jax.model.norms import apply_norm, final_kind
 from branchnorm_jax.model.output import Output
-from branchnorm_jax.model.parameters import STACKS, Params, by_layer, init_parameters
+from branchnorm_jax.model.parameters import Params, init_parameters
 from branchnorm_jax.model.places import Places, causal_mask, same_sentence, source_places, target_places
-from branchnorm_jax.model.recipe import ONE, Depth, Recipe, Rule, Weight
-from branchnorm_jax.model.stack import Layer, LayerUpdate, apart, remembering, run_and_update, run_stack
+from branchnorm_jax.model.recipe import STACKS, Depth, Recipe
+from branchnorm_jax.model.stack import Layer, apart, remembering, run_and_update, run_stack
+from branchnorm_jax.model.taps import Taps
 from branchnorm_jax.options import ModelConfig
-
-BranchScale = jax.Array | Mapping[str, jax.Array]
-"""alpha_t, float32: a traced scalar, or one value per layer, [L]; of each stack, where they differ."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Transformer:
     """A Transformer of any depth and method.
 
-    Methods without a schedule ignore the `branch_scale` that the methods below take.
+    Methods without a schedule ignore `alpha`, which may also be one number for all layers.
 
     Attributes:
       config: the network's options.
@@ -74,7 +74,7 @@ class Transformer:
         self,
         params: Params,
         source_BS: jax.Array,
-        branch_scale: BranchScale,
+        alpha: Alpha | jax.Array,
         key: jax.Array | None = None,
         probes: jax.Array | None = None,
     ) -> jax.Array:
@@ -83,13 +83,12 @@ class Transformer:
         Args:
           params: the parameters.
           source_BS: token ids.
-          branch_scale: alpha_t.
+          alpha: alpha_t.
           key: switches dropout on.
           probes: [N, B, S, D], added to the layers' inputs: with zeros, the gradient by them is that of the stream.
         """
-        return self.run_tokens(params, "encoder", source_BS, source_places(source_BS), None, branch_scale, key, probes)[
-            0
-        ]
+        taps = Taps() if probes is None else Taps({"encoder": probes})
+        return self.run_tokens(params, "encoder", source_BS, source_places(source_BS), None, alpha, key, taps)[0]
 
     def decode(
         self,
@@ -97,15 +96,12 @@ class Transformer:
         memory_BSD: jax.Array,
         source_BS: jax.Array,
         inputs_BT: jax.Array,
-        branch_scale: BranchScale,
+        alpha: Alpha | jax.Array,
         key: jax.Array | None = None,
-        probes: jax.Array | None = None,
     ) -> jax.Array:
         """Decoder output [B, T, D] for given decoder inputs (EOS, then the target without its last token)."""
         memory = memory_BSD, source_places(source_BS)
-        return self.run_tokens(
-            params, "decoder", inputs_BT, target_places(inputs_BT), memory, branch_scale, key, probes
-        )[0]
+        return self.run_tokens(params, "decoder", inputs_BT, target_places(inputs_BT), memory, alpha, key)[0]
 
     def run_tokens(
         self,
@@ -114,19 +110,14 @@ class Transformer:
         tokens_BT: jax.Array,
         places: Places,
         memory: tuple[jax.Array, Places] | None,
-        branch_scale: BranchScale,
+        alpha: Alpha | jax.Array,
         key: jax.Array | None = None,
-        probes: jax.Array | None = None,
-        sown: str = "",
-        update: LayerUpdate | None = None,
-        look: jax.Array | None = None,
+        taps: Taps = Taps(),  # noqa: B008
     ) -> tuple[jax.Array, Any]:
-        """Token ids through a whole stack: its output [B, T, D], and what its blocks return, stacked over layers.
+        """Token ids through a whole stack: its output [B, T, D], and what `taps` record, stacked over layers.
 
         Tokens see those of their own sentence, in the decoder none that come later. `memory` is the encoder's output
-        and its places, for the decoder. `sown` asks the blocks to return what they measure instead: "profile", the
-        spread before each of their sub-layers (see `admin.py`), or "watch" (see `blocks.watched`). `update`: see
-        `stack.run_and_update`. `look` [M] asks the decoder for `attention` instead.
+        and its places, for the decoder.
         """
         key = _fold(key, STACKS.index(stack))
         mask_BTT = same_sentence(places, places)
@@ -134,9 +125,8 @@ class Transformer:
         if memory is not None:
             arguments = memory[0], mask_BTT & causal_mask(tokens_BT.shape[1]), same_sentence(places, memory[1])
         x_BTD = self._embed(params, stack, tokens_BT, self.positions(tokens_BT.shape[1])[places.position], key)
-        inputs = self._layer_inputs(stack, branch_scale, key, probes)._replace(look=look)
-        looks = None if look is None else jnp.zeros(arguments[2].shape)
-        return self._run_layers(params, stack, x_BTD, inputs, lambda _: arguments, None, sown, update, looks)
+        inputs = self._layer_inputs(stack, alpha, key, taps)
+        return self._run_layers(params, stack, x_BTD, inputs, lambda _: arguments, taps=taps)
 
     def output(self, params: Params) -> Output:
         """The last layer."""
@@ -153,39 +143,30 @@ class Transformer:
         params: Params,
         source_BS: jax.Array,
         inputs_BT: jax.Array,
-        branch_scale: BranchScale,
+        alpha: Alpha | jax.Array,
         key: jax.Array | None = None,
-        probes: Mapping[str, jax.Array] | None = None,
-        sown: str = "",
-        updates: Mapping[str, LayerUpdate] | None = None,
+        taps: Taps = Taps(),  # noqa: B008
     ) -> tuple[jax.Array, dict[str, Any]]:
-        """The decoder's output [B, T, D] in the compute type (teacher forcing), and what the blocks return, by stack.
-
-        `probes` by stack, as in `encode`; `sown` and `updates`, by stack, as in `run_tokens`.
-        """
-
-        def run(stack: str, tokens: jax.Array, places: Places, memory: Any = None) -> tuple[jax.Array, Any]:
-            probe, update = (probes or {}).get(stack), (updates or {}).get(stack)
-            return self.run_tokens(params, stack, tokens, places, memory, branch_scale, key, probe, sown, update)
-
+        """The decoder's output [B, T, D] in the compute type (teacher forcing), and what `taps` record, by stack."""
         places = source_places(source_BS)
-        memory_BSD, encoder = run("encoder", source_BS, places)
-        x_BTD, decoder = run("decoder", inputs_BT, target_places(inputs_BT), (memory_BSD, places))
-        return x_BTD.astype(self.config.dtype), {"encoder": encoder, "decoder": decoder} if sown else {}
+        memory_BSD, encoder = self.run_tokens(params, "encoder", source_BS, places, None, alpha, key, taps)
+        memory, target = (memory_BSD, places), target_places(inputs_BT)
+        x_BTD, decoder = self.run_tokens(params, "decoder", inputs_BT, target, memory, alpha, key, taps)
+        return x_BTD.astype(self.config.dtype), {"encoder": encoder, "decoder": decoder} if taps.record else {}
 
     def __call__(
         self,
         params: Params,
         source_BS: jax.Array,
         inputs_BT: jax.Array,
-        branch_scale: BranchScale,
+        alpha: Alpha | jax.Array,
         key: jax.Array | None = None,
     ) -> jax.Array:
         """Logits [B, T, V] float32 of the next target tokens (teacher forcing)."""
-        return self.logits(params, self.hidden(params, source_BS, inputs_BT, branch_scale, key)[0])
+        return self.logits(params, self.hidden(params, source_BS, inputs_BT, alpha, key)[0])
 
     def attention(
-        self, params: Params, source_BS: jax.Array, inputs_BT: jax.Array, branch_scale: BranchScale, look_M: jax.Array
+        self, params: Params, source_BS: jax.Array, inputs_BT: jax.Array, alpha: Alpha | jax.Array, look_M: jax.Array
     ) -> jax.Array:
         """How much the decoder looks at each source token, float32 [B, T, S] (teacher forcing).
 
@@ -195,10 +176,10 @@ class Transformer:
         sum runs along with the residual stream, so memory does not grow with depth.
         """
         places = source_places(source_BS)
-        memory_BSD, _ = self.run_tokens(params, "encoder", source_BS, places, None, branch_scale)
+        memory_BSD, _ = self.run_tokens(params, "encoder", source_BS, places, None, alpha)
         memory = memory_BSD, places
         target = target_places(inputs_BT)
-        return self.run_tokens(params, "decoder", inputs_BT, target, memory, branch_scale, look=look_M)[1]
+        return self.run_tokens(params, "decoder", inputs_BT, target, memory, alpha, taps=Taps(attention=look_M))[1]
 
     # Decoding, one token at a time
 
@@ -208,7 +189,7 @@ class Transformer:
         Steps are faster, see `stack.apart`, and take the longer to compile the deeper the decoder. Methods that combine
         layers keep them together.
         """
-        if self.recipe.stream.startswith("combination"):
+        if self.recipe.combines:
             return params
         # Compiled: slice by slice it would take longer than a short search.
         return params | {"decoder": jax.jit(apart)(params["decoder"])}
@@ -234,7 +215,7 @@ class Transformer:
         positions_B1D: jax.Array,
         seen_BQN: jax.Array,
         slot: jax.Array,
-        branch_scale: BranchScale,
+        alpha: Alpha | jax.Array,
     ) -> tuple[jax.Array, Caches]:
         """Logits [B, Q, V] of what follows the current tokens of the Q hypotheses of each sentence.
 
@@ -249,18 +230,16 @@ class Transformer:
           positions_B1D: their rows of `positions`.
           seen_BQN: True where a hypothesis looks.
           slot: the current tokens are written to so many slots from here on.
-          branch_scale: alpha_t.
+          alpha: alpha_t.
         """
         x_BQD = self._embed(params, "decoder", tokens_BQ, positions_B1D, None)
 
         def arguments(layer_cache: Cache) -> tuple[Any, ...]:
             return None, seen_BQN, source_mask_B1S, layer_cache
 
-        inputs = self._layer_inputs("decoder", branch_scale, None)
+        inputs = self._layer_inputs("decoder", alpha, None)
         x_BQD, new = self._run_layers(params, "decoder", x_BQD, inputs, arguments, caches)
-        # Whatever x is, that is `slot`. But now tokens are written after all layers have read, which XLA cannot know of
-        # layers that are apart: it would copy every cache, twice at each step.
-        slot = jnp.minimum(slot, slot + (x_BQD[0, 0, 0] > 0))
+        slot = _ready_after(x_BQD, slot)
         return self.logits(params, x_BQD), write_tokens(caches, new, slot)
 
     def positions(self, length: int) -> jax.Array:
@@ -277,54 +256,39 @@ class Transformer:
         inputs: LayerInput,
         arguments: Callable[[Any], tuple[Any, ...]],
         per_layer: Any = None,
-        sown: str = "",
-        update: LayerUpdate | None = None,
-        looks: jax.Array | None = None,
+        taps: Taps = Taps(),  # noqa: B008
     ) -> tuple[jax.Array, Any]:
         """Runs embeddings x [B, T, D] through the layers of a stack and what follows them.
 
         `arguments` maps a layer's entry of `per_layer` to what its block takes beside stream and `LayerInput`. Returns
-        the stack's output, and its blocks' outputs stacked over layers; if `looks` are given, what these come to.
+        the stack's output, and what `taps` record, or its blocks' outputs, stacked over layers.
         """
-        c, recipe = self.config, self.recipe
-
-        def apply(block: Block, stream: Stream, scanned: tuple[Params, LayerInput, Any]) -> tuple[Stream, Any]:
-            layer_params, layer_input, extra = scanned
-            variables, given = {"params": layer_params}, arguments(extra)
-            if not sown:
-                return block.apply(variables, stream, layer_input, *given)
-            (after, _), found = block.apply(variables, stream, layer_input, *given, mutable=[sown])
-            return after, watched(stream.x, after.x, found[sown]) if sown == "watch" else found[sown]
-
-        layer: Layer = functools.partial(apply, self._block(stack))
-        if c.alpha_order != "uniform" and recipe.branch.end is not None and looks is None:
-            # A branch whose factor is 0 has no part in any number, and no gradient.
-            awake, asleep = layer, functools.partial(apply, self._block(stack, asleep=True))
-
-            def either(stream: Stream, scanned: tuple[Params, LayerInput, Any]) -> tuple[Stream, Any]:
-                return jax.lax.cond(scanned[1].branch != 0, awake, asleep, stream, scanned)
-
-            layer = either
-
-        layers = params[stack]
-        scanned: Any = (layers, inputs, per_layer)
-        if isinstance(layers, list):
-            scanned = list(zip(layers, apart(inputs), per_layer, strict=True))
+        c, recipe, update = self.config, self.recipe, taps.updates.get(stack)
+        layer = self._layer(stack, arguments, taps)
+        scanned: Any = (params[stack], inputs, per_layer)
+        if isinstance(params[stack], list):
+            scanned = list(zip(params[stack], apart(inputs), per_layer, strict=True))
         remat = c.remat if per_layer is None else "none"
         run = functools.partial(run_stack, scan=c.scan, remat=remat, group=c.group, unroll=c.unroll)
-        if recipe.stream.startswith("combination"):
+        looks = None if taps.attention is None else jnp.zeros(arguments(per_layer)[2].shape)
+        if recipe.combines:
             assert update is None, "a layer whose input all others share in cannot be updated alone"
             # The sums of all layers are a linear carry, which need not be kept: the layers alone are made again.
             kept = remembering(layer, "full" if remat == "nested" else remat)
             run = functools.partial(run, remat="none")
             start = Stream(x, looks=looks)
             combine, carry, inputs = combined(
-                kept, params[f"{stack}_combination"], start, scanned, norm=c.norm, post=recipe.stream.endswith("post")
+                kept,
+                params[f"{stack}_combination"],
+                start,
+                scanned,
+                norm=c.norm,
+                post=recipe.stream == "combination_post",
             )
             (stream, _), outputs = run(combine, carry, inputs)
         else:
             total = x.astype(jnp.promote_types(x.dtype, jnp.float32)) if recipe.stream == "dual" else None
-            start = Stream(x, total, jnp.ones(()) if sown == "profile" else None, looks)
+            start = Stream(x, total, jnp.ones(()) if taps.record == "profile" else None, looks)
             if update is None:
                 stream, outputs = run(layer, start, scanned)
             else:
@@ -332,6 +296,31 @@ class Transformer:
                     layer, start, params[stack], scanned[1:], update, remat=remat, group=c.group
                 )
         return self._end(params, stack, stream), outputs if looks is None else stream.looks
+
+    def _layer(self, stack: str, arguments: Callable[[Any], tuple[Any, ...]], taps: Taps) -> Layer:
+        """One layer as a function for `run_stack`; arguments as in `_run_layers`."""
+        record = taps.record
+
+        def apply(block: Block, stream: Stream, scanned: tuple[Params, LayerInput, Any]) -> tuple[Stream, Any]:
+            layer_params, layer_input, extra = scanned
+            variables, given = {"params": layer_params}, arguments(extra)
+            if not record:
+                return block.apply(variables, stream, layer_input, *given)
+            (after, _), found = block.apply(variables, stream, layer_input, *given, mutable=[record])
+            # The self-attention's mask: what an encoder layer takes first, a decoder layer after its memory.
+            mask = given[STACKS.index(stack)]
+            return after, watched(stream.x, after.x, mask, found[record]) if record == "watch" else found[record]
+
+        awake: Layer = functools.partial(apply, self._block(stack))
+        if self.recipe.branch.end is None or taps.attention is not None or not starts_closed(self.config):
+            return awake
+        # A branch whose factor is 0 has no part in any number, and no gradient.
+        asleep = functools.partial(apply, self._block(stack, asleep=True))
+
+        def either(stream: Stream, scanned: tuple[Params, LayerInput, Any]) -> tuple[Stream, Any]:
+            return jax.lax.cond(scanned[1].coefficients.branch != 0, awake, asleep, stream, scanned)
+
+        return either
 
     def _end(self, params: Params, stack: str, stream: Stream) -> jax.Array:
         """What follows the last layer."""
@@ -341,36 +330,27 @@ class Transformer:
         end = params[f"{stack}_norm"]
         if recipe.final == "shift":
             return (stream.x - end["shift"]) * end.get("scale", 1.0)
-        kind = final_kind(self.config.norm)
+        kind = final_kind(self.config.norm, stack)
         if stream.total is not None:
             return stream.x + apply_norm(kind, end, stream.total, recipe.final_epsilon)
         return apply_norm(kind, end, stream.x, recipe.final_epsilon)
 
     def _layer_inputs(
-        self, stack: str, branch_scale: BranchScale, key: jax.Array | None, probes: jax.Array | None = None
+        self,
+        stack: str,
+        alpha: Alpha | jax.Array,
+        key: jax.Array | None,
+        taps: Taps = Taps(),  # noqa: B008
     ) -> LayerInput:
-        """Coefficients and keys of a stack's layers, [L] each. Key 0 of a stack is the embedding's."""
-        recipe = self.recipe
-        layers: int = getattr(self.depth, stack)
-        alpha = jnp.asarray(branch_scale[stack] if isinstance(branch_scale, Mapping) else branch_scale)
-
-        def value(weight: Weight) -> jax.Array:
-            start = self._by_layer(stack, weight.start)
-            return start if weight.end is None else start + (self._by_layer(stack, weight.end) - start) * alpha
-
+        """Coefficients, keys and taps of a stack's layers, [L] each. Key 0 of a stack is the embedding's."""
+        exact = jnp.promote_types(self.config.carry_dtype, jnp.float32)  # float64 where the stream is
+        numbers = 1 + jnp.arange(getattr(self.depth, stack))
         return LayerInput(
-            skip=value(recipe.skip),
-            branch=value(recipe.branch),
-            pre_scale=self._by_layer(stack, recipe.pre_scale),
-            post=self._by_layer(stack, recipe.post_layers or ONE) > 0,
-            key=None if key is None else jax.vmap(functools.partial(jax.random.fold_in, key))(1 + jnp.arange(layers)),
-            probe=probes,
+            resolve(self.recipe, self.depth, stack, alpha, exact),
+            key=None if key is None else jax.vmap(functools.partial(jax.random.fold_in, key))(numbers),
+            probe=taps.probes.get(stack),
+            look=taps.attention,
         )
-
-    def _by_layer(self, stack: str, rule: Rule) -> jax.Array:
-        """The numbers of a rule for a stack's layers, [L] in float32 (float64 where the stream is)."""
-        exact = jnp.promote_types(self.config.carry_dtype, jnp.float32)
-        return jnp.asarray(by_layer(rule, self.depth, stack), exact)
 
     def _block(self, stack: str, asleep: bool = False) -> Block:
         return make_block(self.config, self.recipe, stack, asleep)
@@ -394,3 +374,12 @@ class Transformer:
 
 def _fold(key: jax.Array | None, index: int) -> jax.Array | None:
     return None if key is None else jax.random.fold_in(key, index)
+
+
+def _ready_after(x: jax.Array, slot: jax.Array) -> jax.Array:
+    """`slot`, which XLA can only know once `x` is computed.
+
+    The caches are then written after all layers have read them. Without the dependency XLA copies every cache of
+    unstacked layers, twice at each step.
+    """
+    return jnp.minimum(slot, slot + (x[0, 0, 0] > 0))

@@ -11,12 +11,12 @@ from typing import BinaryIO, NamedTuple
 from branchnorm_jax.data.tokenizer import Tokenizer
 from branchnorm_jax.decoding.translate import Member, Translator
 from branchnorm_jax.errors import UserError
+from branchnorm_jax.model.coefficients import Alpha
 from branchnorm_jax.model.parameters import Params
-from branchnorm_jax.model.transformer import BranchScale
 from branchnorm_jax.options import Config
 from branchnorm_jax.training import logs
-from branchnorm_jax.training.state import checksums
-from branchnorm_jax.training.trained import named, network, restored
+from branchnorm_jax.training.digests import checksums
+from branchnorm_jax.training.trained import find_run, network, restore_model
 from branchnorm_jax.workdir import Workdir
 
 
@@ -25,20 +25,20 @@ class Trained(NamedTuple):
 
     translator: Translator
     params: Params
-    branch_scale: BranchScale
+    alpha: Alpha
     step: int
 
     @property
     def checksums(self) -> list[list[int]]:
         """What tells the models that vote from any others."""
-        others = ((other.params, other.branch_scale) for other in self.translator.others)
-        return [checksums(weights).tolist() for weights in ((self.params, self.branch_scale), *others)]
+        others = ((other.params, other.alpha) for other in self.translator.others)
+        return [checksums(weights).tolist() for weights in ((self.params, self.alpha), *others)]
 
 
 def load(config: Config, workdir: Workdir) -> Trained:
     """The checkpoint that `decode.checkpoint` names. Raises `UserError` if the workdir holds none."""
     tokenizer, model = network(config, workdir)
-    params, alpha, step = restored(config, workdir, model, config.decode.checkpoint)
+    params, alpha, step = restore_model(config, workdir, model, config.decode.checkpoint)
     paths = filter(None, map(str.strip, config.decode.ensemble.split(",")))
     others = tuple(member(path, tokenizer, config) for path in paths)
     for other in others:
@@ -55,7 +55,7 @@ def member(path: str, tokenizer: Tokenizer, config: Config) -> Member:
     Raises:
       UserError: if there is none, its vocabulary is not `tokenizer`, or its language tags come elsewhere.
     """
-    theirs, workdir, which = named("decode.ensemble", path, config)
+    theirs, workdir, which = find_run("decode.ensemble", path, config)
     its_tokenizer, model = network(theirs, workdir)
     if its_tokenizer.sha256 != tokenizer.sha256:
         raise UserError(f"decode.ensemble: {workdir.path} has another vocabulary; models that vote must share one")
@@ -65,7 +65,7 @@ def member(path: str, tokenizer: Tokenizer, config: Config) -> Member:
             f"decode.ensemble: {workdir.path} was trained with data.tags={its_tags}, not {tags}; models that vote must "
             "be asked for a language in the same way"
         )
-    params, alpha, _ = restored(theirs, workdir, model, which)
+    params, alpha, _ = restore_model(theirs, workdir, model, which)
     return Member(model, params, alpha)
 
 

@@ -11,10 +11,11 @@ from typing import Any, BinaryIO
 from branchnorm_jax.decoding.languages import Languages
 from branchnorm_jax.decoding.translate import Translation, pharaoh
 from branchnorm_jax.errors import UserError
+from branchnorm_jax.files import lock, write_atomically
 from branchnorm_jax.modes.common import Trained, lines_ahead, load, read_chunks
 from branchnorm_jax.options import Config, DecodeConfig
 from branchnorm_jax.training import logs
-from branchnorm_jax.workdir import Workdir, lock, write_atomically
+from branchnorm_jax.workdir import Workdir
 
 CHUNK = 2000
 """Lines of a file that are sorted by length and translated together: what a kill can lose."""
@@ -80,7 +81,7 @@ def translated(
         with logs.progress_bar(total or len(lines), done if total else 0, "line", "translate") as bar:
             found = trained.translator.translate(
                 trained.params,
-                trained.branch_scale,
+                trained.alpha,
                 sources,
                 done + 1,
                 bar.update,
@@ -210,7 +211,7 @@ def score(config: Config, workdir: Workdir) -> None:
         for lines in read_chunks(stream, name, CHUNK):
             lines, tags = languages.asked(lines, config.decode.target_lang, done + 1)
             pairs = pairs_of(lines, done, "target", name)
-            for log_prob, tokens in trained.translator.score(trained.params, trained.branch_scale, pairs, tags):
+            for log_prob, tokens in trained.translator.score(trained.params, trained.alpha, pairs, tags):
                 print(f"{log_prob:.6f}\t{tokens}")
             sys.stdout.flush()
             done += len(lines)

@@ -7,7 +7,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 
-from branchnorm_jax.analysis import devices, methods_table, signal
+from branchnorm_jax.analysis import devices, figures, methods_table, signal
 from branchnorm_jax.analysis import plan as planning
 from branchnorm_jax.analysis import preflight as flight
 from branchnorm_jax.analysis import sweep as sweeping
@@ -17,15 +17,18 @@ from branchnorm_jax.data.batches import make_plans
 from branchnorm_jax.data.corpus import read_pairs
 from branchnorm_jax.decoding.translate import make_model
 from branchnorm_jax.errors import DivergedError, UserError
+from branchnorm_jax.files import write_atomically
+from branchnorm_jax.model.coefficients import uniform
 from branchnorm_jax.model.methods import get_recipe
 from branchnorm_jax.modes.common import load
-from branchnorm_jax.modes.use import evaluate
+from branchnorm_jax.modes.evaluate import evaluate
 from branchnorm_jax.options import Config
+from branchnorm_jax.parallel import hosts
 from branchnorm_jax.training import logs, loop
+from branchnorm_jax.training.finetune import corpus_of, parent_of
 from branchnorm_jax.training.loop import check_names
 from branchnorm_jax.training.state import Batch, init_params
-from branchnorm_jax.training.trained import corpus_of, parent_of
-from branchnorm_jax.workdir import Workdir, write_atomically
+from branchnorm_jax.workdir import Workdir
 
 DOCS = Path(__file__).parent.parent.parent / "docs"
 ANALYZED = 8
@@ -33,9 +36,13 @@ ANALYZED = 8
 
 
 def train(config: Config, workdir: Workdir) -> None:
-    """Trains, if the run fits the devices at hand."""
+    """Trains; says beforehand if the devices at hand may have too little memory."""
     check_names(config)
-    loop.train(planning.fitting(config, devices.memory()), workdir)
+    memory = devices.memory()
+    config = planning.fitting(config, memory)
+    if hosts.is_first() and (line := planning.warning(config, memory)):
+        logs.say(line)
+    loop.train(config, workdir)
 
 
 def methods(config: Config, workdir: Workdir) -> None:
@@ -76,10 +83,13 @@ def preflight(config: Config, workdir: Workdir) -> None:
     m = narrow.model
     shape = f"{m.method} {m.encoder_layers}L-{m.decoder_layers}L at width {m.width}, {flight.ROWS} sentences a batch"
     write_atomically(workdir / "preflight.json", flight.to_json(narrow, verdict, found))
-    flight.draw(found, workdir / "preflight.png", f"{shape}: {verdict.word}")
+    written = [workdir / "preflight.json"]
+    if figures.can_draw("preflight.png"):
+        written.append(workdir / "preflight.png")
+        flight.draw(found, written[-1], f"{shape}: {verdict.word}")
     print(flight.format_points(found))
     print(f"{shape}", f"{verdict.word}: {verdict.reason}", sep="\n")
-    print(workdir / "preflight.json", workdir / "preflight.png", sep="\n")
+    print(*written, sep="\n")
 
 
 def analyze(config: Config, workdir: Workdir) -> None:
@@ -87,6 +97,7 @@ def analyze(config: Config, workdir: Workdir) -> None:
 
     Untrained models are those of `analyze.methods`; text and vocabulary are the run's, made here if need be.
     """
+    figures.pyplot()  # Before anything is measured, so that a missing package is told at once.
     trained = None
     if workdir.has_checkpoints and not config.analyze.methods:
         workdir.check_config(config)
@@ -111,11 +122,11 @@ def analyze(config: Config, workdir: Workdir) -> None:
         begin = time.perf_counter()
         changed = dataclasses.replace(config, model=dataclasses.replace(config.model, method=method))
         if trained is not None:
-            model, params, alpha = trained.translator.model, trained.params, trained.branch_scale
+            model, params, alpha = trained.translator.model, trained.params, trained.alpha
         else:
             model = make_model(changed.model, corpus.tokenizer)
             params = init_params(model, config.train.seed, batch)
-            alpha = jnp.zeros(())
+            alpha = uniform(0.0, model.depth)
         signals[method] = signal.measure(changed, model, params, alpha, batch)
         logs.say(f"{method}: measured in {time.perf_counter() - begin:.1f} s")
     write_atomically(workdir / "signal.csv", signal.to_csv(signals))
@@ -149,6 +160,7 @@ def sweep(config: Config, workdir: Workdir) -> None:
             except UserError as error:
                 raise UserError(f"sweep.grid: {name}: {error}") from error
         runs[name] = run, planning.fitting(chosen, memory)
+    drawing = figures.can_draw("sweep.png")
     corpora = {chosen.data for _, chosen in runs.values()}
     for split, found in (
         *(("train", data.directions()) for data in corpora),
@@ -160,13 +172,15 @@ def sweep(config: Config, workdir: Workdir) -> None:
     workdir.create()
     write_atomically(workdir / "config.json", to_json(config))
     folders = {name: (run, Workdir(workdir / name)) for name, (run, _) in runs.items()}
-    for number, (name, (_, chosen)) in enumerate(runs.items(), start=1):
+    for number, (name, (run, chosen)) in enumerate(runs.items(), start=1):
         folder = folders[name][1]
         status = sweeping.ended(folder, chosen)
         if status:
             logs.say(f"sweep {number}/{len(runs)}: {name} is there already, {status}")
         else:
             logs.say(f"sweep {number}/{len(runs)}: {name}")
+            for option, value in sweeping.recommended(config, run).items():
+                logs.say(f"  {option}: {value!r}  (recommended for {chosen.model.method})")
             try:
                 train(chosen, folder)
                 evaluate(chosen, folder)
@@ -179,5 +193,6 @@ def sweep(config: Config, workdir: Workdir) -> None:
         table = sweeping.to_markdown(rows, config.sweep.column_names, config.sweep.baseline)
         write_atomically(workdir / "sweep.csv", sweeping.to_csv(rows))
         write_atomically(workdir / "sweep.md", table)
-        sweeping.draw(rows, config.sweep.column_names, workdir / "sweep.png")
+        if drawing:
+            sweeping.draw(rows, config.sweep.column_names, workdir / "sweep.png")
     print(table, end="")

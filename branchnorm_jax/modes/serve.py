@@ -13,7 +13,7 @@ import jax
 
 from branchnorm_jax.decoding.engine import coarse
 from branchnorm_jax.decoding.languages import Languages
-from branchnorm_jax.errors import UserError
+from branchnorm_jax.errors import UserError, needs_extra
 from branchnorm_jax.modes.common import load
 from branchnorm_jax.options import Config
 from branchnorm_jax.serving.messages import answers, parse
@@ -23,9 +23,10 @@ from branchnorm_jax.workdir import Workdir
 
 def serve(config: Config, workdir: Workdir) -> None:
     """Answers requests until a signal comes; then those that came before it, and the signal takes its course."""
-    import uvicorn
+    with needs_extra("serve", "serve"):
+        import uvicorn
 
-    from branchnorm_jax.serving.app import make_app
+        from branchnorm_jax.serving.app import make_app
 
     workdir.check_config(config)
     with listening(config.serve.host, config.serve.port) as listener:
@@ -38,11 +39,11 @@ def serve(config: Config, workdir: Workdir) -> None:
             logs.say(f"compiling for lines of up to {longest} tokens (serve.warm_up_length)")
             begin = time.perf_counter()
             tags = translator.tokenizer.tags(config.data, languages.targets[0])
-            translator.warm_up(trained.params, trained.branch_scale, longest, tags)
+            translator.warm_up(trained.params, trained.alpha, longest, tags)
             logs.say(f"compiled in {time.perf_counter() - begin:.1f} s")
         app = make_app(
             functools.partial(parse, serve=config.serve, decode=config.decode, languages=languages),
-            answers(translator, trained.params, trained.branch_scale),
+            answers(translator, trained.params, trained.alpha),
             config.serve,
             about(config, trained.step, languages),
             logs.say,

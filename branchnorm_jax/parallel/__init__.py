@@ -1,1 +1,1 @@
-"""Devices: the mesh, its shardings, and the processes of a run."""
+"""Parallelism: the device mesh, shardings, and the processes of a multi-host run."""

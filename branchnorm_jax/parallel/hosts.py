@@ -1,4 +1,4 @@
-"""Processes: start-up of several hosts, and the signals by which a scheduler takes a machine away."""
+"""Multi-host start-up, and handling of preemption signals."""
 
 import os
 import signal
@@ -9,17 +9,18 @@ import jax
 
 from branchnorm_jax.errors import HostError
 
-# Set by the launchers whose layout jax.distributed understands by itself.
+# Environment variables set by launchers that jax.distributed detects automatically.
 LAUNCHERS = ("SLURM_JOB_NUM_NODES", "OMPI_MCA_orte_hnp_uri", "JAX_COORDINATOR_ADDRESS", "MEGASCALE_COORDINATOR_ADDRESS")
 
 
 def start(force: bool) -> None:
-    """Joins the other processes of the run, if a launcher is detected or `force` asks for it.
+    """Connects to the other processes of the run.
 
-    `JAX_COORDINATOR_ADDRESS`, `JAX_NUM_PROCESSES` and `JAX_PROCESS_ID` describe the run where no launcher does.
+    Does nothing unless a launcher is detected or `force` is set. Without a launcher, the environment variables
+    `JAX_COORDINATOR_ADDRESS`, `JAX_NUM_PROCESSES` and `JAX_PROCESS_ID` describe the run.
 
     Raises:
-      HostError: the others did not answer in time.
+      HostError: if the other processes do not answer in time.
     """
     if not force and not any(name in os.environ for name in LAUNCHERS):
         return
@@ -37,12 +38,15 @@ def start(force: bool) -> None:
 
 
 def is_first() -> bool:
-    """Whether this process writes the files that one process writes."""
+    """Returns whether this is process 0, which alone writes the shared files."""
     return jax.process_index() == 0
 
 
 class Preemption:
-    """While entered, SIGTERM, SIGINT and SIGUSR1 ask the run to stop after its update; a second SIGINT kills it."""
+    """Context manager that turns SIGTERM, SIGINT and SIGUSR1 into a request to stop after the current update.
+
+    A second SIGINT raises `KeyboardInterrupt` at once.
+    """
 
     SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
@@ -67,7 +71,10 @@ class Preemption:
         self.signal = number
 
     def requested(self, step: int) -> int:
-        """The signal that asks to stop before update `step`, or 0; the same on every host."""
+        """Returns the signal that requests a stop before update `step`, or 0.
+
+        All hosts agree whether to stop.
+        """
         if jax.process_count() > 1:
             from jax.experimental import multihost_utils
 

@@ -1,4 +1,4 @@
-"""Devices as a mesh of two axes, and the one table that says which logical axis lies along which of them."""
+"""The (data, model) device mesh, and the mapping from logical axes to mesh axes."""
 
 from typing import Any
 
@@ -20,18 +20,22 @@ LOGICAL_RULES: dict[str, str | None] = {
 
 
 def make_mesh(config: ParallelConfig, row_multiple: int) -> Mesh:
-    """A (data, model) mesh over all devices. Raises `UserError` where the sizes do not fit.
+    """Creates a (data, model) mesh over all devices.
 
     Args:
-      config: sizes of the axes; data=0 takes what `model` leaves.
-      row_multiple: rows of a microbatch are a multiple of this, and the data axis must divide it; 0: it need not.
+      config: sizes of the axes; data=0 means all devices divided by `model`.
+      row_multiple: the number of rows of a microbatch is a multiple of this, and the data axis must divide it; 0
+        disables this check.
+
+    Raises:
+      UserError: if the sizes do not match the devices or `row_multiple`.
     """
     devices = jax.device_count()
     data = data_size(config)
     if data * config.model != devices:
         raise UserError(
             f"config: parallel.data={config.data or 'rest'} x parallel.model={config.model} does not match the "
-            f"{devices} devices"
+            f"{devices} devices; their product must be the number of devices"
         )
     if row_multiple and row_multiple % data:
         raise UserError(
@@ -42,17 +46,27 @@ def make_mesh(config: ParallelConfig, row_multiple: int) -> Mesh:
 
 
 def data_size(config: ParallelConfig) -> int:
-    """Size of the mesh axis that splits batches."""
+    """Returns the size of the data axis of the mesh."""
     return config.data or jax.device_count() // config.model
 
 
 def sharding(mesh: Mesh, *logical: str | None) -> NamedSharding:
-    """The sharding of an array whose axes have these logical names; None is not split."""
+    """Returns the sharding of an array from the logical names of its axes.
+
+    None means not sharded.
+    """
     return NamedSharding(mesh, PartitionSpec(*(LOGICAL_RULES[name] if name else None for name in logical)))
 
 
 def shard_tree(mesh: Mesh, tree: Any, logical: Any) -> Any:
-    """The sharding of each leaf of `tree`, given its axis names; an axis that the mesh does not divide stays whole."""
+    """Returns the sharding of each leaf of `tree`.
+
+    Args:
+      mesh: the device mesh.
+      tree: arrays or their shapes.
+      logical: tree of the logical axis names of each leaf. An axis whose size the mesh axis does not divide is not
+        sharded.
+    """
 
     def leaf_sharding(leaf: Any, names: tuple[str, ...]) -> NamedSharding:
         fits = (
@@ -65,7 +79,10 @@ def shard_tree(mesh: Mesh, tree: Any, logical: Any) -> Any:
 
 
 def to_devices(mesh: Mesh, batch: Any) -> Any:
-    """Host arrays [rows, ...], the same on every host, as global arrays split by rows over the data axis."""
+    """Converts host arrays [rows, ...] to global arrays sharded over the data axis.
+
+    Every host must pass the same arrays.
+    """
     split = sharding(mesh, "batch")
     return jax.tree.map(
         lambda x: jax.make_array_from_callback(x.shape, split, lambda index: np.asarray(x)[index]), batch

@@ -1,1 +1,1 @@
-"""Translation over HTTP: what is asked and answered (`messages.py`), who waits (`batches.py`), HTTP (`app.py`)."""
+"""Translation over HTTP: requests and answers (`messages.py`), queueing (`batches.py`), HTTP routes (`app.py`)."""

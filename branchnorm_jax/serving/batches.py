@@ -1,4 +1,4 @@
-"""Requests that wait at the same time are answered together, by the one thread that owns the device."""
+"""Dynamic batching: requests that wait at the same time are translated together, in one thread."""
 
 import asyncio
 import traceback
@@ -6,41 +6,52 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from branchnorm_jax.options import ServeConfig
-from branchnorm_jax.serving.messages import Asked
+from branchnorm_jax.serving.messages import TranslationRequest
 
-Waiting = tuple[Asked, asyncio.Future[bytes]]
+Waiting = tuple[TranslationRequest, asyncio.Future[bytes]]
 
 
 class Batches:
-    """A queue before a function that answers several requests at once.
+    """A queue in front of a function that answers several requests at once.
 
-    Everything but the function runs in the event loop, so nothing needs a lock.
+    Only the function runs in another thread. Everything else runs in the event loop and needs no locks.
 
     Attributes:
-      answers: requests -> one answer to each; may take long, may fail.
-      config: how many may wait, and are answered at once.
-      say: is told of what failed.
+      answers: maps requests to their answers; may block and may raise.
+      config: limits of the queue and of a batch.
+      say: called with the traceback of a failed request.
     """
 
     def __init__(
-        self, answers: Callable[[Sequence[Asked]], list[bytes]], config: ServeConfig, say: Callable[[str], None]
+        self,
+        answers: Callable[[Sequence[TranslationRequest]], list[bytes]],
+        config: ServeConfig,
+        say: Callable[[str], None],
     ) -> None:
         self.answers, self.config, self.say = answers, config, say
         self._queue: asyncio.Queue[Waiting] = asyncio.Queue(config.max_waiting)
 
     @property
     def waiting(self) -> int:
-        """Requests that no batch has taken yet."""
+        """Number of requests in the queue."""
         return self._queue.qsize()
 
-    async def answer(self, asked: Asked) -> bytes:
-        """The answer to a request. Raises `asyncio.QueueFull`, or what its translation raised."""
+    async def answer(self, request: TranslationRequest) -> bytes:
+        """Returns the answer to a request.
+
+        Raises:
+          asyncio.QueueFull: if too many requests are waiting.
+          Exception: any exception of the translation.
+        """
         future: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
-        self._queue.put_nowait((asked, future))
+        self._queue.put_nowait((request, future))
         return await future
 
     async def run(self) -> None:
-        """Answers until it is cancelled: the first that waits and, up to `batch_lines`, those that came meanwhile."""
+        """Answers requests until cancelled.
+
+        A batch consists of the oldest request and, up to `batch_lines` lines, of further waiting requests.
+        """
         with ThreadPoolExecutor(1, "device") as device:
             while True:
                 batch = [await self._queue.get()]
@@ -55,10 +66,10 @@ class Batches:
     async def _translate(self, batch: list[Waiting], device: ThreadPoolExecutor) -> None:
         loop = asyncio.get_running_loop()
         try:
-            answers = await loop.run_in_executor(device, self.answers, [asked for asked, _ in batch])
+            answers = await loop.run_in_executor(device, self.answers, [request for request, _ in batch])
         except Exception as error:
             if len(batch) > 1:
-                # One of them is to blame, or all were too much at once.
+                # Either one request is faulty, or the batch was too large: answer the requests one by one.
                 for waiting in batch:
                     await self._translate([waiting], device)
                 return
@@ -66,6 +77,6 @@ class Batches:
             if not batch[0][1].cancelled():
                 batch[0][1].set_exception(error)
         else:
-            for (_, future), found in zip(batch, answers, strict=True):
+            for (_, future), answer in zip(batch, answers, strict=True):
                 if not future.cancelled():
-                    future.set_result(found)
+                    future.set_result(answer)

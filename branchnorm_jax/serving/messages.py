@@ -1,4 +1,4 @@
-"""What is asked and what is answered, as JSON. No HTTP, no threads."""
+"""JSON requests and answers, without HTTP and threads."""
 
 import json
 import math
@@ -11,13 +11,13 @@ from branchnorm_jax.data.tokenizer import Tags
 from branchnorm_jax.decoding.languages import Languages
 from branchnorm_jax.decoding.translate import Sentence, Translation, Translator
 from branchnorm_jax.errors import UserError
+from branchnorm_jax.model.coefficients import Alpha
 from branchnorm_jax.model.parameters import Params
-from branchnorm_jax.model.transformer import BranchScale
 from branchnorm_jax.options import DecodeConfig, ServeConfig
 
 
-class Asked(NamedTuple):
-    """What a request asks for."""
+class TranslationRequest(NamedTuple):
+    """A parsed request; `tags` has one entry per line."""
 
     lines: tuple[str, ...]
     tags: tuple[Tags, ...]
@@ -25,10 +25,11 @@ class Asked(NamedTuple):
     alignments: bool
 
 
-def parse(body: bytes, serve: ServeConfig, decode: DecodeConfig, languages: Languages) -> Asked:
-    """The request in a body such as {"text": ["one", "two"], "nbest": 2, "alignments": true, "target_lang": "de"}.
+def parse(body: bytes, serve: ServeConfig, decode: DecodeConfig, languages: Languages) -> TranslationRequest:
+    """Parses the JSON body of a request.
 
-    What it leaves out is as `decode` says. Raises `UserError` with one line for anything else.
+    Example: {"text": ["one", "two"], "nbest": 2, "alignments": true, "target_lang": "de"}. Fields other than "text" are
+    optional; their defaults come from `decode`. Raises `UserError` for an invalid body.
     """
     try:
         given = json.loads(body.decode("utf-8"))
@@ -37,11 +38,11 @@ def parse(body: bytes, serve: ServeConfig, decode: DecodeConfig, languages: Lang
     except (ValueError, RecursionError) as error:
         raise UserError(f"the body is not JSON ({error})") from error
     if not isinstance(given, dict) or "text" not in given:
-        raise UserError('the body must be an object with a text: {"text": "..."}')
+        raise UserError('the body must be an object with a field text: {"text": "..."}')
     text, nbest = given.pop("text"), given.pop("nbest", decode.nbest)
     alignments, target_lang = given.pop("alignments", decode.alignments), given.pop("target_lang", decode.target_lang)
     if given:
-        raise UserError(f"unknown field {next(iter(given))[:40]!r}; there are text, nbest, alignments, target_lang")
+        raise UserError(f"unknown field {next(iter(given))[:40]!r}; fields are text, nbest, alignments, target_lang")
     lines = [text] if isinstance(text, str) else text
     if not isinstance(lines, list) or not all(isinstance(line, str) for line in lines):
         raise UserError("text must be a string or a list of strings")
@@ -54,7 +55,9 @@ def parse(body: bytes, serve: ServeConfig, decode: DecodeConfig, languages: Lang
         try:
             line.encode()
         except UnicodeEncodeError as error:
-            raise UserError(f"line {number}: {line[error.start]!a} without its other half is no text") from error
+            raise UserError(
+                f"line {number}: {line[error.start]!a} is an unpaired surrogate; send valid Unicode"
+            ) from error
     if type(nbest) is not int or not 1 <= nbest <= decode.beam_size:
         raise UserError(f"nbest must be a whole number from 1 to {decode.beam_size} (decode.beam_size)")
     if type(alignments) is not bool:
@@ -62,59 +65,65 @@ def parse(body: bytes, serve: ServeConfig, decode: DecodeConfig, languages: Lang
     if not isinstance(target_lang, str) or not target_lang.isascii():
         raise UserError("target_lang must be a string such as de")
     texts, tags = languages.asked(lines, target_lang)
-    return Asked(tuple(texts), tuple(tags), nbest, alignments)
+    return TranslationRequest(tuple(texts), tuple(tags), nbest, alignments)
 
 
 def answers(
-    translator: Translator, params: Params, branch_scale: BranchScale
-) -> Callable[[Sequence[Asked]], list[bytes]]:
-    """The function that translates the lines of several requests together, and gives the answer to each.
+    translator: Translator, params: Params, alpha: Alpha
+) -> Callable[[Sequence[TranslationRequest]], list[bytes]]:
+    """Returns a function that answers several requests in one batch.
 
-    Its answers are what `--mode=translate` finds for the lines of a request by themselves: lines are numbered within
-    their request.
+    Lines are numbered within their request, so an answer is the same as that of `--mode=translate` for the lines of the
+    request alone.
     """
 
-    def translate(asked: Sequence[Asked]) -> list[bytes]:
+    def translate(requests: Sequence[TranslationRequest]) -> list[bytes]:
         lines = [
-            (line, number, tag, one)
-            for one in asked
-            for number, (line, tag) in enumerate(zip(one.lines, one.tags, strict=True), start=1)
+            (line, number, tag, request)
+            for request in requests
+            for number, (line, tag) in enumerate(zip(request.lines, request.tags, strict=True), start=1)
         ]
         sources, cut = translator.sources([line for line, *_ in lines])
         sentences = [
-            Sentence(source, number, tag, nbest=one.nbest)
-            for source, (_, number, tag, one) in zip(sources, lines, strict=True)
+            Sentence(source, number, tag, nbest=request.nbest)
+            for source, (_, number, tag, request) in zip(sources, lines, strict=True)
         ]
-        found = translator.search(params, branch_scale, sentences)
-        looking = [index for index, (*_, one) in enumerate(lines) if one.alignments]
-        attended = translator.attended(
-            params, branch_scale, [sentences[index] for index in looking], [found[index] for index in looking]
+        results = translator.search(params, alpha, sentences)
+        wanted = [index for index, (*_, request) in enumerate(lines) if request.alignments]
+        attended = translator.with_attention(
+            params,
+            alpha,
+            [sentences[index] for index in wanted],
+            [results[index] for index in wanted],
         )
-        for index, each in zip(looking, attended, strict=True):
-            found[index] = each
+        for index, each in zip(wanted, attended, strict=True):
+            results[index] = each
         shown = iter(
             [
-                answer(one, translator.tokenizer.source_pieces_of(source), cut.get(index))
-                for one in each
-                if one.score > -math.inf
+                answer(translation, translator.tokenizer.source_pieces_of(source), cut.get(index))
+                for translation in each
+                if translation.score > -math.inf
             ]
-            for index, (source, each) in enumerate(zip(sources, found, strict=True))
+            for index, (source, each) in enumerate(zip(sources, results, strict=True))
         )
-        return [to_json({"translations": [next(shown) for _ in one.lines]}) for one in asked]
+        return [to_json({"translations": [next(shown) for _ in request.lines]}) for request in requests]
 
     return translate
 
 
-def answer(found: Translation, source_pieces: list[str], warning: str | None) -> dict[str, Any]:
-    """One translation as JSON; with its attention, pieces on both sides."""
-    shown: dict[str, Any] = {"text": found.text, "score": found.score, "log_prob": found.log_prob}
-    if found.attention is not None:
-        shown["pieces"] = [piece for piece, _ in found.pieces]
-        shown["source_pieces"] = source_pieces
-        shown["alignment"] = np.round(found.attention.astype(np.float64), 5).tolist()
-    return shown | ({"warnings": [warning]} if warning else {})
+def answer(translation: Translation, source_pieces: list[str], warning: str | None) -> dict[str, Any]:
+    """Converts a translation to JSON values.
+
+    Attention weights come with the pieces of both sides.
+    """
+    fields: dict[str, Any] = {"text": translation.text, "score": translation.score, "log_prob": translation.log_prob}
+    if translation.attention is not None:
+        fields["pieces"] = [piece for piece, _ in translation.pieces]
+        fields["source_pieces"] = source_pieces
+        fields["alignment"] = np.round(translation.attention.astype(np.float64), 5).tolist()
+    return fields | ({"warnings": [warning]} if warning else {})
 
 
 def to_json(content: Mapping[str, Any]) -> bytes:
-    """UTF-8 that any program reads: no NaN."""
+    """Encodes JSON as UTF-8. Raises `ValueError` for NaN, which is not valid JSON."""
     return json.dumps(content, ensure_ascii=False, allow_nan=False).encode()

@@ -20,13 +20,19 @@ import orbax.checkpoint as ocp
 from orbax.checkpoint.checkpoint_managers import preservation_policy
 
 from branchnorm_jax.errors import BranchNormError, StorageError, UserError
+from branchnorm_jax.model.coefficients import Alpha
 from branchnorm_jax.model.parameters import Params
-from branchnorm_jax.model.transformer import BranchScale
+from branchnorm_jax.model.recipe import STACKS
+from branchnorm_jax.model.stack import depth_of
 from branchnorm_jax.options import TrainConfig
-from branchnorm_jax.training.state import TrainState, checksums
+from branchnorm_jax.training.digests import checksums
+from branchnorm_jax.training.state import TrainState
 
-Memory = dict[str, Any]
-"""What the loop remembers between runs, JSON."""
+NAMES_ON_DISK = {"hold_steps": "held", "running_stats": "usual"}
+"""Fields of `TrainState` that have another name in checkpoints, so that older checkpoints can be restored."""
+
+SavedLoopState = dict[str, Any]
+"""`LoopState` as JSON."""
 
 
 class Checkpoints:
@@ -106,7 +112,7 @@ class Checkpoints:
             raise UserError(f"{self._directory}: no checkpoints of steps {missing}; there are {there}")
         return sorted({int(step) for step in steps})
 
-    def save_params(self, step: int, params: Params, alpha: BranchScale, memory: Memory) -> None:
+    def save_params(self, step: int, params: Params, alpha: Alpha, memory: SavedLoopState) -> None:
         """Saves parameters that no training goes on from, and waits. Arguments as in `save`."""
         values = jax.tree.map(lambda leaf: np.asarray(leaf).tolist(), alpha)
         sums = {"params": checksums(params).tolist()}
@@ -119,7 +125,7 @@ class Checkpoints:
         )
         self.close()
 
-    def save(self, state: TrainState, alpha: BranchScale, memory: Memory, score: float | None) -> None:
+    def save(self, state: TrainState, alpha: Alpha, memory: SavedLoopState, score: float | None) -> None:
         """Starts saving the state; the previous save must have ended well, or this raises.
 
         Args:
@@ -165,7 +171,7 @@ class Checkpoints:
         self.wait()
         self._manager.close()
 
-    def restore_latest(self, abstract: TrainState, until: float = math.inf) -> tuple[TrainState, Memory] | None:
+    def restore_latest(self, abstract: TrainState, until: float = math.inf) -> tuple[TrainState, SavedLoopState] | None:
         """The newest state that is whole, with what the loop remembered; None where there is no checkpoint.
 
         Args:
@@ -205,7 +211,7 @@ class Checkpoints:
         best = self.best_step() if which == "best" else None
         return ([best] if best is not None else []) + [step for step in reversed(steps) if step != best]
 
-    def restore_params(self, which: str, abstract: Params) -> tuple[Params, BranchScale, int]:
+    def restore_params(self, which: str, abstract: Params) -> tuple[Params, Alpha, int]:
         """Parameters, alpha and step of one checkpoint.
 
         Args:
@@ -227,12 +233,14 @@ class Checkpoints:
                 continue
             if place:
                 self._warn(f"using checkpoint {step} instead")
-            alpha = restored["memory"]["alpha"]
-            values = {s: jnp.float32(v) for s, v in alpha.items()} if isinstance(alpha, dict) else jnp.float32(alpha)
-            return restored["params"], values, step
+            # Older checkpoints hold one number for all layers.
+            saved = restored["memory"]["alpha"]
+            values = saved if isinstance(saved, dict) else dict.fromkeys(STACKS, saved)
+            alpha = {s: jnp.broadcast_to(jnp.float32(values[s]), (depth_of(abstract[s]),)) for s in STACKS}
+            return restored["params"], alpha, step
         raise UserError(f"{self._directory}: checkpoint {which!r} cannot be read")
 
-    def _restore(self, step: int, abstract: TrainState) -> tuple[TrainState, Memory]:
+    def _restore(self, step: int, abstract: TrainState) -> tuple[TrainState, SavedLoopState]:
         restored = self._manager.restore(
             step,
             args=ocp.args.Composite(
@@ -245,7 +253,9 @@ class Checkpoints:
         _check("parameters", restored["params"], saved["checksums"]["params"])
         _check("optimiser state", restored["training"], saved["checksums"]["training"])
         used = {"params" if abstract.ema is None else "ema": restored["params"]}
-        return TrainState(**restored["training"], **used), saved["memory"]
+        fields = {field: name for name, field in NAMES_ON_DISK.items()}
+        training = {fields.get(name, name): value for name, value in restored["training"].items()}
+        return TrainState(**training, **used), saved["memory"]
 
     def forget_after(self, step: int) -> None:
         """Deletes checkpoints newer than `step`, damaged or rolled back, so that they can be written again."""
@@ -260,9 +270,10 @@ class Checkpoints:
 
 
 def _rest(state: TrainState) -> dict[str, Any]:
-    """By field, the train state without `eval_params`."""
+    """The train state without `eval_params`, by the name of the field on disk."""
     fields = {field.name: getattr(state, field.name) for field in dataclasses.fields(state)}
-    return {name: value for name, value in fields.items() if value is not None and value is not state.eval_params}
+    rest = {name: value for name, value in fields.items() if value is not None and value is not state.eval_params}
+    return {NAMES_ON_DISK.get(name, name): value for name, value in rest.items()}
 
 
 def _check(what: str, tree: Any, expected: list[int]) -> None:

@@ -14,7 +14,9 @@ from typing import Any
 import jax
 from tqdm import tqdm
 
-from branchnorm_jax.workdir import write_atomically
+from branchnorm_jax import __version__
+from branchnorm_jax.errors import MissingExtraError, needs_extra
+from branchnorm_jax.files import write_atomically
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "sentencepiece", "sacrebleu")
 
@@ -62,20 +64,29 @@ class TensorBoard:
     """Scalars as TensorBoard event files, without TensorFlow."""
 
     def __init__(self, directory: Path, first_step: int) -> None:
-        """Writes to `directory`; TensorBoard hides what an interrupted run wrote from `first_step` on."""
-        from tensorboardX import SummaryWriter
+        """Writes to `directory`; TensorBoard hides what an interrupted run wrote from `first_step` on.
 
-        self._writer = SummaryWriter(str(directory), purge_step=first_step)
+        Without tensorboardX nothing is written, and one line says so.
+        """
+        self._writer: Any = None
+        try:
+            with needs_extra("plots", "TensorBoard"):
+                from tensorboardX import SummaryWriter
+        except MissingExtraError as error:
+            say(f"{directory} is not written: {error}")
+        else:
+            self._writer = SummaryWriter(str(directory), purge_step=first_step)
 
     def write(self, step: int, scalars: Mapping[str, float]) -> None:
         """One point per name."""
         for name, value in scalars.items():
-            if math.isfinite(value):
+            if self._writer and math.isfinite(value):
                 self._writer.add_scalar(name, value, step)
 
     def close(self) -> None:
         """Writes what is buffered."""
-        self._writer.close()
+        if self._writer:
+            self._writer.close()
 
 
 class _Lines:
@@ -117,15 +128,20 @@ def environment() -> dict[str, Any]:
     return {
         "devices": f"{jax.device_count()} x {device.device_kind} ({device.platform})",
         "processes": jax.process_count(),
-        "versions": {"python": sys.version.split()[0]} | {name: metadata.version(name) for name in PACKAGES},
+        "versions": {"python": sys.version.split()[0], "branchnorm_jax": __version__}
+        | {name: metadata.version(name) for name in PACKAGES},
         "git_revision": git_revision(),
     }
 
 
 def git_revision() -> str:
     """Commit of this code, with "+" where files differ from it; "unknown" outside a checkout."""
-    here = Path(__file__).parent
+    here, name = Path(__file__).parent, Path(__file__).name
     try:
+        # An installed package may lie in the checkout of another project, which then does not track this file.
+        subprocess.run(
+            ["git", "ls-files", "--error-unmatch", name], cwd=here, capture_output=True, check=True, timeout=10
+        )
         commit = subprocess.run(
             ["git", "rev-parse", "HEAD"], cwd=here, capture_output=True, text=True, check=True, timeout=10
         ).stdout.strip()

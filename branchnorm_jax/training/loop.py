@@ -2,47 +2,45 @@
 
 import contextlib
 import dataclasses
-import json
 import math
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from branchnorm_jax.data.batches import BatchPlan, TextBatch, make_plans, prefetch
-from branchnorm_jax.data.corpus import read_pairs
+from branchnorm_jax.data.batches import TextBatch, make_plans, prefetch
 from branchnorm_jax.data.packing import Shape
 from branchnorm_jax.data.prepare import Corpus
-from branchnorm_jax.decoding.translate import Translator, make_model
+from branchnorm_jax.decoding.translate import make_model
 from branchnorm_jax.errors import BranchNormError, DivergedError, Preempted, StorageError, UserError
-from branchnorm_jax.evaluation.bleu import corpus_bleu
+from branchnorm_jax.model import growth
 from branchnorm_jax.model.initializers import get_base
-from branchnorm_jax.model.losses import LossSums
 from branchnorm_jax.model.methods import get_recipe
 from branchnorm_jax.model.stack import size_of
-from branchnorm_jax.options import Config, DataConfig
+from branchnorm_jax.options import Config
 from branchnorm_jax.parallel import hosts
 from branchnorm_jax.parallel.mesh import make_mesh, sharding, to_devices
-from branchnorm_jax.training import logs, schedules
+from branchnorm_jax.training import logs, schedules, trouble
 from branchnorm_jax.training.checkpoint import Checkpoints
+from branchnorm_jax.training.digests import sha256
+from branchnorm_jax.training.finetune import corpus_of, parents_parameters
+from branchnorm_jax.training.loop_state import LoopState
 from branchnorm_jax.training.optimizer import make_optimizer
-from branchnorm_jax.training.record import OF_THE_PROCESS, Memory, Recorder, note
-from branchnorm_jax.training.state import Batch, TrainState, abstract_state, init_state, sha256, state_from
-from branchnorm_jax.training.step import Metrics, make_eval_step, make_train_step
-from branchnorm_jax.training.trained import corpus_of, parents_parameters
-from branchnorm_jax.training.watch import ADVICE, check_finite
-from branchnorm_jax.workdir import Workdir, write_atomically
-
-ROLLBACKS = 5
-"""So many in one run, and no more."""
+from branchnorm_jax.training.record import Recorder, write_event, write_status
+from branchnorm_jax.training.state import Batch, TrainState, abstract_state, init_state, state_from
+from branchnorm_jax.training.step import Metrics, make_train_step
+from branchnorm_jax.training.trouble import Decision
+from branchnorm_jax.training.validation import Validator, per_token
+from branchnorm_jax.training.watch import collapsed, vanishing
+from branchnorm_jax.workdir import Workdir
 
 
 def train(config: Config, workdir: Workdir) -> None:
-    """Trains until `train.steps`, `train.epochs`, `train.patience` or a signal; resumes what `workdir` holds.
+    """Trains until a limit of `train` (steps, epochs, patience, min_learning_rate) or a signal; resumes `workdir`.
 
     Raises:
       UserError, DivergedError, StorageError, HostError, Preempted: as their names say, after `status.json` was written.
@@ -73,14 +71,23 @@ def check_names(config: Config) -> None:
     """Raises `UserError` for what only the rooms know (method, init, optimizer, schedule), before any work."""
     recipe = get_recipe(config.model.method)
     get_base(config.model.init or recipe.init)
-    if config.train.update_in_backward and recipe.stream.startswith("combination"):
+    if config.train.update_in_backward and recipe.combines:
         raise UserError(f"config: train.update_in_backward: the layers of {config.model.method} depend on all others")
     may_roll_back = "rollback" in (config.train.nonfinite, config.train.spike)
     if may_roll_back and config.train.rollback == "alpha" and recipe.branch.end is None:
         raise UserError(f"config: train.rollback=alpha: {config.model.method} has no alpha; take rollback=batches")
+    growth.alpha(config.model)
     make_optimizer(config.train)
     schedules.learning_rate(config.train, config.model.width)
     make_mesh(config.parallel, config.data.row_multiple // config.train.accumulation)
+
+
+class Halted(Exception):
+    """Leaves the loop because of a decision to stop or to roll back."""
+
+    def __init__(self, decision: Decision) -> None:
+        super().__init__(decision.reason)
+        self.decision = decision
 
 
 class Run:
@@ -91,50 +98,46 @@ class Run:
         self.config, self.workdir, self.corpus = config, workdir, corpus
         train = config.train
         self.mesh = make_mesh(config.parallel, config.data.row_multiple // train.accumulation)
-        self.plan, self.valid_plans = make_plans(
-            config.data, corpus.train, corpus.valid, train.batch_tokens, train.seed
-        )
+        self.plan, valid_plans = make_plans(config.data, corpus.train, corpus.valid, train.batch_tokens, train.seed)
         self.epoch = self.plan.batches_per_epoch / config.data.tokenisations
         self.total = train.steps or math.ceil(train.epochs * self.epoch)
         self.model = make_model(config.model, corpus.tokenizer)
         self.optimizer = make_optimizer(train)
         self.abstract = abstract_state(self.model, self.optimizer, self.mesh, bool(train.ema_decay))
-        self.translator = Translator(self.model, corpus.tokenizer, config.decode)
-        self.eval_step = jax.jit(make_eval_step(self.model, config))
+        self.validator = Validator(config, self.model, self.mesh, corpus, valid_plans)
         self.compiled: dict[Shape, Any] = {}
-        state_bytes = size_of(self.abstract)
         self.checkpoints = Checkpoints(workdir / "checkpoints", train, logs.say)
         if not self.checkpoints.steps():
-            workdir.need_space(2 * state_bytes)
-        self.alpha = jax.jit(schedules.alpha(config.model))
-        self._restore(math.inf)
+            workdir.need_space(2 * size_of(self.abstract))
+        self.alpha = jax.jit(growth.alpha(config.model))
+        self.rate = jax.jit(schedules.learning_rate(train, config.model.width))
+        self.state, self.loop_state = self._restored(math.inf)
+        self.step = int(self.state.step)
+        self.stop_reason = ""
+        """Why to stop before the last update; "" to go on."""
         if self.step > self.total:
             raise UserError(
                 f"{workdir.path}: this run is at step {self.step}, past the {self.total} updates of train.epochs="
                 f"{train.epochs:g}; ask for more, or choose another --workdir"
             )
         self.checkpoints.forget_after(self.step)
-        self._describe(state_bytes)
+        self._describe()
 
-    def _restore(self, until: float) -> None:
-        """Goes to the newest good checkpoint of at most `until` updates, or to the start if there is none."""
+    def _restored(self, until: float) -> tuple[TrainState, LoopState]:
+        """The newest good checkpoint of at most `until` updates, or the start if there is none."""
         restored = self.checkpoints.restore_latest(self.abstract, until)
-        if restored is None:
-            train = self.config.train
-            if train.finetune_from:
-                params, alpha = parents_parameters(self.config, self.model)
-                clock = schedules.clock_at(self.config.model, alpha)
-                self.state = state_from(self.model, self.optimizer, self.mesh, params, clock, bool(train.ema_decay))
-            else:
-                first = Batch(*to_devices(self.mesh, self.plan.batch_at(0)))
-                self.state = init_state(self.model, self.optimizer, self.mesh, train.seed, first, bool(train.ema_decay))
-            self.memory = Memory()
+        if restored is not None:
+            state, saved = restored
+            return state, LoopState(**saved)
+        train = self.config.train
+        if train.finetune_from:
+            params, alpha = parents_parameters(self.config, self.model)
+            clock = schedules.clock_at(self.config.model, alpha)
+            state = state_from(self.model, self.optimizer, self.mesh, params, clock, bool(train.ema_decay))
         else:
-            self.state, memory = restored
-            self.memory = Memory(**memory)
-        self.step = int(self.state.step)
-        self.stop = ""
-        """Why to stop before the last update, once there is a reason."""
+            first = Batch(*to_devices(self.mesh, self.plan.batch_at(0)))
+            state = init_state(self.model, self.optimizer, self.mesh, train.seed, first, bool(train.ema_decay))
+        return state, LoopState()
 
     def loop(self) -> int:
         """Runs the updates that are left; returns the signal that came too late to stop them, or 0.
@@ -146,130 +149,150 @@ class Run:
         with hosts.Preemption() as preemption:
             while True:
                 try:
-                    self._loop(preemption)
+                    self._run_updates(preemption)
                     break
-                except DivergedError as error:
-                    policy = getattr(self.config.train, error.kind, "stop")
-                    note(self.workdir, error.step, error.kind, str(error), policy=policy)
-                    if policy != "rollback":
-                        raise DivergedError(f"diverged: {error}; {ADVICE}", error.step, error.kind) from error
-                    self._roll_back(error)
+                except Halted as halted:
+                    decision = halted.decision
+                    write_event(self.workdir, decision.step, decision.kind, decision.reason, policy=decision.policy)
+                    if decision.action == "stop":
+                        text = f"diverged: {decision.reason}; {trouble.ADVICE}"
+                        raise DivergedError(text, decision.step, decision.kind) from None
+                    self._roll_back(decision)
         self.checkpoints.close()
         if jax.process_count() > 1:
             from jax.experimental import multihost_utils
 
             multihost_utils.sync_global_devices("done")
-        self.write_status("done", self.stop or f"reached {self.total} updates")
+        self.write_status("done", self.stop_reason or f"reached {self.total} updates")
         return preemption.signal
 
-    def _roll_back(self, error: DivergedError) -> None:
+    def _roll_back(self, decision: Decision) -> None:
         """Goes back to a checkpoint of before the trouble, and changes what `train.rollback` says."""
-        c, memory = self.config.train, self.memory
-        if memory.rollbacks == ROLLBACKS:
-            text = f"diverged: {error}; rolled back {ROLLBACKS} times already"
-            raise DivergedError(text, error.step, error.kind) from error
-        batches = c.rollback == "batches"
-        if not batches and error.step <= memory.troubled:
-            # The same alphas again would come to the same end.
-            text = f"diverged: {error}; alpha stood still, and it came again"
-            raise DivergedError(text, error.step, error.kind) from error
-        first = max(0, error.step - c.rollback_updates + 1) if batches else error.step
+        train, before = self.config.train, self.loop_state
+        rollback = trouble.plan_rollback(decision, train, before)
         self.checkpoints.wait()
-        del self.state  # Two may not fit.
+        del self.state  # The device may not have room for two.
         # Every checkpoint is of before the trouble; the oldest is better than none.
-        self._restore(max(first, min(self.checkpoints.steps(), default=0)))
+        until = max(rollback.until, min(self.checkpoints.steps(), default=0))
+        self.state, restored = self._restored(until)
+        self.step, self.stop_reason = int(self.state.step), ""
         self.checkpoints.forget_after(self.step)
-        kept = {name: getattr(memory, name) for name in OF_THE_PROCESS}
-        self.memory = dataclasses.replace(self.memory, **kept)
-        self.memory.rollbacks += 1
-        self.memory.troubled = error.step
-        if batches:
-            self.memory.left_out.append([first, error.step])
-            change = f"leaving out the batches of updates {first} to {error.step}"
+        self.loop_state = restored.rolled_back(before, decision.step)
+        if rollback.left_out:
+            first, last = rollback.left_out
+            self.loop_state.left_out.append([first, last])
+            change = f"leaving out the batches of updates {first} to {last}"
         else:
-            stands = error.step - self.step + c.rollback_updates
-            held = jax.device_put(jnp.int32(stands), sharding(self.mesh))
-            self.state = dataclasses.replace(self.state, held=held)
-            change = f"alpha stands for {stands} updates"
+            updates = decision.step - self.step + train.rollback_updates
+            self._replace_in_state(hold_steps=jnp.int32(updates))
+            change = f"alpha stands for {updates} updates"
         text = f"rolled back to step {self.step}, {change}"
-        logs.say(f"{error}\nstep {error.step}: {text}")
-        note(self.workdir, error.step, "rollback", text, to=self.step)
+        logs.say(f"{decision.reason}\nstep {decision.step}: {text}")
+        write_event(self.workdir, decision.step, "rollback", text, to=self.step)
 
-    def _loop(self, preemption: hosts.Preemption) -> None:
-        c = self.config.train
-        start, signal_number = self.step, 0
+    def _run_updates(self, preemption: hosts.Preemption) -> None:
+        """Runs the loop until its end. Raises `Halted` if there is trouble that ends it."""
+        start = self.step
         self.write_status("running", "a run that ends writes another status")
         if start < self.total and not self.compiled:
             self._compile()
-        self.recorder = Recorder(c, self.workdir, self.memory, start, self.total)
-        batches = prefetch(self.plan.batch_at, start, self.total, c.prefetch)
-        pending: tuple[int, Metrics, TextBatch] | None = None
+        recorder = Recorder(self.workdir, self.loop_state.evaluated, start, self.total)
+        batches = prefetch(self.plan.batch_at, start, self.total, self.config.train.prefetch)
+        with contextlib.closing(recorder), contextlib.closing(batches):
+            self._advance(start, batches, recorder, preemption)
+
+    def _advance(
+        self, start: int, batches: Iterator[TextBatch], recorder: Recorder, preemption: hosts.Preemption
+    ) -> None:
+        c, signal_number = self.config.train, 0
+        in_flight: tuple[int, Metrics, TextBatch] | None = None
 
         def read() -> None:
             """Waits for the update in flight."""
-            nonlocal pending
-            if pending is not None:
-                done, pending = pending, None
-                self.recorder.update(*done)
+            nonlocal in_flight
+            if in_flight is not None:
+                dispatched, in_flight = in_flight, None
+                self._read(recorder, *dispatched)
 
-        try:
-            while True:
-                at_end = self.step >= self.total or bool(self.stop)
-                if _due(self.step, start, c.eval_every) or at_end:
-                    read()
-                    if self.memory.evaluated != self.step:
-                        self.stop = self._validate()
-                        at_end = at_end or bool(self.stop)
-                best = c.keep_best and self.memory.evaluated == self.step and self.memory.since_best == 0
-                if _due(self.step, start, c.checkpoint_every) or at_end or signal_number or best:
-                    read()
-                    self._save()
-                if signal_number and not at_end:
-                    self.checkpoints.wait()
-                    raise Preempted(f"stopped by signal {signal_number}, saved at step {self.step}", signal_number)
-                if at_end:
-                    break
-                batch = next(batches)
-                if any(first <= self.step <= last for first, last in self.memory.left_out):
-                    read()
-                    self.state = self._leave_out(self.state)
-                    self.recorder.left_out()
-                else:
-                    update = self.compiled[batch.shape]
-                    self.state, metrics = update(self.state, Batch(*to_devices(self.mesh, batch)))
-                    read()
-                    pending = (self.step, metrics, batch)
-                self.step += 1
-                signal_number = preemption.requested(self.step)
-        finally:
-            batches.close()
-            self.recorder.close()
+        while True:
+            at_end = self.step >= self.total or bool(self.stop_reason)
+            if _due(self.step, start, c.eval_every) or at_end:
+                read()
+                if self.loop_state.evaluated != self.step:
+                    self.stop_reason = self._validate(recorder)
+                    at_end = at_end or bool(self.stop_reason)
+            best = c.keep_best and self.loop_state.evaluated == self.step and self.loop_state.is_best
+            if _due(self.step, start, c.checkpoint_every) or at_end or signal_number or best:
+                read()
+                self._save(recorder)
+            if signal_number and not at_end:
+                self.checkpoints.wait()
+                raise Preempted(f"stopped by signal {signal_number}, saved at step {self.step}", signal_number)
+            if at_end:
+                return
+            batch = next(batches)
+            if self.loop_state.leaves_out(self.step):
+                read()
+                self._leave_out()
+                recorder.show_left_out()
+            else:
+                update = self.compiled[batch.shape]
+                self.state, metrics = update(self.state, Batch(*to_devices(self.mesh, batch)))
+                read()
+                in_flight = (self.step, metrics, batch)
+            self.step += 1
+            signal_number = preemption.requested(self.step)
+
+    def _read(self, recorder: Recorder, step: int, metrics: Metrics, batch: TextBatch) -> None:
+        """Waits for the metrics of an update, logs them and acts on trouble."""
+        c, loop_state, layers = self.config.train, self.loop_state, metrics.layers
+        metrics = jax.tree.map(float, jax.device_get(metrics._replace(layers={})))
+        seconds = recorder.lap()
+        decision = trouble.decide(step, metrics, layers, c)
+        skipped = decision.action == "skip"
+        loop_state.count_update(seconds, int(metrics.target_tokens), decision.kind, skipped)
+        always = step == self.total - 1 or bool(decision.kind)
+        if c.log_every and (step % c.log_every == 0 or always):
+            recorder.log_update(step, metrics, batch, seconds)
+        if c.watch_every and (step % c.watch_every == 0 or always):
+            layers = jax.device_get(layers)
+            recorder.log_layers(step, layers)
+            self._watch(step, layers)
+        self._halt_if_needed(decision)
+        if decision.kind:
+            write_event(self.workdir, step, decision.kind, decision.reason, policy=decision.policy)
+            logs.say(f"step {step}: {decision.reason}" + (": update skipped" if skipped else ""))
+        self._halt_if_needed(trouble.decide_about_skips(step, loop_state.skipped_in_a_row, layers))
+        recorder.show_progress(metrics, seconds)
+
+    def _watch(self, step: int, layers: dict[str, dict[str, Any]]) -> None:
+        """Remembers where gradients vanish and stacks collapse; says so when it begins."""
+        loop_state = self.loop_state
+        alpha = {stack: values.get("alpha", 1.0) for stack, values in layers.items()}
+        where = vanishing({stack: values["gradient"] for stack, values in layers.items()}, alpha)
+        if where and not loop_state.vanishing:
+            logs.say(f"step {step}: the gradient vanishes in {where}: they learn next to nothing")
+        loop_state.vanishing = where
+        alike = collapsed(layers)
+        if alike and not loop_state.collapsed:
+            logs.say(f"step {step}: all tokens of a sentence are nearly one vector after {alike}: nothing to attend to")
+        loop_state.collapsed = alike
+
+    def _halt_if_needed(self, decision: Decision) -> None:
+        if decision.ends:
+            raise Halted(decision)
 
     def write_status(self, status: str, reason: str) -> None:
         """Writes `status.json`: how the run ended, and what it cost."""
-        if not hosts.is_first():
-            return
-        memory = self.memory
-        digest = sha256(self.state) if status in ("done", "preempted") else None
-        fields = {
-            "status": status,
-            "reason": reason,
-            "step": self.step,
-            "state_sha256": digest,
-            "compile_seconds": memory.compile_seconds,
-            "compiled_shapes": memory.compiled_shapes,
-            "skipped_updates": memory.skipped,
-            "spikes": memory.spikes,
-            "rollbacks": memory.rollbacks,
-            "left_out": memory.left_out,
-            "vanishing": memory.vanishing,
-            "batch_fill": self.plan.fill,
-            "train_seconds": memory.train_seconds,
-            "target_tokens_per_second": memory.target_tokens / memory.train_seconds if memory.train_seconds else 0.0,
-            "peak_memory_bytes": logs.peak_memory_bytes(),
-            **logs.environment(),
-        }
-        write_atomically(self.workdir / "status.json", json.dumps(fields, indent=2) + "\n")
+        if hosts.is_first():
+            fields = {
+                "status": status,
+                "reason": reason,
+                "step": self.step,
+                "state_sha256": sha256(self.state) if status in ("done", "preempted") else None,
+                "batch_fill": self.plan.fill,
+            }
+            write_status(self.workdir, fields, self.loop_state)
 
     def _compile(self) -> None:
         """Compiles the update for every batch shape, before the first one."""
@@ -282,78 +305,66 @@ class Run:
             source, target = ((shape.rows, length) for length in (shape.source, shape.target))
             tokens: Any = [jax.ShapeDtypeStruct(side, jnp.int32, sharding=split) for side in (source, target)]
             self.compiled[shape] = update.lower(self.abstract, Batch(*tokens)).compile()
-        self.memory.compile_seconds, self.memory.compiled_shapes = time.perf_counter() - begin, len(self.compiled)
-        logs.say(f"compiled {len(self.compiled)} batch shapes in {self.memory.compile_seconds:.1f} s")
+        seconds = time.perf_counter() - begin
+        self.loop_state.compile_seconds, self.loop_state.compiled_shapes = seconds, len(self.compiled)
+        logs.say(f"compiled {len(self.compiled)} batch shapes in {seconds:.1f} s")
 
-    def _leave_out(self, state: TrainState) -> TrainState:
-        """An update that changes nothing: time goes on."""
-        clock, held = schedules.advance(state.clock, state.held)
-        changed = {"step": state.step + 1, "clock": clock, "held": held}
-        return dataclasses.replace(state, **jax.device_put(changed, sharding(self.mesh)))
+    def _replace_in_state(self, **values: jax.Array) -> None:
+        """Replaces small fields of the state, on all devices."""
+        self.state = dataclasses.replace(self.state, **jax.device_put(values, sharding(self.mesh)))
+
+    def _leave_out(self) -> None:
+        """Advances the state by an update that changes no parameter."""
+        clock, hold_steps = schedules.advance(self.state.clock, self.state.hold_steps)
+        self._replace_in_state(step=self.state.step + 1, clock=clock, hold_steps=hold_steps)
 
     def _shapes(self) -> Iterator[Shape]:
         """The shapes that some training sentence needs."""
         return (shape for shape, rows in zip(self.plan.shapes, self.plan.rows, strict=True) if rows)
 
-    def _validate(self) -> str:
+    def _validate(self, recorder: Recorder) -> str:
         """Validates the current state and remembers the result; returns why to stop, or ""."""
-        c = self.config.train
-        plans = zip(self.corpus.validated, self.valid_plans, strict=True)
-        each = {direction.pair: self._losses(plan) for direction, plan in plans}
-        line: dict[str, Any] = {"step": self.step, **per_token(list(each.values()))}
-        check_finite(self.step, "validation loss", line["loss"])
-        pairs = {pair: per_token([sums]) for pair, sums in each.items()}
+        c, loop_state = self.config.train, self.loop_state
+        sums = self.validator.losses(self.state)
+        line: dict[str, Any] = {"step": self.step, **per_token(list(sums.values()))}
+        self._halt_if_needed(trouble.decide_about_state(self.step, "validation loss", line["loss"], c))
+        line["source_gain"] = self.validator.source_gain(self.state)
+        pairs = {pair: per_token([part]) for pair, part in sums.items()}
         if c.eval_bleu_sentences:
-            for direction in self.corpus.validated:
-                pairs[direction.pair]["bleu"] = self._bleu(direction, c.eval_bleu_sentences)
-            line["bleu"] = statistics.mean(found["bleu"] for found in pairs.values())
+            for pair, bleu in self.validator.bleu(self.state, c.eval_bleu_sentences).items():
+                pairs[pair]["bleu"] = bleu
+            line["bleu"] = statistics.mean(values["bleu"] for values in pairs.values())
         if self.config.data.pairs:
             line["pairs"] = pairs
-        memory = self.memory
-        memory.evaluated = self.step
-        memory.score = line["bleu"] if c.best_metric == "bleu" else -line["loss"]
-        # Of equal validations the latest is the best: it has seen more, and its checkpoint is the one that is kept.
-        if memory.best_score is None or memory.score >= memory.best_score:
-            memory.best_score, memory.since_best = memory.score, 0
-        else:
-            memory.since_best += 1
-        if c.schedule == "val_decay":
-            memory.recent_scores = [*memory.recent_scores, memory.score][-1 - c.decay_patience :]
-            if schedules.val_decay(memory.recent_scores, c.decay_patience):
-                scale = float(self.state.rate_scale) * c.decay_factor
-                rate_scale = jax.device_put(jnp.float32(scale), sharding(self.mesh))
-                self.state = dataclasses.replace(self.state, rate_scale=rate_scale)
-                logs.say(f"step {self.step}: learning rate x {scale:.3g}")
-        self.recorder.validation(line, best=memory.since_best == 0)
-        if c.patience and memory.since_best >= c.patience:
-            return f"no better validation {c.best_metric} in the last {memory.since_best} validations"
+        score = line["bleu"] if c.best_metric == "bleu" else -line["loss"]
+        loop_state.add_score(self.step, score, c.decay_patience if c.schedule == "val_decay" else 0)
+        warm = self.step >= c.warmup_steps
+        if warm and c.schedule == "val_decay" and schedules.val_decay(loop_state.recent_scores, c.decay_patience):
+            scale = float(self.state.rate_scale) * c.decay_factor
+            self._replace_in_state(rate_scale=jnp.float32(scale))
+            logs.say(f"step {self.step}: learning rate x {scale:.3g}")
+        recorder.log_validation(line, loop_state.is_best)
+        rate = float(self.rate(self.state.step) * self.state.rate_scale)
+        if warm and rate < c.min_learning_rate:
+            return f"the learning rate, {rate:.3g}, is below train.min_learning_rate={c.min_learning_rate:g}"
+        if c.patience and loop_state.since_best >= c.patience:
+            return f"no better validation {c.best_metric} in the last {loop_state.since_best} validations"
         return ""
 
-    def _losses(self, plan: BatchPlan) -> LossSums:
-        """The sums over a validation set."""
-        sums = [self.eval_step(self.state, Batch(*to_devices(self.mesh, batch))) for batch in plan.in_order()]
-        return jax.tree.map(lambda *parts: float(sum(parts)), *jax.device_get(sums))
+    def _save(self, recorder: Recorder) -> None:
+        norm = float(optax.tree.norm(self.state.params))
+        self._halt_if_needed(trouble.decide_about_state(self.step, "norm of the parameters", norm, self.config.train))
+        score = self.loop_state.score if self.loop_state.evaluated == self.step else None
+        saved = dataclasses.asdict(self.loop_state)
+        self.checkpoints.save(self.state, self.alpha(self.state.clock), saved, score)
+        recorder.restart_clock()
 
-    def _bleu(self, direction: DataConfig, count: int) -> float:
-        pairs = [pair for pair, _ in zip(read_pairs(direction, "valid"), range(count), strict=False)]
-        tags = [self.corpus.tokenizer.tags(self.config.data, direction.target_lang)] * len(pairs)
-        alpha = self.alpha(self.state.clock)
-        found = self.translator.translate(self.state.eval_params, alpha, [source for source, _ in pairs], tags=tags)
-        return corpus_bleu([best[0].text for best in found], [ref for _, ref in pairs], direction.target_lang)
-
-    def _save(self) -> None:
-        memory = self.memory
-        check_finite(self.step, "norm of the parameters", float(optax.tree.norm(self.state.params)))
-        score = memory.score if memory.evaluated == self.step else None
-        self.checkpoints.save(self.state, self.alpha(self.state.clock), dataclasses.asdict(memory), score)
-        self.recorder.restart_clock()
-
-    def _describe(self, state_bytes: int) -> None:
+    def _describe(self) -> None:
         count = sum(leaf.size for leaf in jax.tree.leaves(self.abstract.params))
         c = self.config.model
         logs.say(
             f"{c.method} {c.encoder_layers}L-{c.decoder_layers}L, {count:,} parameters, "
-            f"state {state_bytes / 1e6:,.1f} MB, on {jax.device_count()} x {jax.devices()[0].device_kind}"
+            f"state {size_of(self.abstract) / 1e6:,.1f} MB, on {jax.device_count()} x {jax.devices()[0].device_kind}"
         )
         pairs = len(self.corpus.train.lengths) // self.config.data.tokenisations
         logs.say(
@@ -362,12 +373,6 @@ class Run:
             f"({100 * self.plan.fill:.1f} % real tokens)"
         )
         logs.say(f"from step {self.step} to {self.total}")
-
-
-def per_token(sums: Sequence[LossSums]) -> dict[str, float]:
-    """Loss and nll per target token, over all of them."""
-    tokens = sum(found.tokens for found in sums)
-    return {name: sum(getattr(found, name) for found in sums) / tokens for name in ("loss", "nll")}
 
 
 def _due(step: int, start: int, every: int) -> bool:

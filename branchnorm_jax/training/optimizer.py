@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import optax
 
 from branchnorm_jax.errors import UserError
-from branchnorm_jax.model.parameters import STACKS
+from branchnorm_jax.model.recipe import STACKS
 from branchnorm_jax.options import TrainConfig
 
 
@@ -51,15 +51,12 @@ def scale_by_layer_trust_ratio() -> optax.GradientTransformation:
     optax takes one ratio per array; here an array holds all layers of a stack, axis 0.
     """
 
-    def update(
-        updates: optax.Updates, state: optax.EmptyState, params: optax.Params | None = None
-    ) -> tuple[optax.Updates, optax.EmptyState]:
-        def scale(path: Any, update: jax.Array, param: jax.Array) -> jax.Array:
-            axes = tuple(range(1 if path[0].key in STACKS else 0, param.ndim))
-            p, u = (jnp.sqrt(jnp.square(x).sum(axes, keepdims=True)) for x in (param, update))
-            return update * jnp.where((p > 0) & (u > 0), p / jnp.where(u > 0, u, 1.0), 1.0)
+    def update(updates: Any, state: optax.EmptyState, params: Any = None) -> tuple[optax.Updates, optax.EmptyState]:
+        def scale(part: Any, of: Any) -> Any:
+            return optax.scale_by_trust_ratio().update(part, state, of)[0]
 
-        return jax.tree_util.tree_map_with_path(scale, updates, params), state
+        by_layer = {name: jax.vmap(scale) if name in STACKS else scale for name in updates}
+        return {name: by_layer[name](updates[name], params[name]) for name in updates}, state
 
     return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
 
@@ -101,6 +98,8 @@ OPTIMIZERS: dict[str, Callable[[TrainConfig], optax.GradientTransformation]] = {
     "adam": lambda train: optax.chain(_decay(train), _adam(train)),
     "radam": lambda train: optax.chain(_radam(train), _decay(train)),
     "lamb": lambda train: optax.chain(_adam(train), _decay(train), scale_by_layer_trust_ratio()),
+    # m = b1 m + g; p <- p - rate m: PyTorch's SGD with momentum, and decay as part of the gradient.
+    "sgd": lambda train: optax.chain(_decay(train), optax.trace(decay=train.adam_b1)),
     # optax adds epsilon to the sum of squares, PyTorch its 1e-10 to the root.
     "adagrad": lambda train: optax.chain(_decay(train), optax.scale_by_rss(initial_accumulator_value=0.0, eps=1e-20)),
 }

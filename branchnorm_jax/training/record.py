@@ -1,7 +1,7 @@
-"""What is written down while a run goes on: figures, events, progress; and what it remembers of itself."""
+"""What a run writes: metrics, layers, validations, events, status.json and the progress line. It decides nothing."""
 
 import contextlib
-import dataclasses
+import json
 import math
 import sys
 import time
@@ -12,121 +12,70 @@ from typing import Any
 import jax
 
 from branchnorm_jax.data.batches import TextBatch
-from branchnorm_jax.errors import DivergedError
-from branchnorm_jax.options import TrainConfig
+from branchnorm_jax.files import write_atomically
 from branchnorm_jax.training import logs
+from branchnorm_jax.training.loop_state import LoopState
 from branchnorm_jax.training.step import Metrics
-from branchnorm_jax.training.watch import check_skipped, largest_update, origin, trouble, vanishing
 from branchnorm_jax.workdir import Workdir
-
-OF_THE_PROCESS = (
-    *("train_seconds", "target_tokens", "compile_seconds", "compiled_shapes"),
-    *("skipped", "spikes", "rollbacks", "left_out"),
-)
-"""What a rollback does not take back: fields of `Memory`."""
-
-
-@dataclasses.dataclass
-class Memory:
-    """What the loop remembers between runs, beside the train state: saved in every checkpoint."""
-
-    train_seconds: float = 0.0
-    target_tokens: int = 0
-    evaluated: int = -1
-    """Step of the last validation."""
-    score: float | None = None
-    """Its score, more is better."""
-    best_score: float | None = None
-    since_best: int = 0
-    """Validations since the best one."""
-    compile_seconds: float = 0.0
-    """Of the last process that compiled the update: trace, lower and compile, all shapes."""
-    compiled_shapes: int = 0
-    recent_scores: list[float] = dataclasses.field(default_factory=list)
-    """Of the last validations, oldest first: what `val_decay` looks at."""
-    skipped: int = 0
-    """Updates that changed nothing because of their figures (`train.nonfinite=skip`, `train.spike=skip`); those that a
-    rollback repeated count again."""
-    skipped_in_a_row: int = 0
-    spikes: int = 0
-    rollbacks: int = 0
-    troubled: int = -1
-    """The update that the last rollback was for."""
-    left_out: list[list[int]] = dataclasses.field(default_factory=list)
-    """First and last of the updates that change nothing, because a rollback found their batches to blame."""
-    vanishing: str = ""
-    """Where the gradient vanished when `train.watch_every` last looked, as words."""
 
 
 class Recorder:
     """The logs of a run from one step on: metrics, layers, validations, TensorBoard and the progress line."""
 
-    def __init__(self, train: TrainConfig, workdir: Workdir, memory: Memory, start: int, total: int) -> None:
-        """Opens the files; their lines of `start` and later are dropped, for those updates will be made again.
+    def __init__(self, workdir: Workdir, evaluated: int, start: int, total: int) -> None:
+        """Opens the files and drops their lines from `start` on: those updates are made again.
 
         Args:
-          train: says what is logged how often, and what is done about trouble.
-          workdir: where.
-          memory: is kept up to date.
+          workdir: the folder of the run.
+          evaluated: step of the last validation.
           start: step that the run begins with, or begins with again.
-          total: step that it ends before.
+          total: step that the run ends before.
         """
-        self.train, self.workdir, self.memory, self.total = train, workdir, memory, total
         self.metrics = logs.JsonLines(workdir / "metrics.jsonl", start)
         self.layers = logs.JsonLines(workdir / "layers.jsonl", start)
-        self.validations = logs.JsonLines(workdir / "validation.jsonl", memory.evaluated + 1)
+        self.validations = logs.JsonLines(workdir / "validation.jsonl", evaluated + 1)
         self.tensorboard = logs.TensorBoard(workdir / "tensorboard", start)
         self.bar = logs.progress_bar(total, start, "update", "train")
         self.recent: deque[tuple[int, float]] = deque(maxlen=20)
-        self.restart_clock()
-
-    def restart_clock(self) -> None:
-        """What passed since the last update is not the next one's time."""
         self.last = time.perf_counter()
 
-    def update(self, step: int, metrics: Metrics, batch: TextBatch) -> None:
-        """Waits for an update's figures, writes them down, and sees whether they mean trouble.
+    def restart_clock(self) -> None:
+        """Leaves the time since the last update out of the next one's."""
+        self.last = time.perf_counter()
 
-        Raises:
-          DivergedError: if so, and the run must not go on as if nothing had been.
-        """
-        c, memory = self.train, self.memory
-        layers = metrics.layers
-        metrics = jax.tree.map(float, jax.device_get(metrics._replace(layers={})))
+    def lap(self) -> float:
+        """Seconds since the last update; restarts the clock."""
         seconds = time.perf_counter() - self.last
         self.restart_clock()
-        memory.train_seconds += seconds
-        memory.target_tokens += int(metrics.target_tokens)
+        return seconds
+
+    def log_update(self, step: int, metrics: Metrics, batch: TextBatch, seconds: float) -> None:
+        """Writes the metrics of an update, as Python numbers, to metrics.jsonl and TensorBoard."""
+        scalars = metrics._asdict()
+        del scalars["layers"]
+        line = {"step": step, **scalars, "seconds": seconds, "batch": batch.digest()}
+        line["target_tokens"] = int(metrics.target_tokens)
+        self.metrics.write(line)
+        self.tensorboard.write(step, scalars)
+
+    def log_layers(self, step: int, layers: Mapping[str, Any]) -> None:
+        """Writes the layer statistics of an update to layers.jsonl."""
+        self.layers.write({"step": step, **jax.tree.map(to_json_numbers, layers)})
+
+    def log_validation(self, line: Mapping[str, Any], best: bool) -> None:
+        """Writes the results of a validation, and under "pairs" those of each pair of languages."""
+        step, pairs = int(line["step"]), line.get("pairs", {})
+        self.validations.write(line)
+        overall = {name: value for name, value in line.items() if name not in ("step", "pairs")}
+        for prefix, values in {"": overall, **{f"{pair}/": values for pair, values in pairs.items()}}.items():
+            self.tensorboard.write(step, {f"valid/{prefix}{name}": value for name, value in values.items()})
+            text = " ".join(f"{prefix}{name} {value:.3f}" for name, value in values.items())
+            logs.say(f"step {step}: validation {text}" + (" (best)" if best and not prefix else ""))
+        self.restart_clock()
+
+    def show_progress(self, metrics: Metrics, seconds: float) -> None:
+        """Moves the progress line on by one update, given its metrics as Python numbers."""
         self.recent.append((int(metrics.target_tokens), seconds))
-        kind, what = trouble(metrics, c.spike_deviations)
-        last = step == self.total - 1 or bool(kind)
-        if c.log_every and (step % c.log_every == 0 or last):
-            scalars = metrics._asdict()
-            del scalars["layers"]
-            line = {"step": step, **scalars, "seconds": seconds, "batch": batch.digest()}
-            line["target_tokens"] = int(metrics.target_tokens)
-            self.metrics.write(line)
-            self.tensorboard.write(step, scalars)
-        if c.watch_every and (step % c.watch_every == 0 or last):
-            layers = jax.device_get(layers)
-            self.layers.write({"step": step, **jax.tree.map(rounded, layers)})
-            alpha = {stack: found.get("alpha", 1.0) for stack, found in layers.items()}
-            where = vanishing({stack: found["gradient"] for stack, found in layers.items()}, alpha)
-            if where and not memory.vanishing:
-                logs.say(f"step {step}: the gradient vanishes in {where}: they learn next to nothing")
-            memory.vanishing = where
-        policy = getattr(c, kind) if kind else ""
-        skipped = policy == "skip"
-        memory.spikes += kind == "spike"
-        memory.skipped += skipped
-        memory.skipped_in_a_row = memory.skipped_in_a_row + 1 if skipped else 0
-        if kind:
-            what += origin(layers) or largest_update(layers)
-            if policy in ("stop", "rollback"):
-                raise DivergedError(f"at step {step} {what}", step, kind)
-            note(self.workdir, step, kind, what, policy=policy)
-            logs.say(f"step {step}: {what}" + (": update skipped" if skipped else ""))
-        check_skipped(step, memory.skipped_in_a_row, layers)
         rate = sum(tokens for tokens, _ in self.recent) / sum(seconds for _, seconds in self.recent)
         self.bar.set_postfix_str(
             f"loss {metrics.loss:.3f} lr {metrics.learning_rate:.2e} alpha {metrics.alpha:.3f} {rate:,.0f} tok/s",
@@ -134,20 +83,9 @@ class Recorder:
         )
         self.bar.update()
 
-    def left_out(self) -> None:
-        """An update that was not made."""
+    def show_left_out(self) -> None:
+        """Moves the progress line on by an update that was left out."""
         self.bar.update()
-
-    def validation(self, line: Mapping[str, Any], best: bool) -> None:
-        """Figures of a validation, and under "pairs" those of each pair of languages."""
-        step, pairs = int(line["step"]), line.get("pairs", {})
-        self.validations.write(line)
-        figures = {name: value for name, value in line.items() if name not in ("step", "pairs")}
-        for pair, found in {"": figures, **{f"{pair}/": found for pair, found in pairs.items()}}.items():
-            self.tensorboard.write(step, {f"valid/{pair}{name}": value for name, value in found.items()})
-            text = " ".join(f"{pair}{name} {value:.3f}" for name, value in found.items())
-            logs.say(f"step {step}: validation {text}" + (" (best)" if best and not pair else ""))
-        self.restart_clock()
 
     def close(self) -> None:
         """Ends the progress line and closes the files."""
@@ -155,12 +93,32 @@ class Recorder:
             log.close()
 
 
-def note(workdir: Workdir, step: int, kind: str, what: str, **more: Any) -> None:
-    """A line in `events.jsonl`, in the order of time; nothing is ever taken back."""
+def write_event(workdir: Workdir, step: int, kind: str, what: str, **more: Any) -> None:
+    """Appends a line to events.jsonl. Events are in the order of time; a rollback removes none of them."""
     with contextlib.closing(logs.JsonLines(workdir / "events.jsonl", sys.maxsize)) as events:
         events.write({"step": step, "kind": kind, "what": what, **more})
 
 
-def rounded(values: jax.Array) -> list[float | None]:
-    """For JSON: four digits, more than a picture shows and half the file; null for what is not finite."""
+def write_status(workdir: Workdir, fields: Mapping[str, Any], loop_state: LoopState) -> None:
+    """Writes status.json: `fields` (how the run ended), then what it cost and where it ran."""
+    seconds = loop_state.train_seconds
+    costs = {
+        "compile_seconds": loop_state.compile_seconds,
+        "compiled_shapes": loop_state.compiled_shapes,
+        "skipped_updates": loop_state.skipped,
+        "spikes": loop_state.spikes,
+        "rollbacks": loop_state.rollbacks,
+        "left_out": loop_state.left_out,
+        "vanishing": loop_state.vanishing,
+        "collapsed": loop_state.collapsed,
+        "train_seconds": seconds,
+        "target_tokens_per_second": loop_state.target_tokens / seconds if seconds else 0.0,
+        "peak_memory_bytes": logs.peak_memory_bytes(),
+    }
+    content = {**fields, **costs, **logs.environment()}
+    write_atomically(workdir / "status.json", json.dumps(content, indent=2) + "\n")
+
+
+def to_json_numbers(values: jax.Array) -> list[float | None]:
+    """Four digits of each value, which plots do not exceed and which halve the file; null if it is not finite."""
     return [float(f"{value:.3e}") if math.isfinite(value) else None for value in values]

@@ -1,10 +1,9 @@
-"""The learning rate, a function of `step`, the number of completed updates; and BranchNorm's alpha, one of its clock.
+"""The learning rate as a function of `step`, the number of completed updates; and the clock of alpha.
 
-Both are evaluated inside the compiled update, on a traced int32 scalar.
+Both are evaluated inside the compiled update, on traced int32 scalars.
 """
 
 import bisect
-import math
 from collections.abc import Callable, Mapping, Sequence
 
 import jax
@@ -12,9 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from branchnorm_jax.errors import UserError
-from branchnorm_jax.model.parameters import STACKS
-from branchnorm_jax.model.transformer import BranchScale
-from branchnorm_jax.options import ModelConfig, TrainConfig
+from branchnorm_jax.model import growth
+from branchnorm_jax.model.coefficients import Alpha
+from branchnorm_jax.model.methods import get_recipe
+from branchnorm_jax.model.recipe import STACKS
+from branchnorm_jax.options import Config, ModelConfig, TrainConfig
 
 Schedule = Callable[[jax.Array], jax.Array]
 """step, int32 [] -> float32 []."""
@@ -79,11 +80,25 @@ def polynomial(train: TrainConfig, width: int) -> Schedule:
     return schedule
 
 
+def range_test(train: TrainConfig, width: int) -> Schedule:
+    """Learning-rate range test (Smith, 2017): init (peak / init)^(step / W), from `warmup_init` to the peak.
+
+    One run shows the rate at which a method breaks.
+    """
+    first, ratio = train.warmup_init, train.learning_rate / max(train.warmup_init, 1e-30)
+
+    def schedule(step: jax.Array) -> jax.Array:
+        return first * ratio ** (step.astype(jnp.float32) / max(train.warmup_steps, 1))
+
+    return schedule
+
+
 def val_decay(scores: Sequence[float], patience: int) -> bool:
     """Whether the learning rate should shrink, after these validation scores (more is better, oldest first).
 
     ValDecay of Transformers without Tears (Nguyen and Salazar, 2019), as its code decides: there are more than
-    `patience` scores, and the last is below each of the `patience` ones before it.
+    `patience` scores, and the last is below each of the `patience` ones before it. The caller ignores the decision
+    during the warm-up (their section 2.4), but keeps the scores of the warm-up, as their code does.
     """
     return len(scores) > patience and scores[-1] < min(scores[-1 - patience : -1])
 
@@ -94,7 +109,8 @@ LEARNING_RATES: dict[str, Callable[[TrainConfig, int], Schedule]] = {
     "constant": constant,
     "inverse_sqrt_nowarmup": inverse_sqrt_nowarmup,
     "polynomial": polynomial,
-    # The loop multiplies it by `decay_factor` when `val_decay` says so.
+    "range_test": range_test,
+    # After the warm-up the loop multiplies it by `decay_factor` when `val_decay` returns True.
     "val_decay": constant,
 }
 
@@ -106,96 +122,71 @@ def learning_rate(train: TrainConfig, width: int) -> Schedule:
     return LEARNING_RATES[train.schedule](train, width)
 
 
-def alpha(model: ModelConfig) -> Callable[[jax.Array], BranchScale]:
-    """BranchNorm's alpha by its clock u (`TrainState.clock`): 0 at 0, 1 from T = `alpha_steps` on.
+def rates(config: Config) -> Callable[[jax.Array, Alpha, jax.Array], dict[str, jax.Array]]:
+    """(step, alpha, rate) -> the learning rate of every layer: stack -> float32 [], or [L] where layers differ.
 
-    linear: u / T (the paper's equation). exp: e^(u ln2 / T) - 1. sigmoid: the logistic curve of slope 10 / T around
-    T / 2, shifted and scaled so that it starts at 0 and ends at 1. The paper names the last two without printing their
-    formulas: these are this project's. adaptive: linear, but its clock may stand; see `tick`.
+        rate_l = rate alpha_l^p e,   p = `branch_update_power`, e = `encoder_rate` in the encoder, else 1
 
-    Layers that do not all start at once (`alpha_order`, no paper's) share T: the layer of rank r in [0, 1] has the same
-    curve, squeezed into the updates from s r T to (1 - s + s r) T, with s = `alpha_stagger`.
-
-    Returns:
-      A function of u, int32 [], to float32: [] if all layers have the same, else [L] by stack.
+    An Adam update has the size of the learning rate, however small the gradient. While alpha is near 0 the branches'
+    gradients are little but noise; with p > 0 their weights hardly move until alpha has grown. p counts for methods
+    whose branch grows, e for the first `encoder_rate_steps` updates (0: for all).
     """
-    edge = 1 / (1 + math.exp(5))
-    shapes: dict[str, Callable[[jax.Array], jax.Array]] = {
-        "linear": lambda u: u,
-        "adaptive": lambda u: u,
-        "exp": lambda u: jnp.expm1(math.log(2) * u),
-        "sigmoid": lambda u: (jax.nn.sigmoid(10 * (u - 0.5)) - edge) / (1 - 2 * edge),
-    }
-    shape, total, stagger = shapes[model.alpha_schedule], model.alpha_steps, model.alpha_stagger
+    train, power = config.train, config.train.branch_update_power
+    grows = get_recipe(config.model.method).branch.end is not None
 
-    def grown(way: jax.Array) -> jax.Array:
-        return jnp.where(way >= 1, 1.0, jnp.where(way <= 0, 0.0, shape(way))).astype(jnp.float32)
+    def by_layer(step: jax.Array, alpha: Alpha, rate: jax.Array) -> dict[str, jax.Array]:
+        found = dict.fromkeys(STACKS, rate)
+        if grows and power:
+            found = {stack: rate * alpha[stack] ** power for stack in STACKS}
+        if train.encoder_rate != 1:
+            first = step < train.encoder_rate_steps if train.encoder_rate_steps else jnp.bool_(True)
+            found["encoder"] = found["encoder"] * jnp.where(first, train.encoder_rate, 1.0)
+        return found
 
-    def schedule(clock: jax.Array) -> BranchScale:
-        # At the end all are 1, whatever rounding makes of their way.
-        way, end = clock.astype(jnp.float32) / total, clock >= total
-        if model.alpha_order == "uniform":
-            return jnp.where(end, 1.0, grown(way))
-        ranks = {stack: order(model.alpha_order, getattr(model, f"{stack}_layers")) for stack in STACKS}
-        return {stack: jnp.where(end, 1.0, grown((way - stagger * r) / (1 - stagger))) for stack, r in ranks.items()}
-
-    return schedule
+    return by_layer
 
 
-def clock_at(model: ModelConfig, scale: BranchScale) -> int:
-    """The first clock at which the mean of `alpha(model)` over all layers is that of `scale`, or more; at most T."""
-    schedule = jax.jit(alpha(model))
+def clock_at(model: ModelConfig, alpha: Alpha) -> int:
+    """The first clock at which the mean of `alpha(model)` over all layers is that of `alpha`, or more; at most T."""
+    schedule = jax.jit(growth.alpha(model))
 
-    def mean(scale: BranchScale) -> float:
-        return float(np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(scale)]).mean(dtype=np.float64))
+    def mean(alpha: Alpha) -> float:
+        return float(np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(alpha)]).mean(dtype=np.float64))
 
-    wanted = mean(scale)
+    wanted = mean(alpha)
     return bisect.bisect_left(range(model.alpha_steps), wanted, key=lambda clock: mean(schedule(jnp.int32(clock))))
 
 
-def order(name: str, layers: int) -> np.ndarray:
-    """When each layer's alpha starts to grow, from 0 (the first) to 1 (the last): float32 [L].
-
-    progressive: in the order of the layers' numbers with their bits reversed, so that those that have begun are spread
-    evenly over the stack, ever closer to one another.
-    """
-    index, bits = range(layers), max(1, (layers - 1).bit_length())
-    ranks = {
-        "bottom_up": list(index),
-        "top_down": [layers - 1 - layer for layer in index],
-        "progressive": np.argsort(np.argsort([int(f"{layer:0{bits}b}"[::-1], 2) for layer in index])).tolist(),
-    }[name]
-    return np.asarray(ranks, np.float32) / max(1, layers - 1)
-
-
-def advance(clock: jax.Array, held: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """(clock, held) after an update: the clock goes on by 1, or stands if it is held."""
-    return clock + (held == 0), jnp.maximum(held - 1, 0)
+def advance(clock: jax.Array, hold_steps: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """(clock, hold_steps) after an update: the clock advances by 1, or stands still while `hold_steps` > 0."""
+    return clock + (hold_steps == 0), jnp.maximum(hold_steps - 1, 0)
 
 
 def tick(
     model: ModelConfig,
 ) -> Callable[[jax.Array, jax.Array, Mapping[str, jax.Array]], tuple[jax.Array, jax.Array]]:
-    """(clock, held, gradient) -> (clock, held): `advance`, but for what the gradient of the update says.
+    """(clock, hold_steps, gradient) -> (clock, hold_steps): `advance`, but for what the gradient of the update says.
 
     `adaptive` holds the clock for `alpha_hold` updates whenever the weakest layer of a stack has less than
     `alpha_floor` of the gradient of the strongest one (or one is not finite): alpha waits until the bottom of the stack
-    learns again. With an `alpha_order`, layers that have not begun are not asked.
+    learns again. With an `alpha_order`, layers that have not begun do not count.
 
     `gradient`: stack -> norm of each layer's gradient in that update, [L].
     """
-    schedule = alpha(model)
+    schedule, uniform = growth.alpha(model), growth.is_uniform(model)
 
-    def react(clock: jax.Array, held: jax.Array, gradient: Mapping[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    def react(
+        clock: jax.Array, hold_steps: jax.Array, gradient: Mapping[str, jax.Array]
+    ) -> tuple[jax.Array, jax.Array]:
         if model.alpha_schedule == "adaptive":
-            scale = schedule(clock)
+            alpha = schedule(clock)
             healthy = []
             for stack in STACKS:
                 norms = gradient[stack]
-                asked = scale[stack] > 0 if isinstance(scale, Mapping) else jnp.ones(norms.shape, bool)
-                strong = jnp.where(asked, norms, jnp.inf).min() >= model.alpha_floor * norms.max()
+                begun = jnp.ones(norms.shape, bool) if uniform else alpha[stack] > 0
+                strong = jnp.where(begun, norms, jnp.inf).min() >= model.alpha_floor * norms.max()
                 healthy.append(strong & jnp.isfinite(norms).all())
-            held = jnp.where(jnp.stack(healthy).all(), held, jnp.maximum(held, model.alpha_hold))
-        return advance(clock, held)
+            hold_steps = jnp.where(jnp.stack(healthy).all(), hold_steps, jnp.maximum(hold_steps, model.alpha_hold))
+        return advance(clock, hold_steps)
 
     return react

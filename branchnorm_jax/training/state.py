@@ -1,14 +1,12 @@
-"""The train state: all that a checkpoint holds, and digests by which two states can be compared."""
+"""The train state: everything that changes during training."""
 
 import dataclasses
 import functools
-import hashlib
 from typing import Any, NamedTuple
 
 import flax
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding
 
@@ -17,7 +15,7 @@ from branchnorm_jax.model.axes import logical_axes
 from branchnorm_jax.model.parameters import Params
 from branchnorm_jax.model.transformer import Transformer
 from branchnorm_jax.parallel.mesh import shard_tree, sharding
-from branchnorm_jax.training.watch import Usual, nothing_seen
+from branchnorm_jax.training.trouble import RunningStats, initial_stats
 
 INIT_STREAM, DROPOUT_STREAM, PROFILE_STREAM = range(3)
 """Folded into the run's seed: what a random number is for."""
@@ -39,9 +37,9 @@ class TrainState:
       params: parameters.
       opt_state: the optimiser's state.
       rate_scale: factor on the scheduled learning rate, float32 []: what `val_decay` made of it.
-      clock: updates that BranchNorm's alpha has grown for, int32 []; see `schedules.alpha`.
-      held: for how many updates that clock will stand, int32 []; see `schedules.tick`.
-      usual: what losses and updates have been of late.
+      clock: updates that BranchNorm's alpha has grown for, int32 []; see `growth.alpha`.
+      hold_steps: updates for which that clock stands still, int32 []; see `schedules.tick`.
+      running_stats: running statistics of losses and updates.
       ema: moving average of the parameters, in their types; None where `train.ema_decay` asks for none.
     """
 
@@ -50,8 +48,8 @@ class TrainState:
     opt_state: optax.OptState
     rate_scale: jax.Array
     clock: jax.Array
-    held: jax.Array
-    usual: Usual
+    hold_steps: jax.Array
+    running_stats: RunningStats
     ema: Params | None = None
 
     @property
@@ -65,7 +63,16 @@ def first_state(params: Params, optimizer: optax.GradientTransformation, ema: bo
     zero = jnp.zeros((), jnp.int32)
     # Copies: an array that is in the state twice could not be given up to the update.
     average = jax.tree.map(jnp.copy, params) if ema else None
-    return TrainState(zero, params, optimizer.init(params), jnp.ones(()), zero, zero, nothing_seen(), average)
+    return TrainState(
+        step=zero,
+        params=params,
+        opt_state=optimizer.init(params),
+        rate_scale=jnp.ones(()),
+        clock=zero,
+        hold_steps=zero,
+        running_stats=initial_stats(),
+        ema=average,
+    )
 
 
 def abstract_params(model: Transformer, mesh: Mesh) -> Params:
@@ -138,34 +145,3 @@ def state_from(
 
     shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract_state(model, optimizer, mesh, ema))
     return jax.jit(create, out_shardings=shardings, donate_argnums=0)(params)
-
-
-def sha256(state: TrainState) -> str:
-    """Hex digest of parameters, optimiser's state and average, leaf by leaf in the order of their sorted paths."""
-    digest = hashlib.sha256()
-    leaves = jax.tree_util.tree_leaves_with_path((state.params, state.opt_state, state.ema))
-    for path, leaf in sorted((jax.tree_util.keystr(path), leaf) for path, leaf in leaves):
-        digest.update(path.encode())
-        digest.update(np.ascontiguousarray(jax.device_get(leaf)).tobytes())
-    return digest.hexdigest()
-
-
-@jax.jit
-def checksums(state: Any) -> jax.Array:
-    """uint32 [leaves]: a weighted sum modulo 2^32 of each leaf's bits, in the order of the tree.
-
-    Weights are odd and differ from element to element, so any single flipped bit changes the sum. Integer addition is
-    exact in any order: the sums do not depend on how the state is split over devices, and cost one pass on the device.
-    """
-
-    def checksum(leaf: jax.Array) -> jax.Array:
-        if leaf.dtype.itemsize == 4:
-            words = jax.lax.bitcast_convert_type(leaf, jnp.uint32)
-        else:
-            words = jax.lax.bitcast_convert_type(leaf, f"uint{8 * leaf.dtype.itemsize}").astype(jnp.uint32)
-        weights = jnp.uint32(1)
-        for axis, multiplier in zip(range(leaf.ndim), (0x9E3779B2, 0x85EBCA6A, 0xC2B2AE36, 0x27D4EB2E), strict=False):
-            weights = weights + jax.lax.broadcasted_iota(jnp.uint32, leaf.shape, axis) * jnp.uint32(multiplier)
-        return jnp.sum(words * (weights | 1), dtype=jnp.uint32)
-
-    return jnp.stack([checksum(leaf) for leaf in jax.tree.leaves(state)])

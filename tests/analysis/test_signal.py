@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from branchnorm_jax.analysis import signal
+from branchnorm_jax.model.taps import Taps
 from branchnorm_jax.model.transformer import Transformer
 from branchnorm_jax.options import Config, ModelConfig
 from branchnorm_jax.training.state import Batch
@@ -47,7 +48,7 @@ def test_gradient_norm_is_the_steepest_slope(method: str) -> None:
     @jax.jit
     def loss(probe: jax.Array, layer: int) -> jax.Array:
         probes = {"decoder": jnp.zeros((2, 2, 3, 8)).at[layer].set(probe)}
-        sums, _ = loss_sums(model, params, BATCH, ONE, 0.0, probes=probes)
+        sums, _ = loss_sums(model, params, BATCH, ONE, 0.0, taps=Taps(probes))
         return sums.loss / sums.tokens
 
     for layer in range(2):

@@ -7,10 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ml_collections import ConfigDict
 
 from branchnorm_jax.analysis import sweep
-from branchnorm_jax.config import load
+from branchnorm_jax.config import default_config, from_config_dict, load, record_chosen
 from branchnorm_jax.errors import UserError
+from branchnorm_jax.model.methods import METHODS
 from branchnorm_jax.options import Config, EvaluateConfig, SweepConfig
 from branchnorm_jax.workdir import Workdir
 from tests.conftest import HASTY, run_main
@@ -30,6 +32,33 @@ def test_a_grid_combines_its_axes_and_names_its_runs() -> None:
     found = sweep.configure(Config(), runs[1])
     assert (found.model.method, found.model.encoder_layers, found.model.decoder_layers) == ("post_ln", 18, 3)
     assert sweep.configure(Config(), runs[4]).train.seed == 3
+
+
+def test_runs_take_recommendations_where_nobody_chose_and_only_if_asked() -> None:
+    def run_of(options: ConfigDict, method: str) -> Config:
+        return sweep.configure(from_config_dict(options), {"method": method, "train.learning_rate": "0.002"})
+
+    options = default_config("2L-2L")
+    options.sweep.grid = "method=admin,post_ln train.learning_rate=0.002"
+    options.train.optimizer = "adamw"  # the default
+    record_chosen(options, set())
+    assert run_of(options, "admin").train.warmup_steps == Config().train.warmup_steps
+    options.sweep.recommended = True
+    record_chosen(options, {"sweep.recommended"})
+    admin = run_of(options, "admin")
+    assert (admin.train.warmup_steps, admin.model.attention_dropout) == (8000, 0.1)
+    assert (admin.train.optimizer, admin.train.learning_rate) == ("adamw", 0.002)
+    assert run_of(options, "post_ln").train.warmup_steps == Config().train.warmup_steps
+    taken = sweep.recommended(from_config_dict(options), {"method": "admin", "train.learning_rate": "0.002"})
+    left = {"train.optimizer", "train.learning_rate"}
+    assert taken == {name: value for name, value in METHODS["admin"].recommended.items() if name not in left}
+
+    # Resumed from its workdir, with one more option.
+    again = ConfigDict(dataclasses.asdict(from_config_dict(options)))
+    again.model.attention_dropout = Config().model.attention_dropout
+    record_chosen(again, {"model.attention_dropout"})
+    assert dataclasses.replace(run_of(again, "admin"), model=admin.model) == admin
+    assert run_of(again, "admin").model.attention_dropout == Config().model.attention_dropout
 
 
 @pytest.mark.parametrize(

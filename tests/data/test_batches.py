@@ -1,4 +1,4 @@
-"""The batch plan: full rows, every sentence once per epoch, a pure function of the step."""
+"""Batch plans: rows are full, every pair occurs once per epoch, and batches are a pure function of the step."""
 
 import itertools
 import threading
@@ -16,7 +16,7 @@ from branchnorm_jax.options import EOS, DataConfig
 
 
 class Text:
-    """Sentences whose tokens tell which sentence and side they are from."""
+    """Sentences whose tokens encode the sentence and the side they belong to."""
 
     def __init__(self, lengths: np.ndarray) -> None:
         self.lengths = lengths
@@ -69,7 +69,7 @@ def test_sides_are_as_long_as_the_sentences_are() -> None:
 
 
 def test_rows_are_widened_to_the_budget() -> None:
-    """Four sentences of 22 tokens are 88 positions; 16 rows of them are two thirds of the budget, 16 of 128 all."""
+    """Four sentences of 22 tokens need 88 positions. 16 such rows use two thirds of the budget, 16 rows of 128 all."""
     kinds = np.array([[20, 22]] * 50)
     (shape,) = choose_shapes(kinds, kinds.max(0), 2048, 4, 8)
     assert shape == Shape(16, 117, 128)
@@ -94,7 +94,7 @@ def test_packing_has_one_place_for_every_pair(seed: int, count: int, shapes: int
         assert len(inside)
         assert (inside.sum(0) <= chosen[shape][1:]).all()
 
-    # Long rows make whole batches, as long as there is anything to fill them.
+    # Batches of long rows are complete as long as pairs remain.
     for index, shape in enumerate(chosen[1:], start=1):
         opened = (packing.shape == index).sum()
         assert opened % shape.rows == 0 or (packing.shape >= index).all()
@@ -102,7 +102,7 @@ def test_packing_has_one_place_for_every_pair(seed: int, count: int, shapes: int
 
 @pytest.mark.parametrize("count", [5000, 50_000])
 def test_rows_are_full(count: int) -> None:
-    """Of sentences as real ones are, lengths log-normal and sides alike, at least 96 of 100 positions hold a token."""
+    """With realistic (log-normal, correlated) lengths, at least 96 % of all positions hold a token."""
     random = np.random.default_rng(0)
     source = np.exp(random.normal(2.7, 0.5, count))
     lengths = np.clip(np.stack([source, source * np.exp(random.normal(0.1, 0.2, count))], 1), 2, 100).astype(int)
@@ -155,7 +155,7 @@ def test_each_epoch_has_other_sentences_in_a_row() -> None:
 
 
 def test_the_shuffle_is_splitmix64_and_so_the_same_everywhere() -> None:
-    """Against integers of any size: an order that changed with a library would silently change resumed runs."""
+    """Compared with Python integers, because a change of the order would silently change resumed runs."""
     bits = 2**64 - 1
 
     def mix(x: int) -> int:
@@ -184,7 +184,7 @@ def test_fill_counts_real_tokens() -> None:
 
 
 def test_a_few_batches_are_made_equal() -> None:
-    """10 rows in batches of up to 8: two of 6, for rows are a multiple of 2, rather than 8 and 2."""
+    """10 rows in batches of up to 8 give two batches of 6 (a multiple of 2) instead of batches of 8 and 2."""
     sentences = Text(np.array([Kind(10, 10)] * 40))
     plan, _ = make_plans(DataConfig(row_multiple=2), sentences, [sentences], 8 * 40, 0)
     assert plan.rows == [10]

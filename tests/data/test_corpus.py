@@ -1,4 +1,4 @@
-"""Sources of text: what is read, in which form, and what is said about text that cannot be read."""
+"""Sources of text: pairs read from each source, and error messages for unreadable text."""
 
 import dataclasses
 import gzip
@@ -175,7 +175,7 @@ def test_pattern_must_tell_languages_and_splits_apart(tmp_path, files):
     "pattern", ["{split}*.{lang}", "{split}*.{lang}*", "*{split}*{lang}", "{split}[.]*{lang}", "**/{split}?*{lang}"]
 )
 def test_globs_pair_files_of_one_name(tmp_path, suffixes, pattern):
-    """By name alone train.ecb.en comes before train.en, but train.de before train.ecb.de."""
+    """Sorting by file name would not pair them: train.ecb.en < train.en, but train.de < train.ecb.de."""
     names = ("train.", "train.ecb.", "train.Tatoeba-2.")
     for lang, suffix in zip(("en", "de"), suffixes, strict=True):
         for name in names:
@@ -214,7 +214,7 @@ def test_files_come_in_one_order_in_both_directions(tmp_path):
     [
         (("train.en", "train.ecb.en", "train.de"), "train.ecb.en", "train.ecb.de"),
         (("train.en.gz", "train.de", "train.ecb.de.xz"), "train.ecb.de.xz", "train.ecb.en"),
-        # As many on both sides.
+        # The same number on both sides.
         (("train.en", "train.a.en", "train.de", "train.b.de"), "train.a.en", "train.a.de"),
     ],
 )
@@ -222,7 +222,7 @@ def test_a_file_without_its_counterpart_is_named(tmp_path, there, alone, missing
     for name in there:
         (tmp_path / name).write_text("x\n")
     message = error_of(text_config(tmp_path, files="{split}*.{lang}"))
-    assert message.startswith(f"{tmp_path / alone}: its counterpart {missing} is not in {tmp_path}")
+    assert message.startswith(f"{tmp_path / alone}: the counterpart {missing} is missing from {tmp_path}")
     assert "data.files={split}*.{lang}" in message
 
 
@@ -282,7 +282,7 @@ def test_corrupt_compressed_file(tmp_path, suffix, damage):
 def test_a_file_that_breaks_off_says_where(tmp_path):
     path, _ = write_pairs(tmp_path, [(f"{i:08}", "x") for i in range(200_000)], ".gz")
     path.write_bytes(path.read_bytes()[:-20])
-    # The first chunk is whole, a line of nine bytes was cut at its end.
+    # The first chunk is complete and ends inside a line of nine bytes.
     assert f"{path}: cannot be read beyond line {corpus._CHUNK_BYTES // 9} (" in error_of(text_config(tmp_path))
 
 
@@ -408,7 +408,7 @@ def test_tfds_reads_data_of_its_own_wmt_builder(tfds_folder, tmp_path):
 
 
 def test_tfds_needs_neither_tensorflow_nor_jax(tfds_folder):
-    """In a process of its own, which does not know the builder's code either, only its files."""
+    """Reads in another process, which has the builder's files but not its code."""
     code = (
         "import sys; from branchnorm_jax.data.corpus import *; from branchnorm_jax.options import DataConfig\n"
         "config = DataConfig(source='tfds', path='tiny_translate/de-en', tfds_dir=sys.argv[1])\n"

@@ -1,4 +1,4 @@
-"""Many corpora as one: who is drawn how often, with which tags, from which files."""
+"""Mixtures of corpora: sampling rates, tags and files."""
 
 import dataclasses
 from collections import Counter
@@ -74,7 +74,7 @@ def test_an_epoch_draws_by_temperature_and_evenly(sizes: list[int], temperature:
             inside = (drawn >= mixture.starts[store]) & (drawn < mixture.starts[store + 1])
             assert inside.sum() == count
 
-    # In every epoch, pairs of one store and one length come equally often, to one; over the epochs, too.
+    # Pairs of the same store and lengths occur equally often, up to 1, in every epoch and over all epochs.
     groups = [(int(np.searchsorted(mixture.starts, i, side="right")), *mixture.lengths[i]) for i in range(sum(sizes))]
     for drawn in (*epochs, np.concatenate(epochs)):
         times = np.bincount(drawn, minlength=sum(sizes))
@@ -152,7 +152,7 @@ def test_tags_come_before_what_they_are_for(tmp_path: Path, tags: str) -> None:
             tag = [pieces.index(f">>{direction.target_lang}<<")] if tags in (side, "both") else []
             assert found.tolist() == tag + corpus.tokenizer.encode_source([line])[0]
     assert pieces[3:6] == [f">>{lang}<<" for lang in corpus.tokenizer.languages] == [">>de<<", ">>en<<", ">>fr<<"]
-    # What a user writes is never taken for a tag, and a tag is never printed.
+    # Text is never encoded as a tag, and a tag is never printed.
     german = pieces.index(">>de<<")
     assert german not in corpus.tokenizer.encode_source([">>de<< one house"])[0]
     assert corpus.tokenizer.decode_target([german, *corpus.tokenizer.encode_target(["ein Haus"])[0]]) == "ein Haus"

@@ -41,7 +41,7 @@ def texts(items: dict[str, list[Item]]) -> dict[str, dict[str, list[str]]]:
 
 
 def held_out_keys(item: Item) -> Iterator[tuple[str, int]]:
-    """What the documentation promises to hold out, told anew: days, minutes, and numbers of any kind."""
+    """Independent implementation of the documented held-out values: days, minutes, and numbers of any kind."""
     if item.kind in ("date", "time"):
         yield item.kind, item.value[0]
     else:
@@ -57,7 +57,7 @@ def test_order_depends_on_split_and_seed_only() -> None:
 
 
 def test_order_is_the_same_on_every_machine() -> None:
-    """Pinned: whoever changes this changes the data of every earlier run."""
+    """Pins the generated items, because a change would change the data of every earlier run."""
     assert [(item.kind, item.carrier, *item.value) for item in numerals.items("train", 10)] == [
         ("cardinal", 2, 4717),
         ("ordinal", 0, 651),
@@ -116,7 +116,7 @@ def test_about_a_twentieth_is_held_out() -> None:
 def test_no_two_items_read_the_same(
     lang: str, items: dict[str, list[Item]], texts: dict[str, dict[str, list[str]]]
 ) -> None:
-    """So a source has one translation in any language, and no held-out source sentence occurs in train."""
+    """Each source sentence has a single translation, and no held-out source sentence occurs in train."""
     meaning: dict[str, Item] = {}
     for split, drawn in items.items():
         for item, text in zip(drawn, texts[lang][split], strict=True):
@@ -158,7 +158,7 @@ def test_every_kind_is_in_the_language(lang: str, kind: str, carriers: int) -> N
         assert numerals.render(item, lang) != numerals.render(item, "en")
         words = set(re.findall(r"\w+", numerals.render(item, lang).lower()))
         assert not words & (english - spared.get(lang, set()))
-        # Babel writes the name of a unit that it does not know: 4.312 duration-day.
+        # For an unknown unit, Babel writes its identifier: 4.312 duration-day.
         assert not re.search(r"\d [a-z]+-[a-z]+", numerals.render(item, lang))
     assert len(sentences) == carriers
     with pytest.raises(IndexError):

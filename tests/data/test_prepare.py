@@ -1,4 +1,4 @@
-"""What is made of the text once, and when it is made anew."""
+"""Preparation of vocabulary and stores: what is reused, and what is rebuilt."""
 
 import dataclasses
 from pathlib import Path
@@ -15,7 +15,7 @@ def vocabulary(config: DataConfig, folder: Path, keep: bool = False) -> str:
 
 
 def test_a_vocabulary_is_made_anew_for_other_text_or_options(tmp_path: Path) -> None:
-    """As of a run that another mode prepared, or that failed before there was anything to lose."""
+    """For example after another mode prepared the run, or after it failed before its first checkpoint."""
     first = vocabulary(CONFIG, tmp_path)
     written = (tmp_path / "vocabulary" / "vocab.model").stat().st_mtime_ns
     assert vocabulary(CONFIG, tmp_path) == first

@@ -1,4 +1,4 @@
-"""Subword regularisation: pieces are drawn as SentencePiece itself draws them, and by the line's number alone."""
+"""Subword regularisation: samples match SentencePiece's distribution and depend only on the line number."""
 
 import dataclasses
 from collections import Counter
@@ -34,7 +34,7 @@ def lines() -> list[str]:
 def test_the_text_stays_the_same(tokenizer: Tokenizer, texts: list[str], seed: int) -> None:
     drawn = Sampler(tokenizer.source_processor, 0.0, (seed,)).encode(texts, 0)
     best = tokenizer.encode_source(texts)
-    # Of an unknown character the likeliest piece is <unk>; pieces that spell it are the same in both.
+    # The most likely piece of an unknown character is <unk>, in both encodings.
     assert [tokenizer.decode_target(ids) for ids in drawn] == [tokenizer.decode_target(ids) for ids in best]
 
 
@@ -55,7 +55,7 @@ def test_words_are_drawn_as_sentencepiece_draws_them(tokenizer: Tokenizer, alpha
     usual = [pieces for pieces, number in theirs.items() if number > 50]
     assert len(usual) > 3
     for pieces in usual:
-        # Five standard errors of the difference of two counts.
+        # The tolerance is five standard errors of the difference of two counts.
         assert abs(ours[pieces] - theirs[pieces]) < 5 * np.sqrt(2 * theirs[pieces]), pieces
 
 
@@ -81,6 +81,6 @@ def test_as_many_epochs_as_tokenisations_read_every_sentence_in_each(tmp_path: P
     plan, _ = make_plans(config, corpus.train, corpus.valid, 2048, 0)
     seen = [index for step in range(plan.batches_per_epoch) for row in plan.ids_at(step)[1] for index in row]
     assert sorted(seen) == list(range(1200))
-    # Validation is not drawn.
+    # Validation sentences are not sampled.
     sentence = next(pairs("valid", "en", "de", 1))[1]
     assert corpus.valid[0].gather("target", np.array([0])).tolist() == corpus.tokenizer.encode_target([sentence])[0]

@@ -1,4 +1,4 @@
-"""The token store: what is in it, when it is made anew, and what survives a kill, a race and a full disk."""
+"""Token stores: content, reuse, and robustness to kills, races and a full disk."""
 
 import dataclasses
 import errno
@@ -47,7 +47,7 @@ def write(folder, pairs, split="train"):
 
 @pytest.fixture(scope="module")
 def vocabulary(tmp_path_factory):
-    """Directory of a vocabulary, and the vocabulary."""
+    """Trains a vocabulary; returns its directory and the tokenizer."""
     directory = tmp_path_factory.mktemp("vocab") / "v"
     config = DataConfig(vocab_size=50, vocab_type="bpe")
     return directory, train_tokenizer(config, random_pairs(500), directory)
@@ -65,7 +65,7 @@ def content(store):
 
 
 def expected_content(tokenizer, pairs, max_length, max_ratio):
-    """What the store must hold, pair by pair, and the counts."""
+    """Returns the expected token ids of each pair, and the expected counts."""
     kept, counts = [], dict(read=0, kept=0, empty=0, too_long=0, bad_ratio=0)
     for source, target in pairs:
         ids = tokenizer.encode_source([source])[0], tokenizer.encode_target([target])[0]
@@ -142,7 +142,7 @@ def test_arrays(tmp_path, tokenizer):
 
 @pytest.mark.parametrize(("size", "dtype"), [(1 << 16, np.uint16), ((1 << 16) + 1, np.uint32)])
 def test_large_vocabularies_get_wide_tokens(tmp_path, size, dtype):
-    """Both sides of the limit, with a vocabulary of that many characters."""
+    """Tests vocabularies on both sides of the limit of uint16."""
     codes = [*range(0x4E00, 0x9FA5), *range(0xAC00, 0xD7A4), *range(0x20000, 0x28000)]
     characters = "".join(map(chr, codes[: size - 4]))  # the others are <pad>, </s>, <unk> and the space
     pairs = [(characters[i : i + 500], characters[i : i + 5]) for i in range(0, len(characters), 500)]
@@ -354,7 +354,7 @@ print(store.build_store(DataConfig(**config), load_tokenizer(vocabulary), "train
 
 
 def start_build(config, directory, out, pause=0):
-    """Builds in a process of its own, which reads nothing for `pause` seconds when it has read 8500 pairs."""
+    """Builds a store in another process, which pauses for `pause` seconds after reading 8500 pairs."""
     command = [
         sys.executable,
         "-c",

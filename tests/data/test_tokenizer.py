@@ -1,4 +1,4 @@
-"""The vocabulary: ids, round trips, determinism, and what is said about text that cannot make one."""
+"""Tokenizer: ids, round trips, determinism, and error messages for unsuitable text."""
 
 import concurrent.futures
 import io
@@ -138,7 +138,7 @@ def test_separate_vocabularies_know_their_own_side(tmp_path):
 
 @pytest.mark.parametrize("shared", [True, False])
 def test_sample_is_even_and_within_the_limit(tmp_path, shared):
-    """Every sentence brings a character of its own, which tells whether it was in the sample."""
+    """Every sentence has a unique character, which shows whether the sentence was in the sample."""
     pairs = [(source + " " + chr(0x4E00 + i), target) for i, (source, target) in enumerate(PAIRS)]
     config = config_of(vocab_type="bpe", vocab_size=180, shared_vocab=shared, vocab_sentences=100)
     if not shared:

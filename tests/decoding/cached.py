@@ -1,4 +1,4 @@
-"""Token by token with a cache: what must give the logits of teacher forcing."""
+"""Decodes token by token with a cache; the logits must equal those of teacher forcing."""
 
 import functools
 from typing import Any
@@ -14,7 +14,7 @@ from branchnorm_jax.model.transformer import Transformer
 def cached_logits(
     model: Transformer, params: Any, source_BS: jax.Array, inputs_BT: jax.Array, alpha: Any, hypotheses: int = 1
 ) -> jax.Array:
-    """[B, Q, T, V]: of Q equal hypotheses, each of which looks at slots that it wrote itself."""
+    """Returns the logits [B, Q, T, V] of Q equal hypotheses, each of which attends to its own slots."""
     batch, length = inputs_BT.shape
     memory, table = model.encode(params, source_BS, alpha), model.positions(length)
     slot, own = jnp.arange(length * hypotheses), jnp.arange(hypotheses)[:, None]

@@ -74,13 +74,13 @@ def search(seed: int, limits: list[int], beam_size: int, **options: Any) -> Any:
 
 @functools.cache
 def searcher(config: DecodeConfig, rows: int, longest: int) -> Any:
-    """Compiled once for all tables and limits."""
+    """Returns a search that is compiled once for all tables and limits."""
     k = config.beam_size
 
     @jax.jit
     def found(logits: jax.Array, limits: jax.Array) -> Any:
         cache = Toy(jnp.arange(rows), jnp.zeros((rows, longest * k), jnp.int32))
-        started = beam.begin(beam.nothing(cache, rows, k, longest, longest), jnp.arange(rows), limits, config)
+        started = beam.begin(beam.empty_search(cache, rows, k, longest, longest), jnp.arange(rows), limits, config)
         return beam.ranked(beam.run(toy_step(logits), started, config, jnp.int32(rows)))
 
     return found
@@ -94,7 +94,10 @@ def log_softmax(x: np.ndarray) -> np.ndarray:
 def reference_beam(
     log_probs: Callable[[list[int]], np.ndarray], limit: int, beam: int, min_length: int, penalty: float, kind: str
 ) -> list[tuple[list[int], float]]:
-    """fairseq's rules on Python lists: (tokens with EOS, score), best first. `log_probs` gives those after a prefix."""
+    """Beam search with fairseq's rules on Python lists; returns (tokens with EOS, score), best first.
+
+    `log_probs` returns the log-probabilities of the next token after a prefix.
+    """
     live: list[tuple[list[int], float]] = [([], 0.0)]
     finished: list[tuple[list[int], float]] = []
     for position in itertools.count():
@@ -153,7 +156,7 @@ def test_equals_the_reference(seed: int, beam_size: int, min_length: int, penalt
 
 @pytest.mark.parametrize("penalty", [(-0.5, "fairseq"), (0.0, "fairseq"), (0.6, "fairseq"), (0.6, "gnmt")], ids=str)
 def test_stopping_early_loses_none_of_the_best(penalty: tuple[float, str]) -> None:
-    """And happens, somewhere: those that were not asked for are missing."""
+    """Hypotheses beyond the n best are missing somewhere, which shows that the search does stop early."""
     options: dict[str, Any] = dict(length_penalty=penalty[0], length_penalty_kind=penalty[1])
     fewer = 0
     for seed in range(20):
@@ -165,13 +168,13 @@ def test_stopping_early_loses_none_of_the_best(penalty: tuple[float, str]) -> No
 
 
 def test_each_sentence_may_ask_for_its_own_number_of_hypotheses() -> None:
-    """What it gets does not depend on what others ask for, and it waits for no more."""
+    """The n best of a sentence do not depend on those of others, and the search stops when they are known."""
     config, mixed = decode_config(4, length_penalty=0.0), [1, 2, 3, 4, 1, 4]
 
     @jax.jit
     def found(logits: jax.Array, asked: jax.Array) -> Any:
         cache = Toy(jnp.arange(6), jnp.zeros((6, 13 * 4), jnp.int32))
-        state = beam.nothing(cache, 6, 4, 13, 13)
+        state = beam.empty_search(cache, 6, 4, 13, 13)
         state = beam.begin(state, jnp.arange(6), jnp.full(6, 12), config, nbest=asked)
         state = beam.run(toy_step(logits), state, config, jnp.int32(6))
         return beam.ranked(state), state.clock
@@ -191,11 +194,11 @@ def test_each_sentence_may_ask_for_its_own_number_of_hypotheses() -> None:
 @settings(max_examples=4, deadline=None)
 @given(st.integers(0, 1000), st.lists(st.integers(0, 9), min_size=3, max_size=6), st.sampled_from([1, 3]))
 def test_rows_that_take_the_next_sentence_at_any_time(seed: int, limits: list[int], beam_size: int) -> None:
-    """Two rows for all sentences, in a ring that is made larger and smaller on the way, against each sentence alone."""
+    """Two rows decode all sentences, with a ring that grows and shrinks; results equal those of separate searches."""
     config, longest = decode_config(beam_size), 10
     run = runner(config)
     cache = Toy(jnp.zeros(2, jnp.int32), jnp.zeros((2, 2 * beam_size), jnp.int32))
-    state, waiting = beam.nothing(cache, 2, beam_size, longest, 2), list(range(len(limits)))
+    state, waiting = beam.empty_search(cache, 2, beam_size, longest, 2), list(range(len(limits)))
     inside: dict[int, int] = {}
     while waiting or inside:
         for row in {0, 1} - set(inside):
@@ -226,7 +229,7 @@ def runner(config: DecodeConfig) -> Any:
 
 
 def search_one(seed: int, sentence: int, limit: int, beam_size: int) -> Any:
-    """The search of sentence `sentence` by itself."""
+    """Searches one sentence alone."""
     found = searcher(decode_config(beam_size), 6, 10)(table(seed), np.array([limit] * 6, np.int32))
     return jax.tree.map(lambda leaf: leaf[sentence : sentence + 1], jax.device_get(found))
 
@@ -234,7 +237,7 @@ def search_one(seed: int, sentence: int, limit: int, beam_size: int) -> Any:
 @settings(max_examples=30, deadline=None)
 @given(st.integers(0, 1000), st.sampled_from([5, 63, 64, 65, 1000]), st.sampled_from([1, 4, 8]))
 def test_top_is_top_k(seed: int, size: int, count: int) -> None:
-    """Of few distinct values, so that there are many ties."""
+    """The scores have few distinct values, so there are many ties."""
     scores = np.random.default_rng(seed).integers(0, 40, (2, 3, size)).astype(np.float32)
     scores[0, 0, size // 2 :] = -np.inf
     values, index = top(jnp.asarray(scores), min(count, size))
@@ -244,7 +247,7 @@ def test_top_is_top_k(seed: int, size: int, count: int) -> None:
 
 
 def test_a_beam_as_wide_as_the_space_finds_the_best_of_all() -> None:
-    """Exhaustive search over every hypothesis of at most 2 tokens and EOS."""
+    """Compared with an exhaustive search over all hypotheses of at most 2 tokens and EOS."""
     limit, words = 2, [token for token in range(VOCABULARY) if token not in (PAD, EOS)]
     for seed in range(5):
         everything = []
@@ -292,14 +295,14 @@ def test_length_penalties(kind: str, expected: float) -> None:
 
 
 def drawn(rows: int, beam_size: int, **options: Any) -> Any:
-    """Hypotheses of at most one word, all of one sentence, rows numbered."""
+    """Samples hypotheses of at most one token; rows have the same logits and different numbers."""
     config = decode_config(beam_size, **({"temperature": 1.0, "min_length": 0} | options))
 
     @jax.jit
     def found() -> Any:
         cache = Toy(jnp.zeros(rows, jnp.int32), jnp.zeros((rows, 2 * beam_size), jnp.int32))
         numbers = jnp.arange(rows)
-        empty = beam.nothing(cache, rows, beam_size, 2, 2)
+        empty = beam.empty_search(cache, rows, beam_size, 2, 2)
         started = beam.begin(empty, numbers, jnp.ones(rows, jnp.int32), config, numbers)
         return beam.run(toy_step(jnp.asarray(table(3))), started, config, jnp.int32(rows)).finished
 
@@ -318,7 +321,7 @@ def drawn(rows: int, beam_size: int, **options: Any) -> Any:
     ids=str,
 )
 def test_words_are_drawn_as_often_as_they_should(options: dict[str, Any], words: int) -> None:
-    """Against softmax(logits / temperature) over the words that remain, within 5 standard deviations."""
+    """Frequencies match softmax(logits / temperature) over the allowed tokens, within 5 standard deviations."""
     log_p = log_softmax(table(3)[next_state(0, EOS)])
     scores = log_p / options.get("temperature", 1.0)
     scores[PAD] = -np.inf
@@ -331,7 +334,7 @@ def test_words_are_drawn_as_often_as_they_should(options: dict[str, Any], words:
     first = found.tokens[:, :, 0]
     share = np.bincount(first.ravel(), minlength=VOCABULARY) / first.size
     assert (np.abs(share - expected) <= 5 * np.sqrt(expected * (1 - expected) / first.size)).all()
-    # Whatever they were drawn by, the model's own log-probabilities are reported.
+    # The reported log-probabilities are the model's own, without temperature and truncation.
     np.testing.assert_allclose(found.token_log_probs[:, :, 0], log_p[first], atol=1e-4)
 
 
@@ -343,12 +346,12 @@ def test_draws_depend_on_seed_and_number_alone() -> None:
 
 
 def test_a_prefix_is_what_every_hypothesis_begins_with() -> None:
-    """And among those the best of all, where the beam is as wide as the space."""
+    """With a beam as wide as the search space, the result is the best hypothesis with this prefix."""
     limit, prefix = 3, [4, 2]
     for seed in range(5):
         config = decode_config(21, min_length=0, length_penalty=0.0)
         cache = Toy(jnp.zeros(1, jnp.int32), jnp.zeros((1, 84), jnp.int32))
-        empty = beam.nothing(cache, 1, 21, 4, 4, prefix=4)
+        empty = beam.empty_search(cache, 1, 21, 4, 4, prefix=4)
         given = jnp.array([[*prefix, -1, -1]])
         started = beam.begin(empty, jnp.array([0]), jnp.array([limit]), config, jnp.array([0]), given)
         found = jax.device_get(beam.ranked(runner(config)(table(seed), started, 1)))

@@ -1,4 +1,4 @@
-"""Models that vote: the mean of their probabilities."""
+"""Ensembles: the mean of the models' probabilities."""
 
 import dataclasses
 from typing import Any
@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from branchnorm_jax.decoding.engine import Asked, vote
+from branchnorm_jax.decoding.engine import Query, vote
 from branchnorm_jax.decoding.translate import Member, Translator
 from branchnorm_jax.model.transformer import Transformer
 from branchnorm_jax.options import DecodeConfig, ModelConfig
@@ -16,7 +16,7 @@ from tests.decoding.test_beam import log_softmax
 
 SMALL = ModelConfig(width=16, heads=2, ffn_width=16, encoder_layers=1, decoder_layers=1, dropout=0.0)
 SOURCES, TARGETS = [[4, 5, 1], [7, 1]], [[3, 9, 8, 1], [5, 1]]
-ASKED = [Asked(source, number, nbest=3) for number, source in enumerate(SOURCES)]
+QUERIES = [Query(source, number, nbest=3) for number, source in enumerate(SOURCES)]
 
 
 def member(seed: int, **changes: Any) -> Member:
@@ -31,11 +31,11 @@ def translator(first: Member, *others: Member) -> Translator:
 
 
 def test_log_probabilities_are_of_the_mean() -> None:
-    """Of different sizes and depths, too."""
+    """Also holds for models of different widths and depths."""
     members = member(1), member(2, width=32, decoder_layers=2), member(3)
     first = members[0]
-    each = [translator(m).token_log_probs(m.params, m.branch_scale, SOURCES, TARGETS) for m in members]
-    found = translator(*members).token_log_probs(first.params, first.branch_scale, SOURCES, TARGETS)
+    each = [translator(m).token_log_probs(m.params, m.alpha, SOURCES, TARGETS) for m in members]
+    found = translator(*members).token_log_probs(first.params, first.alpha, SOURCES, TARGETS)
     for index, ours in enumerate(found):
         expected = np.log(np.mean([np.exp(one[index]) for one in each], axis=0))
         np.testing.assert_allclose(ours, expected, atol=1e-5)
@@ -44,8 +44,8 @@ def test_log_probabilities_are_of_the_mean() -> None:
 def test_attention_is_the_mean_of_the_models() -> None:
     members = member(1), member(2, width=32, decoder_layers=2)
     first = members[0]
-    each = [translator(m).attention(m.params, m.branch_scale, SOURCES, TARGETS) for m in members]
-    found = translator(*members).attention(first.params, first.branch_scale, SOURCES, TARGETS)
+    each = [translator(m).attention(m.params, m.alpha, SOURCES, TARGETS) for m in members]
+    found = translator(*members).attention(first.params, first.alpha, SOURCES, TARGETS)
     for index, ours in enumerate(found):
         np.testing.assert_allclose(ours, np.mean([one[index] for one in each], axis=0), atol=1e-6)
 
@@ -53,20 +53,20 @@ def test_attention_is_the_mean_of_the_models() -> None:
 def test_a_search_reports_the_probabilities_of_the_ensemble() -> None:
     members = member(1), member(2)
     both, first = translator(*members), members[0]
-    weights = tuple((m.params, m.branch_scale) for m in members)
-    for index, found in both.engine.search(weights, ASKED):
+    weights = tuple((m.params, m.alpha) for m in members)
+    for index, found in both.engine.search(weights, QUERIES):
         for tokens, each in zip(found.tokens.tolist(), found.token_log_probs, strict=True):
             ids = tokens[: tokens.index(1) + 1]
-            forced = both.token_log_probs(first.params, first.branch_scale, [SOURCES[index]], [ids])[0]
+            forced = both.token_log_probs(first.params, first.alpha, [SOURCES[index]], [ids])[0]
             np.testing.assert_allclose(each[: len(ids)], forced, atol=1e-4)
 
 
 def test_a_model_that_votes_with_itself_changes_nothing() -> None:
     one = member(1)
     alone, doubled = translator(one), translator(one, one)
-    weights = ((one.params, one.branch_scale),)
-    expected = dict(alone.engine.search(weights, ASKED))
-    for index, found in doubled.engine.search(weights * 2, ASKED):
+    weights = ((one.params, one.alpha),)
+    expected = dict(alone.engine.search(weights, QUERIES))
+    for index, found in doubled.engine.search(weights * 2, QUERIES):
         np.testing.assert_array_equal(found.tokens, expected[index].tokens)
         np.testing.assert_allclose(found.scores, expected[index].scores, atol=1e-5)
 

@@ -1,4 +1,4 @@
-"""Language tags on their way through decoding: before the source, before the target, before both."""
+"""Language tags in decoding: before the source, before the target, and before both."""
 
 import dataclasses
 
@@ -57,14 +57,14 @@ def test_scores_are_those_of_the_tagged_text_and_what_is_shown_has_no_tag(case: 
         assert best.attention is not None
         assert best.attention.shape == (len(best.tokens), len(ids))
         np.testing.assert_allclose(best.attention, looks[start:, len(tag.source) :], atol=1e-5)
-    # Another language is another translation.
+    # Different languages give different translations.
     assert any(german[0].tokens != french[0].tokens for german, french in zip(found[::2], found[1::2], strict=True))
     assert (len(tags[0].source), len(tags[0].target)) == (data.tags != "target", data.tags != "source")
 
 
 @pytest.mark.slow
 def test_what_is_warmed_up_for_tags_compiles_nothing_later(case: Case) -> None:
-    """Also for a line that just fits without its tag."""
+    """Also holds for a line that fits the maximum length only without its tag."""
     translator, params, languages, data = case
     config = dataclasses.replace(translator.config, beam_size=2, nbest=2, batch_tokens=256)
     server = dataclasses.replace(translator, config=config, rounding=coarse)
@@ -78,13 +78,13 @@ def test_what_is_warmed_up_for_tags_compiles_nothing_later(case: Case) -> None:
     tags = languages.asked(lines, "fr")[1]
     found = server.translate(params, ALPHA, lines, tags=tags)
     sentences = [Sentence(ids, number, tag) for number, (ids, tag) in enumerate(zip(sources, tags, strict=True))]
-    server.attended(params, ALPHA, sentences, found)
+    server.with_attention(params, ALPHA, sentences, found)
     assert [event for event in compiled if "backend_compile" in event] == []
 
 
 @pytest.mark.parametrize("least", [0, 1, 3])
 def test_the_shortest_translation_is_counted_without_its_tag(case: Case, least: int) -> None:
-    """Asked of a model to which all words are as likely: of equals EOS comes before them."""
+    """The model gives all tokens the same probability, so EOS, the first of them, is chosen as soon as allowed."""
     translator, params, languages, _ = case
     params = jax.tree.map(jnp.zeros_like, params)
     config = dataclasses.replace(translator.config, beam_size=1, nbest=1, min_length=least, length_penalty=0.0)
@@ -104,10 +104,14 @@ def test_empty_lines_ask_for_nothing_and_tabs_stay(case: Case) -> None:
 def test_which_languages_there_are(case: Case) -> None:
     _, _, languages, data = case
     assert languages.targets == languages.sources == ["de", "en", "fr"]
-    for line, default, told in (("x", "", "to which language"), ("x", "pl", "not to 'pl'"), (">>pl<< x", "de", "'pl'")):
+    for line, default, told in (
+        ("x", "", "no target language"),
+        ("x", "pl", "not to 'pl'"),
+        (">>pl<< x", "de", "'pl'"),
+    ):
         with pytest.raises(UserError, match=f"line 3: .*{told}"):
             languages.asked([line], default, 3)
-    # Where nothing is tagged, other languages are refused all the same.
+    # A model without tags also rejects other languages.
     one = Languages(dataclasses.replace(data, pairs="de+fr-en", tags="none"), languages.tokenizer)
     assert one.asked([">>en<< x", "y"], "") == (["x", "y"], [NO_TAGS, NO_TAGS])
     with pytest.raises(UserError, match="trained to translate to en, not to 'zz'"):

@@ -1,4 +1,4 @@
-"""Translation with a real, tiny model: against searches that run the whole model on every prefix."""
+"""Translation with a tiny model, compared with searches that run the whole model on every prefix."""
 
 import dataclasses
 import functools
@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from branchnorm_jax.data.tokenizer import Tokenizer, train_tokenizer
-from branchnorm_jax.decoding.engine import coarse, padded_length, padded_lengths, rounded, side_by_side
+from branchnorm_jax.decoding.engine import coarse, interleave, padded_length, padded_lengths, rounded
 from branchnorm_jax.decoding.translate import Sentence, Translator, pharaoh
 from branchnorm_jax.model.transformer import Transformer
 from branchnorm_jax.options import EOS, DataConfig, DecodeConfig, ModelConfig
@@ -34,14 +34,14 @@ def translator(tokenizer: Tokenizer) -> tuple[Translator, dict]:
     config = ModelConfig(width=16, heads=2, ffn_width=16, encoder_layers=2, decoder_layers=2)
     model = Transformer(config, tokenizer.source_size, tokenizer.target_size)
     params = jax.jit(model.init)(jax.random.key(1))
-    # Larger weights than at the start, so that translations differ and depend on the source.
+    # Weights are larger than the initial ones, so that translations differ and depend on the source.
     params = jax.tree.map(lambda leaf: 2.0 * leaf, params)
     decode = DecodeConfig(beam_size=4, nbest=4, max_length_a=1.0, max_length_b=3, batch_tokens=128)
     return Translator(model, tokenizer, decode), params
 
 
 def log_probs(translator: Translator, params: dict, source: list[int], prefix: list[int]) -> np.ndarray:
-    """Of the token after `prefix`, by teacher forcing on the whole prefix, without a cache."""
+    """Returns the log-probabilities of the token after `prefix`, by teacher forcing without a cache."""
     inputs = np.zeros((1, 16), np.int32)
     inputs[0, : len(prefix) + 1] = [EOS, *prefix]
     logits = forward(translator.model, params, jnp.asarray([source]), jnp.asarray(inputs), ALPHA)
@@ -99,10 +99,10 @@ def test_streams_run_side_by_side_and_a_failure_in_one_is_raised() -> None:
 
     def stream(name: str) -> Iterator[list[str]]:
         for turn in range(4):
-            together.wait()  # which no stream passes alone
+            together.wait()  # a barrier that no stream passes alone
             yield [f"{name}{turn}", "again"][: turn + 1]
 
-    found = list(side_by_side([stream(name) for name in "abc"]))
+    found = list(interleave([stream(name) for name in "abc"]))
     for name in "abc":
         assert [item[1] for item in found if item[0] == name and item != "again"] == list("0123")
     assert found.count("again") == 9
@@ -112,7 +112,7 @@ def test_streams_run_side_by_side_and_a_failure_in_one_is_raised() -> None:
         raise KeyError("broken")
 
     with pytest.raises(KeyError, match="broken"):
-        list(side_by_side([iter([["a"], ["b"]]), broken()]))
+        list(interleave([iter([["a"], ["b"]]), broken()]))
 
 
 def test_empty_lines_stay_empty_and_nothing_is_lost(translator: tuple[Translator, dict]) -> None:
@@ -157,7 +157,7 @@ def test_scores_are_sums_of_teacher_forced_log_probabilities(translator: tuple[T
 
 @pytest.mark.slow
 def test_attention_of_pairs_is_that_of_each_pair_alone(translator: tuple[Translator, dict]) -> None:
-    """Whatever else is in the batch, and whatever is padded; teacher forcing of the unpadded pair."""
+    """Scores do not depend on the rest of the batch or on padding; the reference is the unpadded pair alone."""
     engine, params = translator
     sources = engine.tokenizer.encode_source(["red green", "", " ".join(WORDS * 3), "blue"])
     targets = [*engine.tokenizer.encode_target(["one two three", "six", "seven"]), []]
@@ -190,7 +190,7 @@ def test_translations_come_with_their_attention(translator: tuple[Translator, di
 
 
 def test_pharaoh_leaves_out_eos_on_both_sides() -> None:
-    eos = 0.9  # what looks at EOS most is aligned to the best of the others
+    eos = 0.9  # a token with the largest weight on EOS is aligned to the best of the other tokens
     rows = [[0.1, 0.3, 0.2, 0.4], [0.0, 0.04, 0.06, eos], [0.5, 0.5, 0.0, 0.0], [1.0, 0.0, 0.0, 0.0]]
     assert pharaoh(np.array(rows, np.float32)) == [(1, 0), (2, 1), (0, 2)]
     assert pharaoh(np.ones((0, 1), np.float32)) == []
@@ -200,7 +200,7 @@ def test_pharaoh_leaves_out_eos_on_both_sides() -> None:
 
 @pytest.mark.slow
 def test_what_is_warmed_up_compiles_nothing_later(translator: tuple[Translator, dict]) -> None:
-    """Any number of lines, translations that outgrow rings of the cache until short ones follow, their attention."""
+    """Covers any number of lines, rings of the cache that grow and shrink, and attention weights."""
     engine, params = translator
     config = dataclasses.replace(engine.config, beam_size=2, nbest=2, max_length_a=8.0, min_length=65, batch_tokens=256)
     server = dataclasses.replace(engine, config=config, rounding=coarse)
@@ -218,13 +218,13 @@ def test_what_is_warmed_up_compiles_nothing_later(translator: tuple[Translator, 
         assert [[h.text for h in each] for each in found] == [[h.text for h in each] for each in expected[:count]]
         if count < 4:
             short = [[best._replace(tokens=best.tokens[-16:])] for best, _ in found]
-            server.attended(params, ALPHA, sentences, short)
+            server.with_attention(params, ALPHA, sentences, short)
     assert max(len(each[0].tokens) for each in expected) > 64
     assert [event for event in compiled if "backend_compile" in event] == []
 
 
 def test_counts_of_rows() -> None:
-    """No fewer than asked for, and few different ones."""
+    """The rounded number is at least the given one, and there are few different values."""
     for rounding, most in ((rounded, 20), (coarse, 6)):
         counts = [rounding(count) for count in range(1, 1001)]
         assert all(count <= rows <= 4 * count for count, rows in enumerate(counts, start=1))

@@ -1,4 +1,4 @@
-"""Scores against BLEU written from its formula, and against what Moses and sacreBLEU print."""
+"""Scores compared with BLEU implemented from its formula, and with the output of Moses and sacreBLEU."""
 
 import importlib.util
 import math
@@ -12,7 +12,7 @@ from branchnorm_jax.errors import UserError
 from branchnorm_jax.evaluation import bleu
 from branchnorm_jax.evaluation.language import right_language
 
-# Words that every tokeniser here leaves alone, with and without hyphens.
+# Words, with and without hyphens, that no tokeniser splits.
 WORDS = ("a", "b", "c", "Haus", "Tür")
 COMPOUNDS = (*WORDS, "E-Mail", "a-b-c", "Nord-Süd-Achse", "x-")
 
@@ -53,7 +53,7 @@ def reference_bleu(hypotheses, references, *, smooth):
 
 
 def reference_split(line):
-    """The compound split as a walk from left to right over (character, hyphen, character)."""
+    """Reference implementation of the compound split: scans left to right for (character, hyphen, character)."""
     out, i = "", 0
     while i < len(line):
         if line[i + 1 : i + 2] == "-" and len(line) > i + 2 and not line[i].isspace() and not line[i + 2].isspace():

@@ -1,4 +1,4 @@
-"""COMET is not installed here, and its models are not to be had offline: what is tested is the way there and back."""
+"""COMET with a fake package, since the real one is not installed: tests how it is called and what is returned."""
 
 import sys
 from pathlib import Path
@@ -21,7 +21,7 @@ def test_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_the_package_is_given_and_what_becomes_of_its_score(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """The interface of unbabel-comet 2.2: samples of src, mt and ref in, scores and their mean out."""
+    """Interface of unbabel-comet 2.2: takes samples with src, mt and ref; returns scores and their mean."""
 
     def predict(samples: list[dict[str, str]], batch_size: int, gpus: int, progress_bar: bool) -> Any:
         scores = [0.5 * (sample["mt"] == sample["ref"]) + 0.25 * (sample["mt"] == sample["src"]) for sample in samples]

@@ -1,4 +1,4 @@
-"""Comparisons against the sacrebleu command, planted ties and planted improvements."""
+"""Comparisons checked against the sacrebleu command and against systems with known differences."""
 
 import dataclasses
 import json
@@ -24,7 +24,7 @@ from branchnorm_jax.evaluation.compare import (
     sentences,
     write,
 )
-from branchnorm_jax.modes.use import compare as mode_compare
+from branchnorm_jax.modes.compare import compare as mode_compare
 from branchnorm_jax.options import CompareConfig, Config, DataConfig
 from branchnorm_jax.workdir import Workdir
 from tests.conftest import run_main
@@ -57,7 +57,7 @@ def texts(seed: int, lines: int = 60) -> list[str]:
 
 
 def noisy(lines: list[str], share: float, seed: int) -> list[str]:
-    """Each word is another with this probability."""
+    """Replaces each word by another one with this probability."""
     draw = random.Random(seed)
     return [" ".join(draw.choice(WORDS) if draw.random() < share else word for word in line.split()) for line in lines]
 
@@ -82,7 +82,7 @@ def test_p_values_are_those_of_the_sacrebleu_command(found: dict[str, Any], tmp_
 
 @pytest.fixture(scope="module")
 def found() -> dict[str, Any]:
-    """The baseline, a copy of it, a system as good, and a better one."""
+    """Returns a baseline, a copy of it, an equally good system and a better one."""
     return compare({"base": BASE, "copy": list(BASE), "same": SAME, "better": BETTER}, REFERENCE, "de")
 
 
@@ -114,7 +114,7 @@ def test_a_real_difference_and_none(test: str) -> None:
     assert (p_values["other"] or 0) > 0.2
     assert (p_values["better"] or 1) < 0.01
     assert results["perfect"].score == pytest.approx(100)
-    # The same constant from both systems is no difference at all.
+    # If both systems return the same constant, there is no difference.
     same = {"a": [half[0]] * 200, "b": [half[0]] * 200}
     _, results = paired_test(same, references, {"bleu": sacrebleu_metric("de")}, test)["bleu"]
     assert results["b"].p_value == 1
@@ -127,7 +127,7 @@ def test_breakdowns_cover_every_line_and_word(found: dict[str, Any]) -> None:
 
 
 def test_f1_of_words_by_hand() -> None:
-    """Of "a" twice wanted, once said and meant; of the unseen "z" one is wanted and another said elsewhere."""
+    """The word "a" occurs twice in the reference and matches once; "z", which is not counted, has no row."""
     hypothesis, reference = [["a", "b"], ["z"]], [["a", "a"], ["b"]]
     rows = by_frequency({"s": hypothesis}, reference, {"a": 3, "b": 50})
     assert {row["times"]: row["f1"]["s"] for row in rows} == {"2-4": pytest.approx(200 / 3), "10-99": 0.0}
@@ -176,7 +176,7 @@ def test_mode_compare_takes_workdirs_and_files(tmp_path: Path, trained: Path) ->
     assert (found["baseline"], found["target_lang"]) == ("good", "zh")
     assert "|tok:zh|" in found["scores"]["bleu"]["signature"]
     assert done.stdout.startswith("2 lines, scored as zh, baseline good\n")
-    # A byte-order mark or the line ends of Windows are no part of a translation.
+    # Byte-order marks and Windows line ends are not part of a translation.
     (tmp_path / "other").write_bytes("\ufeffeins\r\nzwei\r\n".encode())
     done = run_main(*files)
     assert done.returncode == 0, done.stderr
@@ -186,7 +186,7 @@ def test_mode_compare_takes_workdirs_and_files(tmp_path: Path, trained: Path) ->
 
 
 def evaluated(folder: Path, split: str, data: DataConfig, hypotheses: list[str]) -> Path:
-    """A workdir as `evaluate` leaves it, of a run of this data."""
+    """Creates a workdir as written by `evaluate` for a run on this data."""
     (folder / "evaluation").mkdir(parents=True)
     (folder / "config.json").write_text(to_json(dataclasses.replace(Config(), data=data)))
     for side, lines in (("source", texts(5)), ("reference", REFERENCE), ("hypothesis", hypotheses)):
@@ -195,14 +195,14 @@ def evaluated(folder: Path, split: str, data: DataConfig, hypotheses: list[str])
 
 
 def compared(folder: Path, systems: list[Path], split: str, capsys: pytest.CaptureFixture[str]) -> tuple[Any, str]:
-    """compare.json, and what was said."""
+    """Runs the mode; returns compare.json and the log lines."""
     chosen = CompareConfig(systems=",".join(map(str, systems)), split=split)
     mode_compare(dataclasses.replace(Config(), compare=chosen), Workdir(folder / "out"))
     return json.loads((folder / "out" / "compare.json").read_text()), capsys.readouterr().err
 
 
 def test_a_direction_that_was_never_trained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Its words are counted in its training text if that is there, as that of a trained direction."""
+    """Words are counted in the training text of the direction if it exists, as for a trained direction."""
     text = tmp_path / "text"
     text.mkdir()
     data = DataConfig(source="text", path=str(text), files="{split}.{pair}.{lang}", pairs="fr-en,en-zh")
@@ -226,9 +226,9 @@ def test_the_page_and_the_table_name_the_language(found: dict[str, Any], tmp_pat
 
 
 def test_bad_input_is_the_users_mistake() -> None:
-    with pytest.raises(UserError, match="two systems"):
+    with pytest.raises(UserError, match="at least two systems"):
         compare({"a": BASE}, REFERENCE, "de")
     with pytest.raises(UserError, match="the reference is empty"):
         compare({"a": BASE, "b": BASE}, [], "de")
-    with pytest.raises(UserError, match="b has 1 lines, the reference 60"):
+    with pytest.raises(UserError, match="b has 1 lines but the reference has 60"):
         compare({"a": BASE, "b": ["x"]}, REFERENCE, "de")

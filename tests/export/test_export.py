@@ -163,6 +163,9 @@ FOLDABLE = {
     "admin_linear",
     "ds_init_code",
     "pre_scale_norm",
+    "prores_post_ln",
+    "prores_pre_ln",
+    "prores_deepnorm",
 }
 
 

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from branchnorm_jax.model.blocks import LayerInput, Stream, make_block
+from branchnorm_jax.model.coefficients import Coefficients
 from branchnorm_jax.model.dropout import Site, dropout, random_bits, site_key
 from branchnorm_jax.model.methods import METHODS
 from branchnorm_jax.options import ModelConfig
@@ -71,7 +72,7 @@ def test_a_bfloat16_branch_is_scaled_exactly() -> None:
     config = ModelConfig(width=16, ffn_width=16, heads=1, dtype="bfloat16", dropout=0.1, init="")
     block = make_block(config, METHODS["pre_ln"], "encoder")
     x, one = jax.random.normal(jax.random.key(0), (2, 5, 16)), jnp.ones(())
-    layer, mask = LayerInput(one, one, one, one > 0), jnp.ones((2, 1, 5), bool)
+    layer, mask = LayerInput(Coefficients(one, one, one, one > 0)), jnp.ones((2, 1, 5), bool)
     params = block.init(jax.random.key(1), Stream(x), layer, mask)["params"]
     # Attention alone: without a feed-forward bias and weights the second sub-layer adds nothing.
     params["ffn"]["fc2"] = jax.tree.map(jnp.zeros_like, params["ffn"]["fc2"])

@@ -133,6 +133,14 @@ def test_scale_norm_is_rms_norm_with_one_gain() -> None:
     )
 
 
+@pytest.mark.parametrize(("method", "learned"), [("pre_scale_norm", 1), ("residual_dual", 1), ("post_ln", 0)])
+def test_scale_norm_fixed_learns_one_g(method: str, learned: int) -> None:
+    """That of the norm before the logits, where the method has one: Table 7 of Transformers without Tears, O(1)."""
+    params = small(method, norm="scale_norm_fixed").abstract_params()
+    names = [[entry.key for entry in path] for path, _ in jax.tree_util.tree_leaves_with_path(params)]
+    assert [name for name in names if name[-1] == "scale"] == [["decoder_norm", "scale"]] * learned
+
+
 @pytest.mark.parametrize("kind", ["layer_norm", "rms_norm", "scale_norm"])
 def test_gradient_of_a_norm_is_finite_at_zero(kind: str) -> None:
     start = init_norm(kind, 16)

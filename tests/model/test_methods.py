@@ -110,6 +110,9 @@ COUNTS = {
     "gpt2norm": tuple(count + 2048 for count in PLAIN),
     "peri_ln": tuple(count + 4096 + 1024 * 5 * n for count, n in zip(PLAIN, (6, 18, 100), strict=True)),
     "rezero_ln": tuple(count + 2 * n for count, n in zip(PLAIN, (6, 18, 100), strict=True)),
+    **dict.fromkeys(("prores_post_ln", "prores_deepnorm"), PLAIN),
+    **dict.fromkeys(("prores_pre_ln", "prores_lns"), (44_140_544, 132_417_536, 735_643_648)),
+    "prores_sandwich": (44_171_264, 132_509_696, 736_155_648),
     "dlcl_post": tuple(count + 2 * n * 1024 + 2 * (n + 1) ** 2 for count, n in zip(PLAIN, (6, 18, 100), strict=True)),
 }
 
@@ -248,6 +251,11 @@ def test_depth_scaled_initialisation_is_by_layer(method: str, power: float) -> N
         for layer in range(kernel.shape[0]):
             expected = (layer + 1) ** power * 64**-0.5
             np.testing.assert_allclose(kernel[layer].std(), expected, rtol=5 / np.sqrt(2 * kernel[layer].size))
+    # U(-b, b) has b = sqrt(6 / (d_in + d_out)): fused [D, 3D] in self-attention, [D, D] in cross-attention.
+    for sub, fans in (("self", 4 * 64), ("cross", 2 * 64)):
+        for matrix in "qkv":
+            largest = np.abs(params["decoder"][sub][matrix]["kernel"]).max((1, 2))
+            np.testing.assert_allclose(largest, (np.arange(4) + 1.0) ** power * (6 / fans) ** 0.5, rtol=0.01)
 
 
 def test_tables_of_t_fixup_and_fixup() -> None:

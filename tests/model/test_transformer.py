@@ -173,7 +173,7 @@ def test_ratio_lemma_deepnorm_is_branchnorm_held_at_one_over_alpha() -> None:
     )
 
 
-def test_one_branch_scale_per_layer() -> None:
+def test_one_alpha_per_layer() -> None:
     model = small(method="branchnorm")
     params = randomised(init(model, KEY))
     same = encode(model, params, SOURCE, jnp.full(3, 0.3))

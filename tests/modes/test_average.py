@@ -14,7 +14,7 @@ from branchnorm_jax.modes import average
 from branchnorm_jax.options import AverageConfig
 from branchnorm_jax.training import logs
 from branchnorm_jax.training.checkpoint import Checkpoints
-from branchnorm_jax.training.trained import network, restored
+from branchnorm_jax.training.trained import network, restore_model
 from branchnorm_jax.workdir import Workdir
 
 
@@ -26,14 +26,15 @@ def test_mean_of_checkpoints(trained: Path, tmp_path: Path) -> None:
     steps = there.steps()
     assert len(steps) >= 2
     with pytest.raises(UserError, match="no average of checkpoints"):
-        restored(config, workdir, model, "average")
+        restore_model(config, workdir, model, "average")
     for which in (f"last:{len(steps)}", ",".join(map(str, reversed(steps)))):
         average(dataclasses.replace(config, average=AverageConfig(which)), workdir)
-        found, alpha, step = restored(config, workdir, model, "average")
-        each = [restored(config, workdir, model, str(step)) for step in steps]
+        found, alpha, step = restore_model(config, workdir, model, "average")
+        each = [restore_model(config, workdir, model, str(step)) for step in steps]
         expected = jax.tree.map(lambda *leaves: np.mean(np.stack(leaves, dtype=np.float64), 0), *[e[0] for e in each])
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-9), found, expected)
-        np.testing.assert_allclose(np.asarray(alpha), np.mean([np.asarray(e[1]) for e in each]), rtol=1e-6)
+        for stack, values in alpha.items():
+            np.testing.assert_allclose(values, np.mean([e[1][stack] for e in each], axis=0), rtol=1e-6)
         assert step == steps[-1]
 
 

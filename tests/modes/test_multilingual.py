@@ -59,7 +59,7 @@ def test_lines_say_which_language_they_want(several: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        ("twenty-one\n", "line 1: to which language? Set a target_lang or begin the line with >>de<<, >>en<<"),
+        ("twenty-one\n", "line 1: no target language; set target_lang or start the line with >>de<<, >>en<<"),
         (
             ">>de<< one\n>>pl<< two\n",
             "line 2: this model was trained to translate to de, en, not to 'pl'",

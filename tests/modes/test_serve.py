@@ -26,7 +26,7 @@ from branchnorm_jax.decoding.languages import Languages
 from branchnorm_jax.decoding.translate import pharaoh
 from branchnorm_jax.options import DataConfig, DecodeConfig, ServeConfig
 from branchnorm_jax.serving.app import make_app
-from branchnorm_jax.serving.messages import Asked, parse, to_json
+from branchnorm_jax.serving.messages import TranslationRequest, parse, to_json
 from tests.conftest import ROOT, run_main, start_main
 
 DECODE = (
@@ -167,8 +167,8 @@ def test_a_line_that_is_cut_says_so(server: Server, trained: Path) -> None:
         (b"{", 400, "not JSON"),
         (b"[" * 4000, 400, "not JSON"),
         (b'{"text": "one", "nbest": ' + b"9" * 4500 + b"}", 400, "not JSON"),
-        (b'"one"', 400, "an object with a text"),
-        (b"{}", 400, "an object with a text"),
+        (b'"one"', 400, "an object with a field text"),
+        (b"{}", 400, "an object with a field text"),
         (b'{"text": "\xff"}', 400, "not UTF-8"),
         ('{"text": "one"}'.encode("utf-16"), 400, "not UTF-8"),
         (b'{"text": 3}', 400, "a string or a list of strings"),
@@ -263,7 +263,7 @@ class Device:
     def __init__(self) -> None:
         self.go, self.began, self.batches = threading.Event(), threading.Event(), list[list[str]]()
 
-    def __call__(self, asked: Sequence[Asked]) -> list[bytes]:
+    def __call__(self, asked: Sequence[TranslationRequest]) -> list[bytes]:
         self.batches.append([line for one in asked for line in one.lines])
         self.began.set()
         assert self.go.wait(60)
@@ -311,7 +311,7 @@ def test_those_who_wait_are_answered_together_and_one_too_many_is_told_when_to_c
             until(lambda number=number: waiting(url) == number + 1)
         status, headers, answer = ask(url + "/translate", b'{"text": "one too many"}')
         assert (status, headers["retry-after"]) == (503, "1")
-        assert "3 requests are waiting already" in answer["error"]
+        assert "3 requests are already waiting" in answer["error"]
         device.go.set()
         assert [future.result() for future in found] == [["first"], ["0"], ["1"], ["2"]]
     assert device.batches == [["first"], ["0", "1"], ["2"]]
@@ -373,9 +373,9 @@ def test_the_page(server: Server, browser: Any) -> None:
     assert texts("#model")[0].startswith("branchnorm 2L-2L, after ")
 
     (box,), (button,) = all_of("textarea"), all_of("button")
-    assert (box.accessible_name, button.accessible_name) == ("Text, one sentence a line", "Translate")
+    assert (box.accessible_name, button.accessible_name) == ("Text, one sentence per line", "Translate")
     button.click()
-    wait.until(lambda _: texts("#error") == ["There is nothing to translate yet: type a sentence above."])
+    wait.until(lambda _: texts("#error") == ["There is no text to translate; type a sentence above."])
 
     box.send_keys("one hundred", Keys.ENTER, Keys.ENTER, "<b>seven</b>", Keys.CONTROL, Keys.ENTER)
     wait.until(lambda _: len(all_of("section")) == 2)
@@ -393,7 +393,7 @@ def test_the_page(server: Server, browser: Any) -> None:
         assert texts("section:first-child svg > text") == labels
         opacity = [float(cell.get_attribute("fill-opacity")) for cell in all_of("section:first-child svg .cell")]
         np.testing.assert_allclose(opacity, np.ravel(found["alignment"]), atol=1e-4)
-    assert all("looks most at" in picture.accessible_name for picture in all_of("svg"))
+    assert all("attends most to" in picture.accessible_name for picture in all_of("svg"))
 
     box.send_keys(" ", *([Keys.ENTER, "x"] * 4), Keys.CONTROL, Keys.ENTER)
     wait.until(lambda _: texts("#error") == ["text has 6 lines, more than 4 (serve.max_lines)"])
@@ -413,13 +413,13 @@ def test_the_page_says_when_nobody_answers(trained: Path, browser: Any) -> None:
     browser.find_element(By.TAG_NAME, "button").click()
     error = browser.find_element(By.ID, "error")
     WebDriverWait(browser, 60).until(lambda _: error.text)
-    assert error.text == "The server does not answer. Does it still run?"
+    assert error.text == "The server does not respond. Check that it is still running."
 
 
 def test_the_page_is_shipped(tmp_path: Path) -> None:
     """A package that is installed has it, too."""
     pytest.importorskip("setuptools")
-    for name in ("branchnorm_jax", "pyproject.toml", "requirements.txt", "README.md", "LICENSE"):
+    for name in ("branchnorm_jax", "configs", "requirements", "pyproject.toml", "README.md", "LICENSE"):
         (shutil.copytree if (ROOT / name).is_dir() else shutil.copy)(ROOT / name, tmp_path / name)
     code = "from setuptools import setup; setup()"
     command = ["build_py", "--build-lib", str(tmp_path / "built")]

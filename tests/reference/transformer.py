@@ -204,6 +204,18 @@ def lns(x: np.ndarray, F: Branch, p: Params, at: At, norm: Any) -> np.ndarray:
     return x + F(norm(x, p[f"{at.sub}_pre_norm"]) / math.sqrt(at.l))
 
 
+def prores_pre_ln(x: np.ndarray, F: Branch, p: Params, at: At, norm: Any) -> np.ndarray:
+    return x + at.alpha * F(norm(x, p[f"{at.sub}_pre_norm"]))
+
+
+def prores_sandwich(x: np.ndarray, F: Branch, p: Params, at: At, norm: Any) -> np.ndarray:
+    return x + at.alpha * norm(F(norm(x, p[f"{at.sub}_pre_norm"])), p[f"{at.sub}_branch_norm"])
+
+
+def prores_lns(x: np.ndarray, F: Branch, p: Params, at: At, norm: Any) -> np.ndarray:
+    return x + at.alpha * F(norm(x, p[f"{at.sub}_pre_norm"]) / math.sqrt(at.l))
+
+
 def mix_ln(x: np.ndarray, F: Branch, p: Params, at: At, norm: Any) -> np.ndarray:
     if at.l <= at.layers // 4:
         return norm(x + F(x), p[f"{at.sub}_norm"])
@@ -211,7 +223,10 @@ def mix_ln(x: np.ndarray, F: Branch, p: Params, at: At, norm: Any) -> np.ndarray
 
 
 def keel(x: np.ndarray, F: Branch, p: Params, at: At, norm: Any) -> np.ndarray:
-    return norm(at.sublayers * x + F(norm(x, p[f"{at.sub}_pre_norm"])), p[f"{at.sub}_post_norm"])
+    h = F(norm(x, p[f"{at.sub}_pre_norm"]))
+    if at.l > 1:
+        return norm(at.sublayers * x + h, p[f"{at.sub}_post_norm"])
+    return x + h if at.sub == "self" else norm(x + h, p[f"{at.sub}_post_norm"])
 
 
 SUBLAYER: dict[str, Callable[..., np.ndarray]] = {
@@ -252,11 +267,17 @@ SUBLAYER: dict[str, Callable[..., np.ndarray]] = {
     "lns": lns,
     "mix_ln": mix_ln,
     "keel": keel,
+    "prores_post_ln": branchnorm,
+    "prores_pre_ln": prores_pre_ln,
+    "prores_deepnorm": mixnorm,
+    "prores_sandwich": prores_sandwich,
+    "prores_lns": prores_lns,
 }
 
 NO_FINAL_NORM = {"post_ln", "deepnorm", "deepnorm_torchscale", "branchnorm", "mixnorm", "mixnorm_anneal", "rezero"}
 NO_FINAL_NORM |= {"rezero_one", "rezero_ln", "admin", "admin_log", "admin_constant", "admin_linear", "skipinit"}
 NO_FINAL_NORM |= {"ds_init", "ds_init_code", "t_fixup", "b2t", "keel", "dlcl_post"}
+NO_FINAL_NORM |= {"prores_post_ln", "prores_deepnorm"}
 
 # Stacks
 

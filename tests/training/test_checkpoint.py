@@ -2,16 +2,20 @@
 
 import dataclasses
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 
+from branchnorm_jax.model.recipe import STACKS
 from branchnorm_jax.model.transformer import Transformer
 from branchnorm_jax.options import ModelConfig, TrainConfig
 from branchnorm_jax.training.checkpoint import Checkpoints
+from branchnorm_jax.training.digests import checksums
+from branchnorm_jax.training.loop_state import LoopState
 from branchnorm_jax.training.optimizer import make_optimizer
 from branchnorm_jax.training.state import TrainState, first_state
 
@@ -65,3 +69,62 @@ def test_without_validations_the_last_is_taken(tmp_path: Path) -> None:
     assert there.steps() == [2, 3]
     assert there.best_step() is None
     assert there.restore_params("best", MODEL.abstract_params())[2] == 3
+
+
+@pytest.mark.parametrize("saved", [jnp.float32(0.25), {"encoder": jnp.full(1, 0.25), "decoder": jnp.full(1, 0.25)}])
+def test_alpha_of_older_checkpoints_is_one_number(saved: Any, tmp_path: Path) -> None:
+    """It is read as alpha of every layer."""
+    Checkpoints(tmp_path, TrainConfig(), print).save_params(3, MODEL.init(jax.random.key(0)), saved, {})
+    _, alpha, _ = Checkpoints(tmp_path, TrainConfig(), print, read_only=True).restore_params(
+        "last", MODEL.abstract_params()
+    )
+    for stack, layers in zip(STACKS, MODEL.depth, strict=True):
+        np.testing.assert_array_equal(alpha[stack], np.full(layers, 0.25, np.float32))
+
+
+class Usual(NamedTuple):
+    """`RunningStats` as commit 038f142 had it."""
+
+    seen: Any
+    mean: Any
+    variance: Any
+
+
+def test_a_checkpoint_of_an_older_revision_is_restored(tmp_path: Path) -> None:
+    """Written by Orbax alone, with the names that commit 038f142 used."""
+    now = state(7)
+    training = {
+        "step": jnp.int32(7),
+        "opt_state": now.opt_state,
+        "rate_scale": jnp.float32(0.5),
+        "clock": jnp.int32(6),
+        "held": jnp.int32(3),
+        "usual": Usual(jnp.int32(7), jnp.array([3.0, -1.0]), jnp.array([0.2, 0.1])),
+    }
+    memory: dict[str, Any] = {
+        "train_seconds": 2.5,
+        "target_tokens": 99,
+        "evaluated": 5,
+        "score": -3.0,
+        "best_score": -3.0,
+    }
+    memory |= {"since_best": 0, "recent_scores": [-3.0], "skipped": 1, "left_out": [[2, 3]], "vanishing": ""}
+    sums = {"params": checksums(now.params).tolist(), "training": checksums(training).tolist()}
+    manager = ocp.CheckpointManager(tmp_path, item_names=("params", "training", "memory"))
+    manager.save(
+        7,
+        args=ocp.args.Composite(
+            params=ocp.args.StandardSave(now.params),
+            training=ocp.args.StandardSave(training),
+            memory=ocp.args.JsonSave({"checksums": sums, "memory": memory, "alpha": 1.0}),
+        ),
+    )
+    manager.close()
+    restored = opened(tmp_path).restore_latest(jax.eval_shape(lambda: now))
+    assert restored is not None
+    found, saved = restored
+    assert (int(found.step), int(found.clock), int(found.hold_steps), float(found.rate_scale)) == (7, 6, 3, 0.5)
+    np.testing.assert_array_equal(found.running_stats.mean, [3.0, -1.0])
+    np.testing.assert_array_equal(found.params["embedding"]["shared"], 7)
+    loop_state = LoopState(**saved)
+    assert (loop_state.target_tokens, loop_state.left_out, loop_state.rollbacks) == (99, [[2, 3]], 0)

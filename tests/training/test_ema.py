@@ -19,10 +19,11 @@ from branchnorm_jax.options import Config, DataConfig, ModelConfig, ParallelConf
 from branchnorm_jax.parallel.mesh import make_mesh
 from branchnorm_jax.training import logs, loop
 from branchnorm_jax.training.checkpoint import Checkpoints
+from branchnorm_jax.training.digests import sha256
 from branchnorm_jax.training.optimizer import make_optimizer
-from branchnorm_jax.training.state import Batch, TrainState, abstract_state, init_state, sha256
+from branchnorm_jax.training.state import Batch, TrainState, abstract_state, init_state
 from branchnorm_jax.training.step import loss_sums, make_train_step
-from branchnorm_jax.training.trained import network, restored
+from branchnorm_jax.training.trained import network, restore_model
 from branchnorm_jax.workdir import Workdir
 
 MODEL = ModelConfig(encoder_layers=2, decoder_layers=2, width=16, ffn_width=24, heads=2, alpha_steps=40)
@@ -146,9 +147,9 @@ def test_it_is_what_validates_and_what_others_read(straight: Workdir) -> None:
     assert state.ema is not None
     assert np.abs(flat(state.ema) - flat(state.params)).max() > 1e-3
     for which in ("last", "best", "20"):
-        params, alpha, step = restored(RUN, straight, model, which)
+        params, alpha, step = restore_model(RUN, straight, model, which)
         np.testing.assert_array_equal(flat(params), flat(state.ema))
-        assert (alpha, step) == (20 / 40, 20)
+        assert ({float(x) for values in alpha.values() for x in values}, step) == ({20 / 40}, 20)
     corpus = prepare(RUN.data, straight.path, logs.say)
     _, (valid,) = make_plans(RUN.data, corpus.train, corpus.valid, RUN.train.batch_tokens, RUN.train.seed)
     sums = jax.jit(lambda params, batch: loss_sums(model, params, batch, alpha, 0.1)[0])
@@ -167,7 +168,8 @@ def test_nothing_else_is_needed_to_translate(straight: Workdir) -> None:
     """The run's own translations, which BLEU is of, are those of the restored model."""
     run = loop.Run(RUN, straight, prepare(RUN.data, straight.path, logs.say))
     run.state = dataclasses.replace(run.state, params={})
-    assert np.isfinite(run._bleu(RUN.data, 2))
+    (bleu,) = run.validator.bleu(run.state, 2).values()
+    assert np.isfinite(bleu)
     trained = load(RUN, straight)
     np.testing.assert_array_equal(flat(trained.params), flat(run.state.ema))
 

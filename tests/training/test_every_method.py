@@ -11,6 +11,7 @@ import numpy as np
 import optax
 import pytest
 
+from branchnorm_jax.model import growth
 from branchnorm_jax.model.depth_rules import layer_power
 from branchnorm_jax.model.methods import METHODS
 from branchnorm_jax.model.places import decoder_inputs
@@ -18,10 +19,10 @@ from branchnorm_jax.model.recipe import ONE, ZERO, Recipe, Weight, always
 from branchnorm_jax.model.transformer import Transformer
 from branchnorm_jax.options import PAD, Config, ModelConfig, ParallelConfig, TrainConfig
 from branchnorm_jax.parallel.mesh import make_mesh
-from branchnorm_jax.training import schedules
 from branchnorm_jax.training.checkpoint import Checkpoints
+from branchnorm_jax.training.digests import sha256
 from branchnorm_jax.training.optimizer import make_optimizer
-from branchnorm_jax.training.state import Batch, TrainState, abstract_state, init_state, sha256
+from branchnorm_jax.training.state import Batch, TrainState, abstract_state, init_state
 from branchnorm_jax.training.step import Metrics, make_train_step
 from tests.decoding.cached import cached_logits
 
@@ -111,7 +112,7 @@ def try_method(method: str, directory: Path) -> Found:
 
 def cache_error(model: Transformer, params: Any, data: Batch) -> float:
     """Token by token with a cache, layers together and apart, against teacher forcing, while alpha grows."""
-    alpha = schedules.alpha(model.config)(jnp.int32(13))
+    alpha = growth.alpha(model.config)(jnp.int32(13))
     inputs = decoder_inputs(data.target)
     expected = model(params, data.source, inputs, alpha)
     both = (cached_logits(model, each, data.source, inputs, alpha)[:, 0] for each in (params, model.apart(params)))

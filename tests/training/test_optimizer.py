@@ -53,6 +53,7 @@ def test_adamw_equals_pytorch() -> None:
                 w, lr=1e-2, betas=(0.9, 0.98), eps=1e-8, weight_decay=0.1, decoupled_weight_decay=True
             ),
         ),
+        ("sgd", lambda w: torch.optim.SGD(w, lr=1e-2, momentum=0.9, weight_decay=0.1)),
         ("adagrad", lambda w: torch.optim.Adagrad(w, lr=1e-2, weight_decay=0.1)),
     ],
 )
@@ -114,4 +115,4 @@ def test_clipping_is_by_the_global_norm() -> None:
 
 def test_unknown_optimizer() -> None:
     with pytest.raises(UserError, match="adamw"):
-        make_optimizer(TrainConfig(optimizer="sgd"))
+        make_optimizer(TrainConfig(optimizer="muon"))

@@ -83,11 +83,28 @@ def test_a_signal_ends_a_translation_whenever_it_comes(trained: Path, number: si
         assert tenths < 10 or "Traceback" not in error
 
 
+def test_a_signal_lost_just_before_the_end_decides_the_exit_code() -> None:
+    """The alarm that repeats it would come while Python shuts down, and kill the process."""
+    code = """
+import gc, signal
+from branchnorm_jax import cli
+cli.heed_signals()
+def once(*_):
+    gc.callbacks.remove(once)
+    signal.raise_signal(signal.SIGTERM)
+gc.callbacks.append(once)
+gc.collect()
+print("done")
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=50)
+    assert (done.returncode, done.stdout, done.stderr) == (143, "done\n", "")
+
+
 def test_a_signal_is_not_lost_while_garbage_is_collected() -> None:
     code = """
 import gc, os, signal, sys, time
-import main
-main.heed_signals()
+from branchnorm_jax import cli
+cli.heed_signals()
 def once(*_):
     gc.callbacks.remove(once)
     signal.raise_signal(signal.SIGTERM)
@@ -96,7 +113,7 @@ try:
     gc.collect()
     print("lost at first", flush=True)
     time.sleep(60)
-except main.Preempted as error:
+except cli.Preempted as error:
     sys.exit(error.exit_code)
 """
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=50)

@@ -11,13 +11,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from branchnorm_jax.config import from_config_dict
 from branchnorm_jax.errors import UserError
-from branchnorm_jax.options import ModelConfig, TrainConfig
+from branchnorm_jax.model import growth
+from branchnorm_jax.options import Config, ModelConfig, TrainConfig
 from branchnorm_jax.training import schedules
+from configs import ted
 
 
 def at(schedule: Callable[[jax.Array], Any], *steps: int) -> list[float]:
     return [float(jax.jit(schedule)(jnp.int32(step))) for step in steps]
+
+
+def top_layer(model: ModelConfig) -> Callable[[jax.Array], jax.Array]:
+    """alpha of the decoder's last layer as a function of the clock."""
+    return lambda clock: growth.alpha(model)(clock)["decoder"][-1]
 
 
 def test_inverse_sqrt_is_fairseqs() -> None:
@@ -71,6 +79,16 @@ def test_polynomial() -> None:
     np.testing.assert_allclose(at(schedules.learning_rate(train, 8), 5, 10, 60, 110, 500), expected, rtol=1e-6)
 
 
+def test_the_ted_config_follows_equation_7_of_transformers_without_tears() -> None:
+    """lambda D^-1/2 min(n^-1/2, n W^-3/2) with lambda = 1, W = 8000, at n = step + 1."""
+    config = from_config_dict(ted.get_config("6L-6L"))
+    updates = np.array([0, 1, 100, 4000, 7999, 8000, 32_000, 119_999])
+    n = updates + 1.0
+    expected = config.model.width**-0.5 * np.minimum(n**-0.5, n * 8000**-1.5)
+    found = at(schedules.learning_rate(config.train, config.model.width), *updates.tolist())
+    np.testing.assert_allclose(found, expected, rtol=5e-3)
+
+
 @pytest.mark.parametrize(
     ("scores", "shrinks"),
     [
@@ -90,7 +108,7 @@ def test_val_decay(scores: list[float], shrinks: bool) -> None:
     [("linear", [0.25, 0.5, 0.75]), ("exp", [0.1892, 0.4142, 0.6818]), ("sigmoid", [0.0701, 0.5, 0.9299])],
 )
 def test_alpha(kind: str, expected: list[float]) -> None:
-    alpha = schedules.alpha(ModelConfig(alpha_schedule=kind, alpha_steps=4000))
+    alpha = top_layer(ModelConfig(alpha_schedule=kind, alpha_steps=4000))
     np.testing.assert_allclose(at(alpha, 1000, 2000, 3000), expected, atol=5e-5)
     assert at(alpha, 0, 4000, 4001, 100_000) == [0.0, 1.0, 1.0, 1.0]
     steps = np.array(at(alpha, *range(0, 4001, 250)))
@@ -98,7 +116,14 @@ def test_alpha(kind: str, expected: list[float]) -> None:
 
 
 def test_alpha_of_one_step_is_one_after_the_first_update() -> None:
-    assert at(schedules.alpha(ModelConfig(alpha_steps=1)), 0, 1, 2) == [0.0, 1.0, 1.0]
+    assert at(top_layer(ModelConfig(alpha_steps=1)), 0, 1, 2) == [0.0, 1.0, 1.0]
+
+
+def test_range_test_is_geometric() -> None:
+    """A tenth of the way of three decades multiplies by 10^0.3."""
+    train = TrainConfig(schedule="range_test", learning_rate=1e-2, warmup_steps=100, warmup_init=1e-5)
+    found = at(schedules.learning_rate(train, 8), 0, 10, 50, 100)
+    np.testing.assert_allclose(found, [1e-5, 1e-5 * 10**0.3, 10**-3.5, 1e-2], rtol=1e-5)
 
 
 def test_unknown_schedule() -> None:
@@ -109,7 +134,7 @@ def test_unknown_schedule() -> None:
 def test_adaptive_alpha_waits_while_a_layer_has_no_gradient() -> None:
     """Grows by 1 / T, stays for `alpha_hold` updates after each update with a weak layer, and is 1 at the most."""
     model = ModelConfig(alpha_schedule="adaptive", alpha_steps=4, alpha_floor=0.1, alpha_hold=3)
-    tick, alpha = jax.jit(schedules.tick(model)), schedules.alpha(model)
+    tick, alpha = jax.jit(schedules.tick(model)), top_layer(model)
     good, weak, lost = ([1.0, 0.1], [1.0, 0.09], [float("nan"), 1.0])
     clock, held, found = jnp.int32(0), jnp.int32(0), []
     for gradient in [good, good, weak, good, good, good, good, lost, good, good, good, good]:
@@ -139,8 +164,20 @@ def test_the_papers_schedules_do_not_listen_but_may_be_held(held: int, clock: in
         ("progressive", 1, [0]),
     ],
 )
-def test_order(order: str, layers: int, expected: list[int]) -> None:
-    np.testing.assert_allclose(schedules.order(order, layers), np.array(expected) / max(1, layers - 1), rtol=1e-6)
+def test_ranks_of_staggered_orders(order: str, layers: int, expected: list[int]) -> None:
+    """With a stagger of 1/2 the layer of rank r starts at r T / 2."""
+    assert ranks(order, layers) == expected
+
+
+def ranks(order: str, layers: int) -> list[int]:
+    """The order in which the encoder's layers start, seen in their alphas: 0 is the first."""
+    total = 1000
+    model = ModelConfig(encoder_layers=layers, decoder_layers=2, alpha_steps=total, alpha_order=order)
+    schedule: Any = jax.vmap(growth.alpha(model))
+    by_step = np.asarray(schedule(jnp.arange(total + 1))["encoder"])
+    starts = (by_step == 0).sum(0)
+    np.testing.assert_allclose(starts, 1 + np.argsort(np.argsort(starts)) / max(1, layers - 1) * total / 2, atol=1)
+    return np.argsort(np.argsort(starts)).tolist()
 
 
 @pytest.mark.slow
@@ -162,16 +199,16 @@ def test_staggered_alpha(layers: int, total: int, stagger: float, order: str, sh
         alpha_stagger=stagger,
         alpha_schedule=shape,
     )
-    schedule: Any = jax.vmap(schedules.alpha(model))
+    schedule: Any = jax.vmap(growth.alpha(model))
     by_step = np.asarray(schedule(jnp.arange(total + 2))["encoder"])
     assert by_step.shape == (total + 2, layers)
     assert (by_step[0] == 0).all() and (by_step[total:] == 1).all()
     # But for the last digit of a float32.
     assert (np.diff(by_step, axis=0) >= -1e-6).all()
-    first_to_last = np.argsort(schedules.order(order, layers))
+    first_to_last = np.argsort(ranks(order, layers))
     assert (np.diff(by_step[:, first_to_last], axis=1) <= 1e-6).all()
-    same: Any = jax.vmap(schedules.alpha(dataclasses.replace(model, alpha_order="uniform")))
-    uniform = np.asarray(same(jnp.arange(total + 2)))
+    same: Any = jax.vmap(growth.alpha(dataclasses.replace(model, alpha_order="equal")))
+    uniform = np.asarray(same(jnp.arange(total + 2))["encoder"])[:, 0]
     assert (by_step[:, first_to_last[0]] >= uniform - 1e-6).all()
     if layers > 1:
         assert (by_step[:, first_to_last[-1]] <= uniform + 1e-6).all()
@@ -187,9 +224,32 @@ def test_adaptive_alpha_does_not_ask_layers_that_wait() -> None:
         alpha_floor=0.1,
         alpha_hold=3,
     )
-    tick, alpha = schedules.tick(model), schedules.alpha(model)
+    tick, alpha = schedules.tick(model), growth.alpha(model)
     # At u = 2 of 8 the layers of rank 0 and 1/3 have begun.
     assert [float(x) > 0 for x in alpha(jnp.int32(2))["encoder"]] == [True, True, False, False]
     for gradient, expected in (([1.0, 0.5, 0.0, 0.0], 3), ([1.0, 0.01, 0.0, 0.0], 2)):
         layers = {"encoder": jnp.ones(4), "decoder": jnp.array(gradient)}
         assert int(tick(jnp.int32(2), jnp.int32(0), layers)[0]) == expected
+
+
+def test_rates_of_layers_follow_alpha_and_the_encoders_factor() -> None:
+    """rate x alpha_l^p, in the encoder times its factor for the first updates."""
+    alpha = {"encoder": jnp.array([0.2, 0.5]), "decoder": jnp.array([0.0, 0.3, 1.0])}
+    config = Config(
+        model=ModelConfig(encoder_layers=2, decoder_layers=3),
+        train=TrainConfig(branch_update_power=2.0, encoder_rate=0.1, encoder_rate_steps=5),
+    )
+    rates = schedules.rates(config)
+    for step, factor in ((0, 0.1), (4, 0.1), (5, 1.0)):
+        found = rates(jnp.int32(step), alpha, jnp.float32(0.01))
+        np.testing.assert_allclose(found["encoder"], 0.01 * factor * np.array([0.04, 0.25]), rtol=1e-6)
+        np.testing.assert_allclose(found["decoder"], 0.01 * np.array([0.0, 0.09, 1.0]), rtol=1e-6)
+
+
+@pytest.mark.parametrize("method", ["post_ln", "deepnorm", "rezero"])
+def test_rates_are_plain_where_no_branch_grows(method: str) -> None:
+    config = Config(model=ModelConfig(method=method), train=TrainConfig(branch_update_power=2.0))
+    found = schedules.rates(config)(jnp.int32(0), jnp.float32(0.1), jnp.float32(0.01))
+    assert {name: rate.tolist() for name, rate in found.items()} == dict.fromkeys(
+        ("encoder", "decoder"), float(np.float32(0.01))
+    )

@@ -17,9 +17,11 @@ from branchnorm_jax.data.batches import TextBatch
 from branchnorm_jax.model.transformer import Transformer
 from branchnorm_jax.options import Config, DataConfig, ModelConfig, ParallelConfig, TrainConfig
 from branchnorm_jax.parallel.mesh import make_mesh, sharding, to_devices
+from branchnorm_jax.training.digests import checksums, sha256
 from branchnorm_jax.training.optimizer import make_optimizer
-from branchnorm_jax.training.state import Batch, abstract_state, checksums, init_state, sha256
-from branchnorm_jax.training.step import loss_scale, make_train_step
+from branchnorm_jax.training.state import Batch, abstract_state, init_state
+from branchnorm_jax.training.step import make_train_step
+from branchnorm_jax.training.update import loss_scale
 from tests.conftest import ROOT
 
 CONFIG = Config(
@@ -179,7 +181,7 @@ def test_adaptive_alpha_in_training(floor: float, grows: bool) -> None:
         np.testing.assert_allclose(adaptive.losses, linear.losses, rtol=1e-5)
     else:
         assert int(adaptive.state.clock) == 0
-        assert int(adaptive.state.held) == CONFIG.model.alpha_hold - 1
+        assert int(adaptive.state.hold_steps) == CONFIG.model.alpha_hold - 1
     assert adaptive.compiled == linear.compiled
 
 

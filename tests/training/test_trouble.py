@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,9 @@ from branchnorm_jax.data.prepare import prepare
 from branchnorm_jax.errors import DivergedError, UserError
 from branchnorm_jax.model.transformer import Transformer
 from branchnorm_jax.options import Config, DataConfig, ModelConfig, TrainConfig
-from branchnorm_jax.training import loop, watch
+from branchnorm_jax.training import loop, trouble
+from branchnorm_jax.training.loop_state import LoopState
+from branchnorm_jax.training.step import Metrics
 from branchnorm_jax.workdir import Workdir
 
 CONFIG = Config(
@@ -178,13 +181,77 @@ def test_alpha_cannot_stand_where_there_is_none(tmp_path: Path) -> None:
         loop.check_names(config)
 
 
-def told(figures: np.ndarray, limit: float = 8.0) -> tuple[np.ndarray, watch.Usual]:
+def metrics(**changes: float) -> Metrics:
+    """Metrics of a healthy update, as Python numbers."""
+    numbers: dict[str, Any] = dict.fromkeys(Metrics._fields, 1.0) | {"layers": {}} | changes
+    return Metrics(**numbers)
+
+
+@pytest.mark.parametrize(
+    ("changes", "options", "action", "kind", "reason"),
+    [
+        ({}, {}, "go", "", ""),
+        ({"loss": math.nan}, {}, "stop", "nonfinite", "at step 7 the loss is nan"),
+        ({"grad_norm": math.inf}, {"nonfinite": "skip"}, "skip", "nonfinite", "the gradient norm is inf"),
+        ({"update_norm": math.nan}, {"nonfinite": "rollback"}, "rollback", "nonfinite", "at step 7 the norm of"),
+        ({"loss_deviations": 9.0}, {}, "go", "spike", "the loss is 1, 9 standard deviations above"),
+        ({"loss_deviations": 7.9}, {"spike": "stop"}, "go", "", ""),
+        ({"update_deviations": 9.0}, {"spike": "skip"}, "skip", "spike", "the update is 1, 9 standard"),
+        ({"loss": math.nan, "update_deviations": 9.0}, {"spike": "skip"}, "stop", "nonfinite", "at step 7 the loss"),
+    ],
+)
+def test_the_decision_about_an_update(
+    changes: dict[str, float], options: dict[str, Any], action: str, kind: str, reason: str
+) -> None:
+    decision = trouble.decide(7, metrics(**changes), {}, dataclasses.replace(CONFIG.train, **options))
+    assert (decision.action, decision.kind, decision.step) == (action, kind, 7)
+    assert decision.reason.startswith(reason)
+    assert decision.ends == (action in ("stop", "rollback"))
+
+
+def test_the_reason_names_the_layer() -> None:
+    layers = {
+        stack: {"branch": np.array([1.0, broken]), "gradient": np.ones(2), "update": np.ones(2)}
+        for stack, broken in (("encoder", 1.0), ("decoder", math.nan))
+    }
+    decision = trouble.decide(7, metrics(loss=math.nan), layers, CONFIG.train)
+    assert decision.reason == "at step 7 the loss is nan, first in the forward pass of decoder layer 2"
+
+
+@pytest.mark.parametrize(("policy", "action"), [("stop", "stop"), ("skip", "stop"), ("rollback", "rollback")])
+def test_a_state_that_is_not_finite_cannot_be_skipped(policy: str, action: str) -> None:
+    """The update before it is to blame."""
+    train = dataclasses.replace(CONFIG.train, nonfinite=policy)
+    decision = trouble.decide_about_state(20, "validation loss", math.nan, train)
+    assert (decision.action, decision.policy, decision.step) == (action, policy, 19)
+    assert trouble.decide_about_state(20, "validation loss", 1.0, train).action == "go"
+
+
+def test_ten_skipped_updates_in_a_row_stop_the_run() -> None:
+    assert trouble.decide_about_skips(9, 9, {}).action == "go"
+    assert trouble.decide_about_skips(10, 10, {}).action == "stop"
+
+
+def test_a_rollback_leaves_out_the_batches_to_blame_or_holds_alpha() -> None:
+    spike = trouble.Decision("rollback", 20, "spike", "rollback", "at step 20 the loss is 9")
+    train = dataclasses.replace(CONFIG.train, rollback="batches")
+    assert trouble.plan_rollback(spike, train, LoopState()) == (17, (17, 20))
+    assert trouble.plan_rollback(spike._replace(step=1), train, LoopState()) == (0, (0, 1))
+    with pytest.raises(DivergedError, match="rolled back 5 times already"):
+        trouble.plan_rollback(spike, train, LoopState(rollbacks=5))
+    train = dataclasses.replace(train, rollback="alpha")
+    assert trouble.plan_rollback(spike, train, LoopState(troubled=19)) == (20, None)
+    with pytest.raises(DivergedError, match="alpha stood still, and it came again"):
+        trouble.plan_rollback(spike, train, LoopState(troubled=20))
+
+
+def told(figures: np.ndarray, limit: float = 8.0) -> tuple[np.ndarray, trouble.RunningStats]:
     """Deviations of each of a series of (loss, log update), and what is usual after it."""
 
-    def step(usual: watch.Usual, now: jax.Array) -> tuple[watch.Usual, jax.Array]:
-        return watch.remember(usual, now, limit), watch.deviations(usual, now)
+    def step(usual: trouble.RunningStats, now: jax.Array) -> tuple[trouble.RunningStats, jax.Array]:
+        return trouble.update_stats(usual, now, limit), trouble.deviations(usual, now)
 
-    usual, above = jax.jit(lambda f: jax.lax.scan(step, watch.nothing_seen(), f))(jnp.asarray(figures, jnp.float32))
+    usual, above = jax.jit(lambda f: jax.lax.scan(step, trouble.initial_stats(), f))(jnp.asarray(figures, jnp.float32))
     return np.asarray(above), usual
 
 
@@ -272,7 +339,7 @@ def test_with_no_old_checkpoint_the_oldest_is_better_than_none(
 def test_skipping_too_much_ends_the_run_whatever_else_is_rolled_back(
     poison: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(watch, "SKIPPED_IN_A_ROW", 1)
+    monkeypatch.setattr(trouble, "SKIPPED_IN_A_ROW", 1)
     found = run(tmp_path, poison, 30.0, monkeypatch, spike="skip", nonfinite="rollback")
     assert (found["status"], found["rollbacks"]) == ("diverged", 0)
     assert [event["kind"] for event in found["events"]] == ["spike", "skipped"]

@@ -59,7 +59,8 @@ def test_it_makes_the_same_updates(method: str, optimizer: str, remat: str, chan
     those of the keys' biases are. With an epsilon above that rounding what is left is rounding.
     """
     model = dataclasses.replace(MODEL, method=method, remat=remat, **changes)
-    options = dataclasses.replace(TRAIN, optimizer=optimizer, adam_eps=1e-4)
+    power = 2.0 if changes.get("alpha_order") else 0.0
+    options = dataclasses.replace(TRAIN, optimizer=optimizer, adam_eps=1e-4, branch_update_power=power)
     (expected, by_all), (found, by_layer) = (
         train(model, dataclasses.replace(options, update_in_backward=backward)) for backward in (False, True)
     )

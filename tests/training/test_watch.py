@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -13,15 +14,16 @@ import optax
 import pytest
 
 from branchnorm_jax.analysis.report import draw_layers
-from branchnorm_jax.model.places import source_places
+from branchnorm_jax.model.blocks import similarity
+from branchnorm_jax.model.places import causal_mask, same_sentence, source_places, target_places
 from branchnorm_jax.model.transformer import Transformer
 from branchnorm_jax.options import Config, ModelConfig, ParallelConfig, TrainConfig
 from branchnorm_jax.parallel.mesh import make_mesh
 from branchnorm_jax.training.optimizer import make_optimizer
-from branchnorm_jax.training.record import rounded
+from branchnorm_jax.training.record import to_json_numbers
 from branchnorm_jax.training.state import Batch, init_state
 from branchnorm_jax.training.step import make_train_step
-from branchnorm_jax.training.watch import origin
+from branchnorm_jax.training.watch import collapsed, origin
 from branchnorm_jax.workdir import Workdir
 from tests.conftest import HASTY, run_main
 from tests.reference import transformer as reference
@@ -89,14 +91,73 @@ def test_branch_cosine_and_sparsity_of_the_encoder() -> None:
         np.testing.assert_allclose(found["sparsity"], (hidden == 0).mean(), atol=1e-6)
 
 
+def test_similarity_is_the_mean_cosine_of_pairs_within_a_sentence() -> None:
+    """Two sentences and padding in a row; for the encoder's mask and for the decoder's, pair by pair in NumPy."""
+    inputs = jnp.array([[1, 5, 6, 1, 7, 8, 9, 0], [1, 4, 3, 2, 0, 0, 0, 0]])
+    places = target_places(inputs)
+    x = np.random.default_rng(0).normal(0.5, 1, (2, 8, 6)).astype(np.float32)
+    sentences = [(0, range(0, 3)), (0, range(3, 7)), (1, range(0, 4))]
+    cosines = [
+        x[row, i] @ x[row, j] / np.linalg.norm(x[row, i]) / np.linalg.norm(x[row, j])
+        for row, tokens in sentences
+        for i, j in itertools.combinations(tokens, 2)
+    ]
+    whole = same_sentence(places, places)
+    for mask, times in ((whole, 2), (whole & causal_mask(8), 1)):
+        found = similarity(jnp.asarray(x), mask)
+        assert float(found["pairs"].sum()) == times * len(cosines)
+        np.testing.assert_allclose(found["similarity"].sum() / found["pairs"].sum(), np.mean(cosines), rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("last", "said"),
+    [
+        ({"encoder": 0.2, "decoder": 0.3}, ""),
+        ({"encoder": 0.995, "decoder": 0.3}, ""),
+        ({"encoder": 0.9998, "decoder": 0.3}, "the encoder (similarity 0.9998)"),
+        ({"encoder": 0.9995, "decoder": 1.0}, "the encoder (similarity 0.9995) and the decoder (similarity 1.0000)"),
+    ],
+)
+def test_a_stack_whose_tokens_are_all_alike_has_collapsed(last: dict[str, float], said: str) -> None:
+    """Only its output counts: layers below may be alike for a while."""
+    layers = {stack: {"similarity": np.array([1.0, value])} for stack, value in last.items()}
+    assert collapsed(layers) == said
+
+
 @pytest.mark.slow
 def test_accumulation_averages_its_parts() -> None:
     _, _, whole, _ = one_update(CONFIG)
     _, _, parts, _ = one_update(with_train(accumulation=2))
     for stack in ("encoder", "decoder"):
         np.testing.assert_allclose(parts.layers[stack]["gradient"], whole.layers[stack]["gradient"], rtol=1e-4)
-        for name in ("branch", "cosine", "sparsity"):
+        for name in ("branch", "cosine", "sparsity", "similarity"):
             np.testing.assert_allclose(parts.layers[stack][name], whole.layers[stack][name], rtol=1e-5)
+
+
+def test_updates_of_the_layers_are_multiplied_by_a_power_of_alpha() -> None:
+    """By the alpha of each layer, and nothing else differs: gradients, moments and the other parameters."""
+    model = dataclasses.replace(MODEL, method="branchnorm", alpha_steps=8, alpha_order="linear")
+    network = Transformer(model, 12, 12)
+    optimizer = make_optimizer(CONFIG.train)
+    state = init_state(network, optimizer, make_mesh(ParallelConfig(), 0), 0, BATCH)
+    state = dataclasses.replace(state, clock=jnp.int32(2))
+    alpha = {"encoder": [2 / 8 * 3, 2 / 8 * 3 / 2, 2 / 8], "decoder": [2 / 8 * 2, 2 / 8]}
+
+    def update(power: float) -> Any:
+        config = dataclasses.replace(with_train(branch_update_power=power), model=model)
+        return jax.jit(make_train_step(network, optimizer, config))(state, BATCH)
+
+    (plain, _), (found, metrics) = update(0.0), update(3.0)
+    jax.tree.map(np.testing.assert_array_equal, found.opt_state, plain.opt_state)
+    np.testing.assert_array_equal(found.params["embedding"]["shared"], plain.params["embedding"]["shared"])
+    for stack, values in alpha.items():
+        factor = np.array(values) ** 3
+        np.testing.assert_allclose(metrics.layers[stack]["alpha"], values, rtol=1e-6)
+        for before, whole, part in zip(
+            *(jax.tree.leaves(tree.params[stack]) for tree in (state, plain, found)), strict=True
+        ):
+            scale = factor.reshape(-1, *(1,) * (before.ndim - 1))
+            np.testing.assert_allclose(part - before, scale * (whole - before), atol=2e-7)
 
 
 def test_watching_changes_no_figure_and_can_be_off() -> None:
@@ -117,7 +178,7 @@ def test_a_run_logs_and_draws_its_layers(tmp_path: Path) -> None:
     for line in lines:
         for stack in ("encoder", "decoder"):
             assert {len(values) for values in line[stack].values()} == {config[f"{stack}_layers"]}
-            assert set(line[stack]) == {"gradient", "update", "branch", "cosine", "sparsity"}
+            assert set(line[stack]) == {"gradient", "update", "branch", "cosine", "sparsity", "similarity"}
     # BranchNorm's branches are closed in the first update, and open later.
     assert set(lines[0]["encoder"]["branch"]) == {0.0}
     assert min(lines[-1]["encoder"]["branch"]) > 0
@@ -128,7 +189,7 @@ def test_a_run_logs_and_draws_its_layers(tmp_path: Path) -> None:
 
 
 def test_what_is_not_finite_is_null() -> None:
-    assert rounded(jnp.array([1.23456, jnp.nan, jnp.inf, 0.0])) == [1.235, None, None, 0.0]
+    assert to_json_numbers(jnp.array([1.23456, jnp.nan, jnp.inf, 0.0])) == [1.235, None, None, 0.0]
 
 
 class Poisoned(Transformer):

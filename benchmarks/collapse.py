@@ -1,0 +1,157 @@
+"""Shows when and why an encoder collapses: similarity of its tokens, gradient, drift, and the gain from the source.
+
+    python -m benchmarks.collapse runs/collapse [more sweeps]
+
+Reads the runs of configs/sweep_collapse.py. For each run, over the updates:
+
+- the similarity of the tokens of a sentence after each encoder layer (1: they are one vector),
+- the gradient of the encoder's first layer over that of its last one, and the ratio that the theory of dead layers
+  predicts from the branches: the product of (1 + r^2)^(-1/2) over the sub-layers, r = rms(b F) / rms(a x),
+- the drift of the encoder's matrices, |W_t - W_0| / |W_0|, from the checkpoints that are left,
+- source_gain: the nll with the sources of other sentences minus the nll.
+"""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from benchmarks.measure import save
+from branchnorm_jax import config as configs
+from branchnorm_jax.analysis.sweep import score_of
+from branchnorm_jax.model.transformer import Transformer
+from branchnorm_jax.options import Config
+from branchnorm_jax.training.checkpoint import Checkpoints
+from branchnorm_jax.training.logs import read_lines
+from branchnorm_jax.training.state import INIT_STREAM
+from branchnorm_jax.training.trained import network, restore_model
+from branchnorm_jax.workdir import Workdir
+
+READS = 0.05
+"""The model reads its source once the source gains this much: nats per target token."""
+
+SUBLAYERS = 2
+"""Of an encoder layer."""
+
+
+def matrices(params: Any) -> np.ndarray:
+    """The encoder's matrices as vectors, [L, numbers]."""
+    leaves = [np.asarray(leaf, np.float64) for leaf in jax.tree.leaves(params["encoder"]) if leaf.ndim == 3]
+    return np.concatenate([leaf.reshape(len(leaf), -1) for leaf in leaves], axis=1)
+
+
+def drift(config: Config, workdir: Workdir, model: Transformer, steps: list[int]) -> list[float]:
+    """|W_t - W_0| / |W_0| of the encoder's matrices, the mean of its layers, at each step."""
+    key = jax.random.fold_in(jax.random.key(config.train.seed), INIT_STREAM)
+    start = matrices(jax.jit(model.init)(key))
+    found = []
+    for step in steps:
+        now = matrices(restore_model(config, workdir, model, str(step))[0])
+        found.append(float((np.linalg.norm(now - start, axis=1) / np.linalg.norm(start, axis=1)).mean()))
+    return found
+
+
+def read(folder: Path) -> dict[str, Any]:
+    """The figures of one run."""
+    workdir = Workdir(folder)
+    config = configs.load(folder / "config.json")
+    layers, validations = (read_lines(folder / f"{name}.jsonl", ()) for name in ("layers", "validation"))
+    _, model = network(config, workdir)
+    encoder = {name: np.array([line["encoder"][name] for line in layers], float) for name in layers[0]["encoder"]}
+    checkpoints = Checkpoints(folder / "checkpoints", config.train, print, read_only=True).steps()
+    reading = [line["step"] for line in validations if line["source_gain"] > READS]
+    gradient = encoder["gradient"]
+    return {
+        "config": {
+            "method": config.model.method,
+            **{name: getattr(config.train, name) for name in ("branch_update_power", "seed", "optimizer")},
+            **{name: getattr(config.train, name) for name in ("learning_rate", "batch_tokens", "encoder_rate")},
+            "encoder_rate_steps": config.train.encoder_rate_steps,
+        },
+        "steps": [line["step"] for line in layers],
+        "similarity": encoder["similarity"].round(4).tolist(),
+        "gradient_ratio": (gradient[:, 0] / np.maximum(gradient[:, -1], 1e-30)).tolist(),
+        "predicted_ratio": np.exp(-SUBLAYERS / 2 * np.log1p(encoder["branch"] ** 2).sum(1)).tolist(),
+        "checkpoints": checkpoints,
+        "drift": drift(config, workdir, model, checkpoints),
+        "validated": [line["step"] for line in validations],
+        "nll": [line["nll"] for line in validations],
+        "source_gain": [line["source_gain"] for line in validations],
+        "reads_from": reading[0] if reading else None,
+        "bleu": score_of(workdir, "bleu"),
+    }
+
+
+def row(name: str, run: dict[str, Any]) -> str:
+    """One line of the table; "a to b" is the extreme value of the run and the last one."""
+    # The first line is that of untrained parameters.
+    similarity, ratio = (np.array(run[name]) for name in ("similarity", "gradient_ratio"))
+    cells = (
+        name,
+        str(run["reads_from"] or "never"),
+        f"{run['nll'][-1]:.3f}",
+        f"{run['bleu']:.1f}",
+        f"{similarity[:, -1].max():.4f} to {similarity[-1, -1]:.2f}",
+        f"{ratio[1:].min():.1e} to {ratio[-1]:.1e}",
+        f"{run['predicted_ratio'][-1]:.2g}",
+        f"{run['drift'][0]:.2f}, {run['drift'][-1]:.2f}",
+    )
+    return f"| {' | '.join(cells)} |"
+
+
+COLUMNS = (
+    *("run", "reads its source from update", "validation nll", "test BLEU", "similarity, highest to last"),
+    *("gradient first / last layer, lowest to last", "predicted", "drift, first and last checkpoint"),
+)
+
+
+PANELS = (
+    ("steps", "similarity", "similarity of the encoder's tokens", "linear"),
+    ("steps", "gradient_ratio", "encoder gradient, first layer / last", "log"),
+    ("checkpoints", "drift", "drift of the encoder's matrices", "linear"),
+    ("validated", "source_gain", "gain from the source (nats)", "linear"),
+    ("validated", "nll", "validation nll (nats)", "log"),
+)
+
+
+def draw(runs: dict[str, dict[str, Any]], path: Path) -> None:
+    """One panel per figure, one line per run."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(1, len(PANELS), figsize=(4 * len(PANELS), 3.6), layout="constrained")
+    for axis, (x, y, title, scale) in zip(axes, PANELS, strict=True):
+        for index, (name, run) in enumerate(runs.items()):
+            values = np.array(run[y], float)
+            values = values[:, -1] if values.ndim == 2 else values
+            # Before the first update alpha, and with it the gradient of BranchNorm's branches, is 0.
+            axis.plot(run[x], np.where(values == 0, np.nan, values), f"C{index % 10}", label=name)
+        axis.set(title=title, xlabel="update", yscale=scale)
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False)
+    figure.savefig(path, dpi=100)
+    pyplot.close(figure)
+
+
+def main() -> None:
+    """Table, figure and raw figures."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("sweeps", type=Path, nargs="+", help="workdirs of sweeps")
+    parser.add_argument("--name", default="collapse", help="of the results file")
+    arguments = parser.parse_args()
+    runs = {}
+    for sweep in arguments.sweeps:
+        for status in sorted(sweep.glob("*/results.json")):
+            runs[status.parent.name] = read(status.parent)
+    print(f"| {' | '.join(COLUMNS)} |", "|" + "---|" * len(COLUMNS), sep="\n")
+    for name, run in runs.items():
+        print(row(name, run))
+    draw(runs, arguments.sweeps[0] / "collapse.png")
+    save(arguments.name, {"runs": [{"run": name, **run} for name, run in runs.items()]})
+
+
+if __name__ == "__main__":
+    main()

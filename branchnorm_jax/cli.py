@@ -1,0 +1,262 @@
+"""The command line, as `python main.py` in a checkout and as `branchnorm` from the installed package.
+
+Flags, start-up and dispatch; what each mode does is in `modes/`.
+"""
+
+import atexit
+import contextlib
+import os
+import re
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType, ModuleType
+from typing import Any, NoReturn
+
+from absl import flags
+from ml_collections import config_flags
+
+from branchnorm_jax import config as configs
+from branchnorm_jax.errors import BranchNormError, Preempted, StorageError, UserError
+from branchnorm_jax.model.methods import get_recipe
+from branchnorm_jax.options import Config, fields
+from branchnorm_jax.workdir import Workdir
+
+MODES = {
+    "train": "train, or resume what the workdir holds",
+    "evaluate": "translate the test split and score it: <workdir>/results.json",
+    "translate": "translate stdin to stdout or file to file, line by line",
+    "serve": "answer HTTP requests, and a page to type into, until Ctrl-C: see serve.port",
+    "average": "the mean of several checkpoints of a run: <workdir>/average, see decode.checkpoint",
+    "compare": "two or more systems on one test set: <workdir>/compare.html, compare.json; needs no run of its own",
+    "export": "the model in the format of CTranslate2 or Hugging Face, compared with ours: <workdir>/export/",
+    "score": "log-probabilities of `source<TAB>target` lines",
+    "analyze": "draw a run's curves, and how signals pass an untrained or trained model: <workdir>/*.png, signal.csv",
+    "methods": "every method: equation, parameters, what depends on depth, recommended options, citation",
+    "sweep": "methods x depths x seeds, one after the other, as a table and a figure",
+    "plan": "memory, time and device-days of a run, before anything is allocated: <workdir>/plan.json",
+    "preflight": "a time lapse at the real depth, and a verdict: <workdir>/preflight.json, .png",
+    "help": "every option with its default and unit",
+}
+
+HERE = Path(__file__).resolve().parent
+CONFIGS = HERE / "configs" if (HERE / "configs").is_dir() else HERE.parent / "configs"
+"""The config files of the project: in the installed package, or beside it in a checkout."""
+
+FLAGS = flags.FLAGS
+flags.DEFINE_enum("mode", "train", list(MODES), "; ".join(f"{name}: {text}" for name, text in MODES.items()))
+flags.DEFINE_string(
+    "workdir", None, "folder of the run (runs/<name of the config>): config, checkpoints, logs, results"
+)
+config_flags.DEFINE_config_file(
+    "config", None, "config file, or name of one of the project's, with the depth: my/x.py:18L-18L", lock_config=True
+)
+
+
+def command() -> NoReturn:
+    """Runs `main` on the command line and ends the process with its exit code."""
+    code = main(sys.argv)
+    if code:
+        # Threads of the storage library would go on to print what became of each of their files.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)
+
+
+def main(argv: list[str]) -> int:
+    """Runs one mode and returns the exit code; every error a user can meet is one line on stderr."""
+    try:
+        config, workdir = parse(argv)
+        run(FLAGS.mode, config, workdir)
+    except BranchNormError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return error.exit_code
+    except Preempted as error:
+        print(f"Preempted: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        # The reader of our output went away, as `head` does: nobody is left to tell.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except OSError as error:
+        print(f"StorageError: {error}", file=sys.stderr)
+        return StorageError.exit_code
+    return 0
+
+
+@contextlib.contextmanager
+def undisturbed() -> Iterator[None]:
+    """A signal ends the process at once: what it raises in the middle of an import comes out as another error."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
+    for number, handler in before.items():
+        if handler is not signal.SIG_IGN:
+            signal.signal(number, lambda number, frame: os._exit(128 + number))
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def heed_signals() -> None:
+    """From now on a signal raises."""
+    sys.unraisablehook = send_again
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, stop)
+
+
+def stop(number: int, frame: FrameType | None) -> None:
+    """What a signal does while there is nothing to save; the training loop has its own answer."""
+    raise Preempted(f"stopped by signal {number}", number)
+
+
+def send_again(lost: Any) -> None:
+    """Python drops what is raised in the middle of collecting garbage, also a signal: that one comes once more."""
+    if not isinstance(lost.exc_value, KeyboardInterrupt):
+        sys.__unraisablehook__(lost)
+        return
+    number = lost.exc_value.signal_number if isinstance(lost.exc_value, Preempted) else signal.SIGINT
+    signal.signal(signal.SIGALRM, lambda *_: signal.raise_signal(number))
+    signal.setitimer(signal.ITIMER_REAL, 0.1)
+    # A process that ends before the alarm ends as the signal asked; Python's shutdown would let the alarm kill it.
+    atexit.register(end_by_signal, number)
+
+
+def end_by_signal(number: int) -> NoReturn:
+    """Ends the process with exit code 128 + number."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(128 + number)
+
+
+def parse(argv: list[str]) -> tuple[Config, Workdir]:
+    """Flags -> validated config and workdir.
+
+    Without --config the workdir's own config is used; without --workdir it is runs/<name of the config>.
+    """
+    early = flags.FlagValues()
+    for name in ("config", "workdir", "mode"):
+        flags.DEFINE_string(name, None, "", flag_values=early)
+    try:
+        known = [argument for argument in argv if argument not in ("-h", "--help", "--helpfull")]
+        _, *rest = early(known, known_only=True)
+    except flags.Error as error:
+        raise UserError(str(error)) from error
+    if {"-h", "--help", "--helpfull"} & set(argv):
+        return parse([argv[0], "--mode=help"])
+    if early.mode not in (None, *MODES):
+        raise UserError(f"--mode={early.mode}: the modes are {', '.join(MODES)}")
+    check_names(argv)
+    file, workdir = early.config, early.workdir
+    source = find_config(file) if file is not None else None
+    if workdir is None and source is not None:
+        workdir = str(Path("runs", re.sub(r"\.py(:|$)", "-", Path(source).name).rstrip("-")))
+    saved = Path(workdir, "config.json") if workdir else None
+    if file is None and saved and saved.exists():
+        source = f"{CONFIGS / 'saved.py'}:{saved}"
+    elif file is None and early.mode == "compare":
+        source = str(CONFIGS / "default.py")
+    elif file is None and early.mode not in ("help", "methods"):
+        where = f"and no {saved} of an earlier run" if saved else "and no --workdir of an earlier run"
+        raise UserError(f"no --config {where}; give --config=<file or name>; {config_names()}")
+    chosen = {"config": source, "workdir": workdir, "mode": early.mode}
+    argv = [argv[0], *(f"--{name}={value}" for name, value in chosen.items() if value is not None), *rest]
+    import_configs()
+    try:
+        rest = FLAGS(argv)
+        config = Config()
+        if FLAGS.config is not None:
+            given = set(config_flags.get_override_values(FLAGS["config"]))
+            options = configs.with_one_length(FLAGS.config, given)
+            if FLAGS.mode == "sweep":
+                # Recommendations are its runs' own: each has its method.
+                configs.record_chosen(options, given)
+            else:
+                options = configs.with_recommended(options, get_recipe(options.model.method).recommended)
+            config = configs.from_config_dict(options)
+    except BranchNormError:
+        raise
+    except flags.Error as error:
+        hint = "; a whole number is expected" if "literal for int" in str(error) else ""
+        raise UserError(str(error).replace("\n", " ") + hint) from error
+    except Exception as error:
+        raise UserError(
+            f"--config={file}: {type(error).__name__} in this file: {str(error).splitlines()[-1]}"
+        ) from error
+    if len(rest) > 1:
+        raise UserError(f"what is {rest[1]!r}? Options are written --name=value")
+    return config, Workdir(Path(workdir or "."))
+
+
+def find_config(given: str) -> str:
+    """`given` with the path of its file: "numerals:6L-6L" is one of the project's, "my/x.py:6L-6L" any other.
+
+    Raises:
+      UserError: if there is no such file, or the project has none of this name.
+    """
+    name, colon, depth = given.partition(":")
+    path = Path(name) if name.endswith(".py") or Path(name).name != name else CONFIGS / f"{name}.py"
+    if path.suffix != ".py" or not path.is_file():
+        raise UserError(f"--config={given}: there is no such file; {config_names()}")
+    return f"{path}{colon}{depth}"
+
+
+def config_names() -> str:
+    """What --config takes beside a path."""
+    names = sorted(path.stem for path in CONFIGS.glob("*.py") if path.stem != "saved")
+    return f"those of the project are {', '.join(names)}"
+
+
+def import_configs() -> None:
+    """Lets config files build on those of the project with `from configs import numerals`, also outside of a checkout.
+
+    The wheel has no top-level package `configs`, because other projects may install one.
+    """
+    package = ModuleType("configs")
+    package.__path__ = [str(CONFIGS)]
+    sys.modules.setdefault("configs", package)
+
+
+def check_names(argv: list[str]) -> None:
+    """Raises `UserError`, with the nearest valid name, for the first --config.section.name that does not exist."""
+    known = {name for name, _ in fields()}
+    if sum(re.match(r"--?config(=|$)", argument) is not None for argument in argv) > 1:
+        raise UserError(
+            "--config is given twice; options of the file are changed by --config.<section>.<option>=<value>"
+        )
+    for argument in argv[1:]:
+        name = re.match(r"--?(?:no)?config\.([^=]*)", argument)
+        if name and name[1] in vars(Config()):
+            raise UserError(f"config: {name[1]!r} is a section; write --config.{name[1]}.<option>=<value>")
+        if name and name[1] not in known:
+            hint = configs.nearest_name(name[1])
+            raise UserError(f"config: no option {name[1]!r}" + (f"; did you mean {hint!r}?" if hint else ""))
+
+
+def run(mode: str, config: Config, workdir: Workdir) -> None:
+    """Dispatches; heavy packages are imported only here, so that mistakes are told at once."""
+    if mode == "help":
+        print("\n".join(f"--mode={name:10} {text}" for name, text in MODES.items()) + "\n\n" + configs.help_text())
+        return
+    with undisturbed():
+        import jax
+
+        from branchnorm_jax import modes
+        from branchnorm_jax.parallel import hosts
+    heed_signals()
+    hosts.start(config.parallel.distributed)
+    cache = os.environ.get("JAX_COMPILATION_CACHE_DIR") or str((workdir / "compile_cache").absolute())
+    jax.config.update("jax_compilation_cache_dir", cache)
+    if mode == "train":
+        print(f"{workdir.path}: differences from the defaults", file=sys.stderr)
+        recommended = get_recipe(config.model.method).recommended
+        chosen = configs.to_flat(config)
+        for line in configs.difference(Config(), config, free=True):
+            name = line.split(":")[0]
+            why = f"  (recommended for {config.model.method})" if recommended.get(name) == chosen[name] else ""
+            print(f"  {line}{why}", file=sys.stderr)
+
+    getattr(modes, mode)(config, workdir)

@@ -1,0 +1,72 @@
+"""Files that are locked, and files and directories that are replaced atomically."""
+
+import contextlib
+import errno
+import fcntl
+import os
+import shutil
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any
+
+from branchnorm_jax.errors import StorageError, UserError
+
+
+def lock(file: IO[Any], held: str) -> None:
+    """Locks a file until it is closed. Raises `UserError` with the message `held` if another process has locked it.
+
+    File systems that have no locks leave the file unlocked.
+    """
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise UserError(held) from error
+    except OSError:
+        pass  # Some network file systems have no locks.
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Replaces the content of a file: readers see the old text or the new one, also after a crash, never a part."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def atomic_directory(final: Path) -> Iterator[Path]:
+    """Yields a temporary directory that replaces `final` if the block succeeds, and is deleted otherwise.
+
+    Readers of `final` see the old directory, none, or the complete new one. A process that is killed in the block
+    leaves the temporary directory behind.
+
+    Raises:
+      StorageError: for any `OSError` in the block or of its own.
+    """
+    temporary = final.with_name(f".{final.name}.{uuid.uuid4().hex}.tmp")
+    try:
+        temporary.mkdir(parents=True)
+        yield temporary
+        _replace(temporary, final)
+    except OSError as error:
+        raise StorageError(f"{error.filename or final}: cannot be written ({error.strerror or error})") from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _replace(temporary: Path, final: Path) -> None:
+    """Renames `temporary` to `final`; tries again if another process creates `final` in between."""
+    while True:
+        try:
+            os.rename(temporary, final)
+            return
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                raise
+        old = temporary.with_suffix(".old")
+        with contextlib.suppress(FileNotFoundError):
+            os.rename(final, old)
+        shutil.rmtree(old, ignore_errors=True)

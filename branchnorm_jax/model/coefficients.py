@@ -1,0 +1,96 @@
+"""The numbers of the residual algebra by layer: what a recipe, a depth and alpha make of a, b, c and P.
+
+    x' = P(a x + b G(F(c Q(x))))
+
+The model reads them as arrays of its own precision, the export in float64; both decide here what they are.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from branchnorm_jax.model.recipe import ONE, STACKS, Depth, Recipe, Rule, Weight
+
+Alpha = Mapping[str, jax.Array]
+"""alpha_t by stack and layer: float32 [L] each."""
+
+Array = TypeVar("Array", jax.Array, np.ndarray)
+
+
+class Coefficients(NamedTuple):
+    """Of one layer; in a stack each has a leading axis [L]."""
+
+    skip: jax.Array
+    """a where it is not learned: float32 []."""
+    branch: jax.Array
+    """b where it is not learned: float32 []."""
+    pre_scale: jax.Array
+    """c: float32 []."""
+    post: jax.Array
+    """Whether the layer (`Recipe.post_layers`) or its first sub-layer (`post_first`) has P: bool []."""
+
+
+def by_layer(rule: Rule, depth: Depth, stack: str) -> np.ndarray:
+    """The numbers of a rule for a stack's layers, float64 [L]."""
+    return np.broadcast_to(np.asarray(getattr(rule(depth), stack), np.float64), (getattr(depth, stack),))
+
+
+def uniform(value: float | jax.Array, depth: Depth) -> Alpha:
+    """The same alpha in all layers."""
+    return {stack: jnp.full(layers, value, jnp.float32) for stack, layers in zip(STACKS, depth, strict=True)}
+
+
+def layer_alpha(alpha: Alpha | jax.Array, depth: Depth, stack: str) -> jax.Array:
+    """alpha of a stack's layers, [L]; callers of the model may give one number for all layers."""
+    own = alpha[stack] if isinstance(alpha, Mapping) else alpha
+    return jnp.broadcast_to(jnp.asarray(own), (getattr(depth, stack),))
+
+
+def resolve(
+    recipe: Recipe, depth: Depth, stack: str, alpha: Alpha | jax.Array, dtype: Any = jnp.float32
+) -> Coefficients:
+    """The coefficients of a stack's layers, [L] each in `dtype`."""
+
+    def numbers(rule: Rule) -> jax.Array:
+        return jnp.asarray(by_layer(rule, depth, stack), dtype)
+
+    alpha_L = layer_alpha(alpha, depth, stack)
+    return Coefficients(
+        skip=scheduled(recipe.skip, alpha_L, numbers),
+        branch=scheduled(recipe.branch, alpha_L, numbers),
+        pre_scale=numbers(recipe.pre_scale or ONE),
+        post=numbers(recipe.post_layers or recipe.post_first or ONE) > 0,
+    )
+
+
+def scheduled(weight: Weight, alpha_L: Array, numbers: Callable[[Rule], Array]) -> Array:
+    """start + (end - start) alpha, [L]; `numbers` turns a rule into an array."""
+    start = numbers(weight.start)
+    return start if weight.end is None else start + (numbers(weight.end) - start) * alpha_L
+
+
+def learned_name(weight: Weight, which: str, sublayer: str) -> str:
+    """The parameter that holds a ("skip") or b ("branch") of a sub-layer; "" where it is not learned."""
+    if not weight.learned or sublayer not in weight.on:
+        return ""
+    return which if weight.learned == "layer" else f"{sublayer}_{which}"
+
+
+def sublayer_factors(
+    recipe: Recipe, depth: Depth, stack: str, alpha: Any, params: Mapping[str, Any]
+) -> Callable[[str], tuple[np.ndarray, np.ndarray]]:
+    """A function from a sub-layer to its a and b, learned or not, in every layer: float64, [L, 1] or [L, D] each."""
+    layers = getattr(depth, stack)
+    alpha_L = np.asarray(layer_alpha(alpha, depth, stack), np.float64)
+
+    def factor(weight: Weight, which: str, sublayer: str) -> np.ndarray:
+        if name := learned_name(weight, which, sublayer):
+            return params[name].reshape(layers, -1)
+        if sublayer not in weight.on:
+            return np.ones((layers, 1))
+        return scheduled(weight, alpha_L, lambda rule: by_layer(rule, depth, stack)).reshape(layers, 1)
+
+    return lambda sublayer: (factor(recipe.skip, "skip", sublayer), factor(recipe.branch, "branch", sublayer))

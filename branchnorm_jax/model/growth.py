@@ -1,0 +1,181 @@
+"""How branches grow into the network: alpha by layer and update, for every method with a growing branch.
+
+    alpha_l(u) = start_l + (end_l - start_l) shape(clip((u / T - begin_l) / (finish_l - begin_l), 0, 1))^power
+
+u is alpha's clock: the number of completed updates, unless training paused it. T is `alpha_steps`; l counts the layers
+of a stack from 1. `alpha_schedule` chooses the shape, `alpha_order` a row of `ORDERS`, and `alpha_start` and
+`alpha_end` set the limits.
+"""
+
+import math
+import re
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from branchnorm_jax.errors import UserError
+from branchnorm_jax.model.coefficients import Alpha
+from branchnorm_jax.model.depth_rules import deepnorm_alpha
+from branchnorm_jax.model.recipe import STACKS, Depth
+from branchnorm_jax.options import ModelConfig
+
+_EDGE = 1 / (1 + math.exp(5))
+SHAPES: dict[str, Callable[[jax.Array], jax.Array]] = {
+    "linear": lambda way: way,
+    "adaptive": lambda way: way,
+    "exp": lambda way: jnp.expm1(math.log(2) * way),
+    "sigmoid": lambda way: (jax.nn.sigmoid(10 * (way - 0.5)) - _EDGE) / (1 - 2 * _EDGE),
+}
+"""Growth from 0 to 1. The BranchNorm paper names exp and sigmoid without their formulas: these are this project's."""
+
+
+class Order(NamedTuple):
+    """When the layers of a stack grow.
+
+    Attributes:
+      span: (l [L], L, stagger) -> (begin_l, finish_l), shares of T.
+      power: of the shape.
+      start: start_l, unless `alpha_start` sets it; a rule, see `levels`.
+      end: end_l, unless `alpha_end` sets it.
+    """
+
+    span: Callable[[np.ndarray, int, float], tuple[np.ndarray | float, np.ndarray | float]]
+    power: float = 1.0
+    start: str = "0"
+    end: str = "1"
+
+
+def _staggered(rank: Callable[[int], np.ndarray]) -> Order:
+    """Layers share the curve of `equal`, squeezed into 1 - stagger of T; rank 0 starts first, rank 1 last."""
+    return Order(lambda l, layers, stagger: (stagger * rank(layers), 1 - stagger + stagger * rank(layers)))  # noqa: E741
+
+
+def _spread(layers: int) -> np.ndarray:
+    """Layers with their numbers' bits reversed: those that have started are always spread evenly over the stack."""
+    bits = max(1, (layers - 1).bit_length())
+    reversed_bits = [int(f"{layer:0{bits}b}"[::-1], 2) for layer in range(layers)]
+    return np.argsort(np.argsort(reversed_bits)) / max(1, layers - 1)
+
+
+_EQUAL = Order(lambda l, layers, stagger: (0.0, 1.0))  # noqa: E741
+_LINEAR = Order(lambda l, layers, stagger: (0.0, l / layers))  # noqa: E741
+_STAGEWISE = Order(lambda l, layers, stagger: ((l - 1) / layers, l / layers))  # noqa: E741
+
+ORDERS: dict[str, Order] = {
+    # BranchNorm: all layers together.
+    "equal": _EQUAL,
+    # Progressive Residual Warmup (2026). Its T is the first layer's: T L of it is `alpha_steps` here.
+    "linear": _LINEAR,
+    "linear_sqrt": _LINEAR._replace(power=0.5),
+    "linear_square": _LINEAR._replace(power=2.0),
+    "reverse": Order(lambda l, layers, stagger: (0.0, (layers - l + 1) / layers)),  # noqa: E741
+    "stagewise_0": _STAGEWISE,
+    "stagewise_L": _STAGEWISE._replace(start="1/L"),
+    "stagewise_sqrt_L": _STAGEWISE._replace(start="1/sqrt(L)"),
+    "stagewise_sqrt_l": _STAGEWISE._replace(start="1/sqrt(l)"),
+    "fix_L": _EQUAL._replace(start="1/L", end="1/L"),
+    "fix_sqrt_L": _EQUAL._replace(start="1/sqrt(L)", end="1/sqrt(L)"),
+    "fix_sqrt_l": _EQUAL._replace(start="1/sqrt(l)", end="1/sqrt(l)"),
+    # This project's own.
+    "bottom_up": _staggered(lambda layers: np.arange(layers) / max(1, layers - 1)),
+    "top_down": _staggered(lambda layers: np.arange(layers)[::-1] / max(1, layers - 1)),
+    "progressive": _staggered(_spread),
+}
+"""alpha_order -> which layers grow when."""
+
+
+class _Curve(NamedTuple):
+    """The numbers of the equation for one stack, float32 [L] each."""
+
+    begin: np.ndarray
+    finish: np.ndarray
+    start: np.ndarray
+    end: np.ndarray
+
+
+def alpha(config: ModelConfig) -> Callable[[jax.Array], Alpha]:
+    """alpha of every layer as a function of the clock; see the equation above.
+
+    Args:
+      config: options alpha_schedule, alpha_steps (T), alpha_order, alpha_stagger, alpha_start and alpha_end.
+
+    Returns:
+      A function of u, int32 [], to alpha.
+
+    Raises:
+      UserError: if alpha_start or alpha_end is not a rule, or alpha would shrink.
+    """
+    shape, total, power = SHAPES[config.alpha_schedule], config.alpha_steps, ORDERS[config.alpha_order].power
+    curves = {stack: _curve(config, stack) for stack in STACKS}
+
+    def value(curve: _Curve, clock: jax.Array) -> jax.Array:
+        way = (clock.astype(jnp.float32) / total - curve.begin) / (curve.finish - curve.begin)
+        grown = shape(way) if power == 1 else jnp.maximum(shape(way), 0) ** power
+        grown = jnp.where(way >= 1, 1.0, jnp.where(way <= 0, 0.0, grown)).astype(jnp.float32)
+        # All layers arrive together with the clock, however their way was rounded.
+        return curve.start + (curve.end - curve.start) * jnp.where(clock >= total, 1.0, grown)
+
+    def schedule(clock: jax.Array) -> Alpha:
+        return {stack: value(curve, clock) for stack, curve in curves.items()}
+
+    return schedule
+
+
+def is_uniform(config: ModelConfig) -> bool:
+    """Whether all layers have the same alpha at all times."""
+    curves = np.concatenate([np.stack(_curve(config, stack)) for stack in STACKS], axis=1)
+    return bool((curves == curves[:, :1]).all())
+
+
+def starts_closed(config: ModelConfig) -> bool:
+    """Whether some layers' branches still have alpha = 0 while others have begun to grow."""
+    curves = [_curve(config, stack) for stack in STACKS]
+    return any(bool(((curve.begin > 0) & (curve.start == 0)).any()) for curve in curves)
+
+
+def _curve(config: ModelConfig, stack: str) -> _Curve:
+    order, depth = ORDERS[config.alpha_order], Depth(config.encoder_layers, config.decoder_layers)
+    layers: int = getattr(depth, stack)
+    start = levels(config.alpha_start or order.start, depth, stack)
+    end = levels(config.alpha_end or order.end, depth, stack)
+    if (start > end).any():
+        raise UserError(
+            f"config: alpha cannot shrink: at {config.encoder_layers}L-{config.decoder_layers}L model.alpha_start="
+            f"{config.alpha_start or order.start} is above model.alpha_end={config.alpha_end or order.end}"
+        )
+    span = order.span(np.arange(1, layers + 1), layers, config.alpha_stagger)
+    begin, finish = (np.broadcast_to(np.asarray(share), (layers,)) for share in span)
+    return _Curve(*(np.asarray(values, np.float32) for values in (begin, finish, start, end)))
+
+
+_RULE = re.compile(r"(?P<c>\d+\.?\d*(?:e-?\d+)?)(?:/(?P<root>sqrt\()?(?P<count>[nLl])(?(root)\)))?")
+
+
+def levels(rule: str, depth: Depth, stack: str) -> np.ndarray:
+    """The limits of alpha that a rule gives the layers of a stack: float64 [L], at most 1.
+
+    Args:
+      rule: a number c, or c/n, c/L, c/l or their c/sqrt(n) and so on, where n counts the residual sub-layers of the
+        stack (2 N or 3 M), L its layers, and l the layers up to this one; or "deepnorm", DeepNorm's ratio of branch to
+        skip, 1 / a.
+      depth: of the model.
+      stack: "encoder" or "decoder".
+
+    Raises:
+      UserError: if the rule is none of these, or a number above 1.
+    """
+    layers: int = getattr(depth, stack)
+    if rule == "deepnorm":
+        return np.broadcast_to(1 / np.asarray(getattr(deepnorm_alpha(depth), stack)), (layers,))
+    match = _RULE.fullmatch(rule)
+    if match is None or (not match["count"] and float(match["c"]) > 1):
+        raise UserError(
+            f"config: model.alpha_start or model.alpha_end: {rule!r} is not a number from 0 to 1, a rule such as "
+            "6/sqrt(n), 1/L or 1/sqrt(l), or deepnorm"
+        )
+    counts = {"n": (2 if stack == "encoder" else 3) * layers, "L": layers, "l": np.arange(1, layers + 1), None: 1}
+    count = np.asarray(counts[match["count"]], np.float64)
+    return np.minimum(1.0, np.broadcast_to(float(match["c"]) / (np.sqrt(count) if match["root"] else count), (layers,)))

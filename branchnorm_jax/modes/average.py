@@ -1,0 +1,35 @@
+"""--mode=average: the mean of the parameters of several checkpoints."""
+
+from typing import Any
+
+import jax
+import numpy as np
+
+from branchnorm_jax.files import atomic_directory
+from branchnorm_jax.options import Config
+from branchnorm_jax.training import logs
+from branchnorm_jax.training.checkpoint import Checkpoints
+from branchnorm_jax.training.trained import network, restore_model
+from branchnorm_jax.workdir import Workdir
+
+
+def average(config: Config, workdir: Workdir) -> None:
+    """The mean of the parameters of several checkpoints, added up in float64: <workdir>/average.
+
+    `decode.checkpoint=average` uses it. BranchNorm's alpha is the mean of theirs, too.
+    """
+    workdir.check_config(config)
+    _, model = network(config, workdir)
+    there = Checkpoints(workdir / "checkpoints", config.train, logs.say, read_only=True)
+    steps = there.several(config.average.checkpoints)
+    total: Any = None
+    for step in steps:
+        found = jax.tree.map(
+            lambda leaf: np.asarray(leaf, np.float64), restore_model(config, workdir, model, str(step))[:2]
+        )
+        total = found if total is None else jax.tree.map(np.add, total, found)
+    params, alpha = jax.tree.map(lambda leaf: np.asarray(leaf / len(steps), np.float32), total)
+    with atomic_directory(workdir / "average") as folder:
+        Checkpoints(folder, config.train, logs.say).save_params(steps[-1], params, alpha, {"averaged": steps})
+    logs.say(f"mean of the checkpoints {', '.join(map(str, steps))}; --config.decode.checkpoint=average uses it")
+    print(workdir / "average")

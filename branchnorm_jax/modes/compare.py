@@ -1,0 +1,59 @@
+"""--mode=compare: two or more systems on one test set."""
+
+from pathlib import Path
+
+from branchnorm_jax.config import load as load_config
+from branchnorm_jax.data.corpus import read_pairs, text_lines
+from branchnorm_jax.errors import UserError
+from branchnorm_jax.evaluation import compare as comparing
+from branchnorm_jax.options import Config
+from branchnorm_jax.training import logs
+from branchnorm_jax.workdir import Workdir
+
+
+def compare(config: Config, workdir: Workdir) -> None:
+    """Compares the systems of `compare.systems`: a table, compare.json and compare.html in the workdir."""
+    split, reference = config.compare.split, config.compare.reference
+    if not config.compare.systems:
+        raise UserError("compare: nothing to compare; give compare.systems=runs/a,runs/b, or files of translations")
+    systems: dict[str, list[str]] = {}
+    evaluated: list[Path] = []
+    for name, path in config.compare.named():
+        if name in systems:
+            raise UserError(f"compare: two systems are called {name!r}; write name=path")
+        if Path(path).is_dir():
+            systems[name] = written(Path(path), split, "hypothesis")
+            evaluated.append(Path(path))
+        else:
+            systems[name] = list(text_lines(Path(path)))
+    references = list(text_lines(Path(reference))) if reference else None
+    language, frequencies, sources = config.data.target_lang, None, None
+    if evaluated:
+        first, *others = evaluated
+        theirs, sources = written(first, split, "reference"), written(first, split, "source")
+        for other in others:
+            if written(other, split, "reference") != theirs:
+                raise UserError(f"compare: {other} was evaluated with other references than {first}")
+        references = theirs if references is None else references
+        # Of several pairs the split is called test.en-de, and that one may never have been trained.
+        data = load_config(first / "config.json").data.directions(split.partition(".")[2])[0]
+        language = data.target_lang
+        logs.say(f"counting the words of the training text of {first}")
+        try:
+            frequencies = comparing.word_counts((target for _, target in read_pairs(data, "train")), language)
+        except UserError as error:
+            logs.say(f"counting the words of the references instead: {error}")
+    if references is None:
+        raise UserError("compare: none of the systems is a workdir; give compare.reference, the file of references")
+    found = comparing.compare(systems, references, language, frequencies, sources)
+    print(comparing.format_table(found))
+    print(*comparing.write(found, workdir.path), sep="\n")
+
+
+def written(workdir: Path, split: str, side: str) -> list[str]:
+    """The lines that `evaluate` wrote: side is "source", "reference" or "hypothesis"."""
+    path = workdir / "evaluation" / f"{split}.{side}"
+    if not path.exists():
+        there = ", ".join(sorted(found.stem for found in path.parent.glob(f"*.{side}"))) or "nothing"
+        raise UserError(f"{path}: no such file, {there} was evaluated; see compare.split, or run --mode=evaluate")
+    return list(text_lines(path))

@@ -1,0 +1,55 @@
+"""--mode=evaluate: translates the test splits and scores them."""
+
+import itertools
+
+from branchnorm_jax.data.corpus import read_pairs
+from branchnorm_jax.evaluation.bleu import Score, mean_of
+from branchnorm_jax.evaluation.comet import load_comet
+from branchnorm_jax.evaluation.evaluate import format_table, score_split, write_results
+from branchnorm_jax.evaluation.language import right_language
+from branchnorm_jax.modes.common import load
+from branchnorm_jax.options import Config
+from branchnorm_jax.training import logs
+from branchnorm_jax.workdir import Workdir
+
+
+def evaluate(config: Config, workdir: Workdir) -> None:
+    """Translates the splits of `evaluate.splits`, scores them, writes results.json and evaluation/.
+
+    With several pairs of languages every one of them, or those of `evaluate.pairs`, also pairs never trained; what is
+    called "test" is then the mean over "test.en-de", "test.fr-de" and so on.
+    """
+    workdir.check_config(config)
+    workdir.create()
+    trained, data, directory = load(config, workdir), config.data, workdir / "evaluation"
+    asked = list(itertools.product(config.evaluate.split_names, data.directions(config.evaluate.pairs)))
+    tags = [trained.translator.tokenizer.tags(data, direction.target_lang) for _, direction in asked]
+    for split, direction in asked:
+        # Before the first translation, so that a mistake in the last one is told at once.
+        next(read_pairs(direction, split), None)
+    comet = [load_comet(config.evaluate.comet)] if config.evaluate.comet else []
+    decode = {"checkpoint": config.decode.checkpoint, "ensemble": config.decode.ensemble, **config.decode.search}
+    run = {
+        "step": trained.step,
+        "models": trained.checksums,
+        "pairs": config.evaluate.pairs or data.pairs,
+        **decode,
+    }
+    results: dict[str, list[Score]] = {}
+    each: dict[str, list[list[Score]]] = {}
+    for (split, direction), tag in zip(asked, tags, strict=True):
+        name = f"{split}.{direction.pair}" if data.pairs else split
+        right = [right_language(direction.target_lang, data.languages)] if data.pairs else []
+        sources, references = map(list, zip(*read_pairs(direction, split), strict=True))
+        with logs.progress_bar(len(sources), 0, "line", name) as bar:
+            found = trained.translator.translate(
+                trained.params, trained.alpha, sources, progress=bar.update, tags=[tag] * len(sources)
+            )
+        texts = {"source": sources, "reference": references, "hypothesis": [best.text for best, *_ in found]}
+        results[name] = score_split(directory, name, texts, direction.target_lang, [*right, *comet])
+        each.setdefault(split, []).append(results[name])
+        write_results(workdir / "results.json", results, directory, run)
+    if data.pairs:
+        results |= {split: mean_of(found) for split, found in each.items()}
+        write_results(workdir / "results.json", results, directory, run)
+    print(format_table(results))

@@ -1,0 +1,119 @@
+"""--mode=export: the model in the format of another engine."""
+
+import dataclasses
+import itertools
+import json
+from pathlib import Path
+
+import numpy as np
+
+from branchnorm_jax.data.corpus import read_pairs
+from branchnorm_jax.decoding.translate import Translator
+from branchnorm_jax.errors import MismatchError, UserError
+from branchnorm_jax.export import ctranslate2, fold, huggingface
+from branchnorm_jax.files import atomic_directory
+from branchnorm_jax.modes.common import Trained, load
+from branchnorm_jax.options import Config
+from branchnorm_jax.training import logs
+from branchnorm_jax.workdir import Workdir
+
+TOLERANCE = 1e-3
+"""Of an exported model: how much a token's log-probability may differ from ours."""
+
+
+def export(config: Config, workdir: Workdir) -> None:
+    """Writes the model in the format of another engine, and compares log-probabilities where that is installed.
+
+    Raises:
+      UserError: if the method is not to be had there.
+      MismatchError: if a token's log-probability differs by more than `TOLERANCE`, unless the weights were quantised.
+    """
+    workdir.check_config(config)
+    e = config.export
+    folder = Path(e.path).absolute() if e.path else workdir / "export" / e.name
+    if config.decode.ensemble:
+        raise UserError("config: an ensemble cannot be exported; leave decode.ensemble empty")
+    if e.format == "huggingface" and e.quantization:
+        raise UserError("config: export.quantization is for export.format=ctranslate2")
+    if e.path and folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
+        raise UserError(f"export.path={folder}: there is something already, which is not replaced; choose a new folder")
+    trained = load(config, workdir)
+    model, tokenizer = trained.translator.model, trained.translator.tokenizer
+    if config.decode.length_penalty_kind != "fairseq":
+        logs.say("other engines divide scores by L^p: set their length penalty yourself")
+    if config.decode.temperature:
+        logs.say("decode.temperature is not exported: other engines search unless you set their sampling yourself")
+    if config.data.pairs and config.data.tags in ("target", "both"):
+        logs.say(
+            "translations begin with a language tag: give it to the engine, as target_prefix (CTranslate2) or "
+            "forced_bos_token_id (Hugging Face)"
+        )
+    if reason := fold.obstacle(model):
+        raise UserError(f"export: {config.model.method} is no plain Transformer: {reason}")
+    plain = fold.fold(model, trained.params, trained.alpha)
+    if e.format == "huggingface" and (reason := huggingface.obstacle(plain, config.model)):
+        raise UserError(f"export: not for Hugging Face: {reason}; take export.format=ctranslate2")
+    most = config.decode.max_input_length
+    longest = max(most, trained.translator.engine.limit(most) + 1)
+    vocabularies = tokenizer.source_pieces, tokenizer.target_pieces
+    with atomic_directory(folder) as temporary:
+        for side, model_proto in zip(("source", "target"), tokenizer.models, strict=True):
+            (temporary / f"{side}.spm").write_bytes(model_proto)
+        if e.format == "ctranslate2":
+            ctranslate2.write(plain, config.model, vocabularies, temporary, longest, e.quantization)
+            settings = ctranslate2.search_settings(config.decode, longest)
+            (temporary / "translate.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+        else:
+            first = config.data.directions()[0]
+            languages = first.source_lang, first.target_lang
+            huggingface.write(plain, config.model, config.decode, vocabularies, languages, temporary, longest)
+        if e.check_lines:
+            check_export(config, trained, temporary, longest)
+    logs.say(f"wrote {folder}, step {trained.step}")
+    print(folder)
+
+
+def check_export(config: Config, trained: Trained, folder: Path, longest: int) -> None:
+    """Force-decodes the first validation pairs here and there, both in float32, if both sides fit into `longest`.
+
+    Raises:
+      UserError: if none of them does.
+      MismatchError: as `export` says.
+    """
+    e, tokenizer, model = config.export, trained.translator.tokenizer, trained.translator.model
+    exact = dataclasses.replace(model, config=dataclasses.replace(model.config, dtype="float32", carry_dtype="float32"))
+    validated = config.data.validated()
+    each = -(-e.check_lines // len(validated))
+    pairs = [(d, pair) for d in validated for pair in itertools.islice(read_pairs(d, "valid"), each)]
+    tags = [tokenizer.tags(config.data, direction.target_lang) for direction, _ in pairs]
+    translator = Translator(exact, tokenizer, config.decode)
+    encoded = zip(*translator.encode([pair for _, pair in pairs], tags), strict=True)
+    fitting = [sides for sides in encoded if max(map(len, sides)) <= longest]
+    if not fitting:
+        raise UserError(
+            f"export: none of the first {len(pairs)} validation pairs fits into the {longest} positions of the "
+            "exported model; set a larger decode.max_input_length, or export.check_lines=0 for no check"
+        )
+    if len(fitting) < len(pairs):
+        logs.say(
+            f"{len(pairs) - len(fitting)} of {len(pairs)} validation pairs are left out of the check: a side has more "
+            f"tokens than the exported model has positions, {longest} (decode.max_input_length)"
+        )
+    sources, targets = zip(*fitting, strict=True)
+    ours = translator.token_log_probs(trained.params, trained.alpha, sources, targets)
+    try:
+        if e.format == "ctranslate2":
+            sides = (sources, tokenizer.source_pieces), (targets, tokenizer.target_pieces)
+            given, asked = ([[pieces[token] for token in ids[:-1]] for ids in side] for side, pieces in sides)
+            theirs = ctranslate2.log_probs(folder, given, asked)
+        else:
+            theirs = huggingface.log_probs(folder, sources, targets)
+    except UserError as error:
+        logs.say(f"not compared: {error}")
+        return
+    # Words that get no probability have another very small one on each side.
+    used = ~np.isin(np.concatenate(targets), model.unused)
+    apart = float(np.abs(np.concatenate(ours) - np.concatenate(theirs))[used].max())
+    logs.say(f"largest difference of a token's log-probability over {len(fitting)} validation pairs: {apart:.2e}")
+    if not apart <= TOLERANCE and not e.quantization:
+        raise MismatchError(f"log-probabilities differ by {apart:.2e}, more than {TOLERANCE}: nothing was written")

@@ -1,0 +1,41 @@
+"""Digests that identify a state: a hash for people and tests, checksums on the device for checkpoints."""
+
+import hashlib
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from branchnorm_jax.training.state import TrainState
+
+
+def sha256(state: TrainState) -> str:
+    """Hex digest of the parameters, the optimiser's state and the average, leaf by leaf in the order of their paths."""
+    digest = hashlib.sha256()
+    leaves = jax.tree_util.tree_leaves_with_path((state.params, state.opt_state, state.ema))
+    for path, leaf in sorted((jax.tree_util.keystr(path), leaf) for path, leaf in leaves):
+        digest.update(path.encode())
+        digest.update(np.ascontiguousarray(jax.device_get(leaf)).tobytes())
+    return digest.hexdigest()
+
+
+@jax.jit
+def checksums(state: Any) -> jax.Array:
+    """uint32 [leaves]: a weighted sum modulo 2^32 of the bits of each leaf, in the order of the tree.
+
+    The weights are odd and differ between elements, so any single flipped bit changes the sum. Integer addition is
+    exact in any order, so the sums do not depend on how the state is sharded. They cost one pass on the device.
+    """
+
+    def checksum(leaf: jax.Array) -> jax.Array:
+        if leaf.dtype.itemsize == 4:
+            words = jax.lax.bitcast_convert_type(leaf, jnp.uint32)
+        else:
+            words = jax.lax.bitcast_convert_type(leaf, f"uint{8 * leaf.dtype.itemsize}").astype(jnp.uint32)
+        weights = jnp.uint32(1)
+        for axis, multiplier in zip(range(leaf.ndim), (0x9E3779B2, 0x85EBCA6A, 0xC2B2AE36, 0x27D4EB2E), strict=False):
+            weights = weights + jax.lax.broadcasted_iota(jnp.uint32, leaf.shape, axis) * jnp.uint32(multiplier)
+        return jnp.sum(words * (weights | 1), dtype=jnp.uint32)
+
+    return jnp.stack([checksum(leaf) for leaf in jax.tree.leaves(state)])

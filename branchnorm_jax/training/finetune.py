@@ -1,0 +1,86 @@
+"""A run that begins with the vocabulary and the parameters of another one (`train.finetune_from`)."""
+
+import dataclasses
+import json
+import shutil
+
+from branchnorm_jax.data.prepare import Corpus, prepare
+from branchnorm_jax.data.tokenizer import ORIGIN, UNUSED
+from branchnorm_jax.errors import UserError
+from branchnorm_jax.files import atomic_directory
+from branchnorm_jax.model.coefficients import Alpha
+from branchnorm_jax.model.parameters import Params
+from branchnorm_jax.model.transformer import Transformer
+from branchnorm_jax.options import Config, ModelConfig
+from branchnorm_jax.training import logs
+from branchnorm_jax.training.trained import find_run, network, open_checkpoints, restore_model
+from branchnorm_jax.workdir import Workdir
+
+OF_THE_TRAINING = {
+    "dropout", "attention_dropout", "activation_dropout", "word_dropout", "init", "dtype", "carry_dtype", "mask_unused",
+    "alpha_schedule", "alpha_floor", "alpha_hold", "alpha_steps", "alpha_order", "alpha_stagger",
+    "alpha_start", "alpha_end",
+}  # fmt: skip
+"""Model options that only affect training: they may differ from those of the run that the parameters come from."""
+
+OF_THE_VOCABULARY = "vocab_size", "vocab_type", "shared_vocab"
+"""Data options that define the vocabulary."""
+
+
+def parent_of(config: Config, workdir: Workdir) -> Workdir:
+    """The workdir of the run that `train.finetune_from` names, for a run in `workdir`.
+
+    Raises:
+      UserError: if there is none, no such checkpoint, or its model is another one than `config`'s, or asked for
+        languages in another way.
+    """
+    theirs, parent, which = find_run("train.finetune_from", config.train.finetune_from, config)
+    if parent.path.resolve() == workdir.path.resolve():
+        raise UserError("train.finetune_from: that is this --workdir; choose another one for the new run")
+    if theirs.data.pairs and not config.data.pairs:
+        raise UserError(f"train.finetune_from: {parent.path} has tags of languages; set data.pairs, be it to one pair")
+    if config.data.pairs and config.data.tags != "none" and not theirs.data.pairs:
+        raise UserError(
+            f"train.finetune_from: {parent.path} has no tags of languages; leave data.pairs empty or set data.tags=none"
+        )
+    of_the_data = OF_THE_VOCABULARY + (("tags",) if theirs.data.pairs else ())
+    ours = {field.name for field in dataclasses.fields(ModelConfig) if not field.metadata["free"]} - OF_THE_TRAINING
+    changed = [
+        f"{section}.{name}={getattr(getattr(theirs, section), name)}"
+        for section, names in (("model", sorted(ours)), ("data", of_the_data))
+        for name in names
+        if getattr(getattr(theirs, section), name) != getattr(getattr(config, section), name)
+    ]
+    if changed:
+        raise UserError(f"train.finetune_from: {parent.path} has another model; set {' '.join(changed)} here, too")
+    # Check the vocabulary and the checkpoint now, so that errors come before any work.
+    network(theirs, parent)
+    checkpoints, name = open_checkpoints(theirs, parent, which)
+    checkpoints.named(name)
+    return parent
+
+
+def take_vocabulary(parent: Workdir, workdir: Workdir) -> None:
+    """Copies the parent's vocabulary without the file about the parent's text."""
+    with atomic_directory(workdir / "vocabulary") as temporary:
+        # Which pieces are unused depends on the new text.
+        shutil.copytree(parent / "vocabulary", temporary, ignore=shutil.ignore_patterns(UNUSED), dirs_exist_ok=True)
+        # A run that starts over here without a parent then trains its own vocabulary.
+        (temporary / ORIGIN).write_text(json.dumps({"run": str(parent.path)}) + "\n", encoding="utf-8")
+
+
+def corpus_of(config: Config, workdir: Workdir) -> Corpus:
+    """Prepares the corpus of the run, with the vocabulary that it has or begins with."""
+    if config.train.finetune_from and not workdir.has_checkpoints:
+        take_vocabulary(parent_of(config, workdir), workdir)
+    # data.json shows that training has begun, also if there is no checkpoint yet.
+    keep = workdir.has_checkpoints or (workdir / "data.json").exists() or bool(config.train.finetune_from)
+    return prepare(config.data, workdir.path, logs.say, keep)
+
+
+def parents_parameters(config: Config, model: Transformer) -> tuple[Params, Alpha]:
+    """Restores the parameters and alpha of the run that `train.finetune_from` names."""
+    theirs, parent, which = find_run("train.finetune_from", config.train.finetune_from, config)
+    params, alpha, step = restore_model(theirs, parent, model, which)
+    logs.say(f"begins with the parameters of {parent.path}, step {step}")
+    return params, alpha

@@ -1,0 +1,128 @@
+"""alpha by layer and update against the formulas of BranchNorm and Progressive Residual Warmup; rules of depth."""
+
+# ruff: noqa: E741 - l is the layer, as in the papers
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from branchnorm_jax.errors import UserError
+from branchnorm_jax.model import growth
+from branchnorm_jax.model.recipe import Depth
+from branchnorm_jax.options import ModelConfig
+
+T, LAYERS = 24, {"encoder": 6, "decoder": 4}
+
+
+def by_update(**options: Any) -> dict[str, np.ndarray]:
+    """alpha of every layer after 0 to T + 5 updates, [T + 6, L]."""
+    config = ModelConfig(encoder_layers=6, decoder_layers=4, alpha_steps=T, **options)
+    found: Any = jax.jit(jax.vmap(growth.alpha(config)))(jnp.arange(T + 6))
+    return {stack: np.asarray(values, np.float64) for stack, values in found.items()}
+
+
+def clip(x: float) -> float:
+    return min(max(x, 0.0), 1.0)
+
+
+# As the paper prints them, with its T, the first layer's, and l from 1.
+PRORES: dict[str, Callable[[float, int, int, float], float]] = {
+    "equal": lambda t, l, L, T: min(t / (T * L), 1),
+    "linear": lambda t, l, L, T: min(t / (T * l), 1),
+    "linear_sqrt": lambda t, l, L, T: min(t / (T * l), 1) ** 0.5,
+    "linear_square": lambda t, l, L, T: min(t / (T * l), 1) ** 2,
+    "reverse": lambda t, l, L, T: min(t / (T * (L - l + 1)), 1),
+    "stagewise_0": lambda t, l, L, T: clip((t - T * (l - 1)) / T),
+    "stagewise_L": lambda t, l, L, T: clip((t - T * (l - 1)) / T) * (1 - 1 / L) + 1 / L,
+    "stagewise_sqrt_L": lambda t, l, L, T: clip((t - T * (l - 1)) / T) * (1 - 1 / math.sqrt(L)) + 1 / math.sqrt(L),
+    "stagewise_sqrt_l": lambda t, l, L, T: clip((t - T * (l - 1)) / T) * (1 - 1 / math.sqrt(l)) + 1 / math.sqrt(l),
+    "fix_L": lambda t, l, L, T: 1 / L,
+    "fix_sqrt_L": lambda t, l, L, T: 1 / math.sqrt(L),
+    "fix_sqrt_l": lambda t, l, L, T: 1 / math.sqrt(l),
+}
+
+
+@pytest.mark.parametrize("order", PRORES)
+def test_the_orders_of_progressive_residual_warmup(order: str) -> None:
+    for stack, found in by_update(alpha_order=order).items():
+        layers = LAYERS[stack]
+        expected = [[PRORES[order](t, l, layers, T / layers) for l in range(1, layers + 1)] for t in range(T + 6)]
+        np.testing.assert_allclose(found, expected, atol=1e-6)
+
+
+def test_every_order_has_a_formula() -> None:
+    assert set(growth.ORDERS) == {*PRORES, "bottom_up", "top_down", "progressive"}  # the last three: test_schedules.py
+
+
+def test_equal_is_branchnorms_alpha_bit_for_bit() -> None:
+    """min(1, t / T) in float32, in every layer."""
+    alpha = jax.jit(growth.alpha(ModelConfig(alpha_steps=T, alpha_order="equal", alpha_start="0", alpha_end="1")))
+    paper = jax.jit(lambda t: jnp.minimum(1.0, t.astype(jnp.float32) / T))
+    for t in range(T + 6):
+        found = alpha(jnp.int32(t))
+        for values in found.values():
+            assert values.shape == (6,) and values.dtype == jnp.float32
+            np.testing.assert_array_equal(values, paper(jnp.int32(t)))
+
+
+@pytest.mark.parametrize("kind", ["linear", "exp", "sigmoid"])
+def test_start_and_end_stretch_the_curve(kind: str) -> None:
+    plain, found = by_update(alpha_schedule=kind), by_update(alpha_schedule=kind, alpha_start="0.1", alpha_end="0.7")
+    for stack in LAYERS:
+        np.testing.assert_allclose(found[stack], 0.1 + 0.6 * plain[stack], atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("rule", "encoder", "decoder"),
+    [
+        ("0.25", [0.25] * 4, [0.25] * 3),
+        ("1e-2", [0.01] * 4, [0.01] * 3),
+        ("1/n", [1 / 8] * 4, [1 / 9] * 3),
+        ("2/sqrt(n)", [2 / math.sqrt(8)] * 4, [2 / 3] * 3),
+        ("1/L", [1 / 4] * 4, [1 / 3] * 3),
+        ("1/l", [1, 1 / 2, 1 / 3, 1 / 4], [1, 1 / 2, 1 / 3]),
+        ("1/sqrt(l)", [1, 1 / math.sqrt(2), 1 / math.sqrt(3), 1 / 2], [1, 1 / math.sqrt(2), 1 / math.sqrt(3)]),
+        ("6/sqrt(n)", [1] * 4, [1] * 3),  # 6 / sqrt(8) is above 1
+        # 0.81 (N^4 M)^(1/16) and (3M)^(1/4) with N = 4, M = 3.
+        ("deepnorm", [1 / (0.81 * (4**4 * 3) ** (1 / 16))] * 4, [9**-0.25] * 3),
+    ],
+)
+def test_rules_of_depth(rule: str, encoder: list[float], decoder: list[float]) -> None:
+    for stack, expected in (("encoder", encoder), ("decoder", decoder)):
+        np.testing.assert_allclose(growth.levels(rule, Depth(4, 3), stack), expected, rtol=1e-12)
+
+
+@pytest.mark.parametrize("rule", ["", "-1", "1.5", "1/k", "6/sqrt(n", "6/sqrtn", "6/n)", "half", "1/", "nan"])
+def test_what_is_no_rule(rule: str) -> None:
+    with pytest.raises(UserError, match="1/sqrt"):
+        growth.levels(rule, Depth(4, 3), "encoder")
+
+
+def test_alpha_may_not_shrink() -> None:
+    with pytest.raises(UserError, match=r"alpha cannot shrink: at 6L-6L model\.alpha_start=0\.5"):
+        growth.alpha(ModelConfig(alpha_start="0.5", alpha_end="1/n"))
+
+
+@pytest.mark.parametrize(
+    ("options", "closed"),
+    [
+        ({}, False),
+        ({"alpha_order": "linear"}, False),
+        ({"alpha_order": "stagewise_0"}, True),
+        ({"alpha_order": "stagewise_L"}, False),
+        ({"alpha_order": "bottom_up"}, True),
+        ({"alpha_order": "bottom_up", "alpha_stagger": 0.0}, False),
+        ({"alpha_order": "bottom_up", "alpha_start": "0.1"}, False),
+    ],
+)
+def test_whether_some_layers_wait(options: dict[str, Any], closed: bool) -> None:
+    """That is: at some update one layer's alpha is 0 and another's is not."""
+    config = ModelConfig(encoder_layers=6, decoder_layers=4, alpha_steps=T, **options)
+    assert growth.starts_closed(config) == closed
+    found = np.concatenate(list(by_update(**options).values()), axis=1)
+    assert bool(((found == 0).any(1) & (found > 0).any(1)).any()) == closed

@@ -1,0 +1,158 @@
+"""The installed package: what the wheel contains, and what happens where an extra is not installed."""
+
+import os
+import shutil
+import subprocess
+import sys
+import tomllib
+import zipfile
+from email.parser import Parser
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import HASTY, ROOT, TINY, read_status
+
+SETUPTOOLS = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["setuptools"]
+
+
+def requirements(name: str) -> set[str]:
+    """The names of the packages in a file of requirements/."""
+    lines = (ROOT / "requirements" / f"{name}.txt").read_text(encoding="utf-8").splitlines()
+    return {name_of(line) for line in lines if line and not line.startswith("#")}
+
+
+def name_of(requirement: str) -> str:
+    """jax[cuda13]>=0.10; extra == "gpu" -> jax[cuda13]."""
+    return requirement.split(";")[0].split(">")[0].split("<")[0].split("=")[0].strip()
+
+
+def test_every_folder_of_the_package_is_listed() -> None:
+    folders = {path.parent.relative_to(ROOT) for path in (ROOT / "branchnorm_jax").rglob("*.py")}
+    assert set(SETUPTOOLS["packages"]) == {".".join(folder.parts) for folder in folders} | {"branchnorm_jax.configs"}
+
+
+def test_requirements_txt_is_the_core_and_the_extras_that_every_machine_can_install() -> None:
+    lines = (ROOT / "requirements.txt").read_text(encoding="utf-8").splitlines()
+    included = {line.removeprefix("-r requirements/").removesuffix(".txt") for line in lines if line[0] != "#"}
+    extras = set(SETUPTOOLS["dynamic"]["optional-dependencies"])
+    assert included == {"core"} | extras - {"gpu", "tpu", "dev"}
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
+    """The wheel of a copy of the checkout, since building leaves files behind."""
+    source, built = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("dist")
+    for name in ("pyproject.toml", "README.md", "LICENSE", "requirements", "configs", "branchnorm_jax"):
+        subprocess.run(["cp", "-r", ROOT / name, source], check=True)
+    options = "--no-deps", "--no-build-isolation", "--wheel-dir", str(built)
+    command = [sys.executable, "-m", "pip", "wheel", *options, str(source)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return zipfile.ZipFile(next(built.glob("*.whl")))
+
+
+@pytest.mark.slow
+def test_the_wheel_holds_the_package_and_the_configs_and_nothing_else(wheel: zipfile.ZipFile) -> None:
+    expected = {
+        str(path.relative_to(ROOT))
+        for path in (ROOT / "branchnorm_jax").rglob("*")
+        if path.is_file() and path.suffix != ".pyc"
+    }
+    expected |= {f"branchnorm_jax/configs/{path.name}" for path in (ROOT / "configs").glob("*.py")}
+    assert {name for name in wheel.namelist() if ".dist-info/" not in name} == expected
+
+
+@pytest.mark.slow
+def test_the_wheel_asks_for_the_core_alone_and_offers_the_extras(wheel: zipfile.ZipFile) -> None:
+    text = next(wheel.read(name).decode() for name in wheel.namelist() if name.endswith("METADATA"))
+    needed: dict[str, set[str]] = {}
+    for line in Parser().parsestr(text).get_all("Requires-Dist", []):
+        extra = line.partition("extra == ")[2].strip('"') or "core"
+        needed.setdefault(extra, set()).add(name_of(line))
+    all_of_them = requirements("dev") | requirements("serve") | requirements("tfds") | requirements("plots")
+    alone = {name: requirements(name) for name in ("core", "serve", "tfds", "plots", "gpu", "tpu")}
+    assert needed == alone | {"dev": all_of_them}
+
+
+@pytest.mark.slow
+def test_the_installed_command_finds_configs_by_name_and_configs_that_build_on_them(
+    wheel: zipfile.ZipFile, tmp_path: Path
+) -> None:
+    """Unpacked as pip does it, run from elsewhere."""
+    wheel.extractall(tmp_path / "site")
+    (tmp_path / "mine.py").write_text(
+        "from configs import sweep_depth\n\n\n"
+        "def get_config(depth=''):\n"
+        "    config = sweep_depth.get_config(depth)\n"
+        "    config.model.width = 34\n"
+        "    config.model.heads = 2\n"
+        "    return config\n"
+    )
+    code = "from branchnorm_jax.cli import command; command()"
+    for config, folder, width in (("numerals:1L-2L", "numerals-1L-2L", 128), ("mine.py:1L-2L", "mine-1L-2L", 34)):
+        done = subprocess.run(
+            [sys.executable, "-P", "-c", code, "--mode=plan", f"--config={config}", "--config.plan.compile=False"],
+            cwd=tmp_path, env={"PYTHONPATH": str(tmp_path / "site"), "JAX_PLATFORMS": "cpu"},
+            capture_output=True, text=True,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        assert f"branchnorm 1L-2L, width {width}/" in done.stdout
+        assert (tmp_path / "runs" / folder / "plan.json").exists()
+
+
+def without(package: str, *options: str) -> subprocess.CompletedProcess[str]:
+    """main.py where `package` is not installed: Python refuses to import what is None."""
+    code = f"import sys; sys.modules[{package!r}] = None; from branchnorm_jax.cli import command; command()"
+    return subprocess.run([sys.executable, "-c", code, *options], cwd=ROOT, capture_output=True, text=True)
+
+
+@pytest.mark.parametrize(
+    ("package", "extra", "options"),
+    [
+        ("uvicorn", "serve", ("--mode=serve",)),
+        ("starlette", "serve", ("--mode=serve",)),
+        ("matplotlib", "plots", ("--mode=analyze",)),
+        ("tensorflow_datasets", "tfds", ("--config.data.source=tfds", "--config.data.path=x/de-en")),
+    ],
+)
+def test_a_missing_extra_is_named(package: str, extra: str, options: tuple[str, ...], tmp_path: Path) -> None:
+    done = without(package, *TINY, f"--workdir={tmp_path}", *options)
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr
+    last = done.stderr.splitlines()[-1]
+    assert package in last and f'pip install "branchnorm_jax[{extra}]"' in last
+
+
+@pytest.mark.slow
+def test_a_training_needs_no_extra(tmp_path: Path) -> None:
+    done = without("tensorboardX", *HASTY, "--config.train.steps=2", f"--workdir={tmp_path}")
+    assert done.returncode == 0, done.stderr
+    said = [line for line in done.stderr.splitlines() if "branchnorm_jax[plots]" in line]
+    assert len(said) == 1 and "tensorboard is not written" in said[0]
+    assert read_status(tmp_path)["status"] == "done"
+    assert not (tmp_path / "tensorboard").exists()
+
+
+def test_the_revision_of_a_run_is_that_of_this_project_alone(tmp_path: Path) -> None:
+    """An environment may lie in the checkout of somebody's own project."""
+
+    def git(*arguments: str) -> str:
+        command = ["git", "-c", "user.name=x", "-c", "user.email=x@example.com", *arguments]
+        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True).stdout.strip()
+
+    def revision() -> str:
+        code = "from branchnorm_jax.training.logs import git_revision; print(git_revision())"
+        command = [sys.executable, "-P", "-c", code]
+        environment = os.environ | {"PYTHONPATH": str(tmp_path / "site")}
+        return subprocess.run(
+            command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True
+        ).stdout.strip()
+
+    git("init", "-q")
+    git("commit", "-q", "--allow-empty", "-m", "another project")
+    shutil.copytree(ROOT / "branchnorm_jax", tmp_path / "site" / "branchnorm_jax")
+    assert revision() == "unknown"
+    git("add", "site")
+    git("commit", "-q", "-m", "a checkout")
+    assert revision() == git("rev-parse", "HEAD")

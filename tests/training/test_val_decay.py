@@ -1,0 +1,65 @@
+"""ValDecay in the loop: the learning rate of every update, and the update that the run stops at, in closed form."""
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from branchnorm_jax.options import Config, DataConfig, ModelConfig, TrainConfig
+from branchnorm_jax.training import loop, schedules
+from branchnorm_jax.workdir import Workdir
+
+PEAK, FACTOR, SMALLEST, WARMUP, EVERY = 5e-3, 0.9, 3e-3, 12, 5
+CONFIG = Config(
+    model=ModelConfig(encoder_layers=1, decoder_layers=1, width=16, ffn_width=24, heads=2),
+    data=DataConfig(numerals_pairs=200, vocab_size=300, max_length=128, batch_shapes=1),
+    train=TrainConfig(
+        steps=60,
+        batch_tokens=512,
+        schedule="val_decay",
+        learning_rate=PEAK,
+        warmup_init=0.0,
+        warmup_steps=WARMUP,
+        decay_factor=FACTOR,
+        min_learning_rate=SMALLEST,
+        eval_every=EVERY,
+        eval_bleu_sentences=0,
+        best_metric="loss",
+        checkpoint_every=0,
+        log_every=1,
+        watch_every=0,
+    ),
+)
+
+
+def test_it_decays_after_the_warm_up_alone_and_stops_below_the_smallest_rate(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every validation is worse than those before: the rate is peak x factor^k after the k-th one past the warm-up."""
+    monkeypatch.setattr(schedules, "val_decay", lambda scores, patience: True)
+    loop.train(CONFIG, Workdir(tmp_path))
+
+    decays = math.floor(math.log(SMALLEST / PEAK) / math.log(FACTOR)) + 1
+    first = math.ceil(WARMUP / EVERY) * EVERY
+    last = first + EVERY * (decays - 1)
+    updates = np.arange(last)
+    expected = PEAK * np.minimum(updates / WARMUP, 1) * FACTOR ** np.maximum(0, (updates - first) // EVERY + 1)
+
+    found = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    np.testing.assert_allclose([line["learning_rate"] for line in found], expected, rtol=1e-6)
+    assert expected[EVERY] < SMALLEST, "the rate of the warm-up is smaller, and stops nothing"
+    status = json.loads((tmp_path / "status.json").read_text())
+    assert (status["status"], status["step"]) == ("done", last)
+    assert "train.min_learning_rate=0.003" in status["reason"]
+
+
+def test_without_a_smallest_rate_and_without_worse_validations_it_is_constant(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(schedules, "val_decay", lambda scores, patience: False)
+    train = {**vars(CONFIG.train), "steps": 20, "min_learning_rate": 0.0}
+    loop.train(Config(CONFIG.model, CONFIG.data, TrainConfig(**train)), Workdir(tmp_path))
+    found = [json.loads(line)["learning_rate"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    np.testing.assert_allclose(found, PEAK * np.minimum(np.arange(20) / WARMUP, 1), rtol=1e-6)

@@ -42,10 +42,11 @@ from branchnorm_jax.decoding.engine import Engine, Query, pad
 from branchnorm_jax.evaluation.bleu import corpus_bleu
 from branchnorm_jax.export import ctranslate2, fold
 from branchnorm_jax.model.cache import Cache
-from branchnorm_jax.model.places import source_mask
+from branchnorm_jax.model.segments import source_mask
 from branchnorm_jax.model.transformer import Transformer
 from branchnorm_jax.modes.common import load
-from branchnorm_jax.options import EOS, PAD, UNK, DecodeConfig, ModelConfig
+from branchnorm_jax.options import DecodeConfig, ModelConfig
+from branchnorm_jax.tokens import EOS, PAD, UNK
 from branchnorm_jax.workdir import Workdir
 
 SENTENCES, ROWS, SLOTS, VOCABULARY, LENGTH = 64, 32, 256, 8000, 30

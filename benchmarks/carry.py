@@ -35,11 +35,12 @@ from branchnorm_jax import config as configs
 from branchnorm_jax.data.corpus import read_pairs
 from branchnorm_jax.decoding.translate import pad
 from branchnorm_jax.model.parameters import Params
-from branchnorm_jax.model.places import decoder_inputs
 from branchnorm_jax.model.recipe import STACKS
+from branchnorm_jax.model.segments import decoder_inputs
 from branchnorm_jax.model.transformer import Transformer
 from branchnorm_jax.modes.common import load
-from branchnorm_jax.options import PAD, ModelConfig
+from branchnorm_jax.options import ModelConfig
+from branchnorm_jax.tokens import PAD
 from branchnorm_jax.training.state import Batch
 from branchnorm_jax.training.step import loss_sums
 from branchnorm_jax.workdir import Workdir

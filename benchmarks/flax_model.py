@@ -12,15 +12,16 @@ import jax.numpy as jnp
 import optax
 
 from branchnorm_jax.model.embedding import embed, sinusoids
-from branchnorm_jax.model.places import (
-    Places,
+from branchnorm_jax.model.segments import (
+    Segments,
     causal_mask,
     decoder_inputs,
     same_sentence,
-    source_places,
-    target_places,
+    source_segments,
+    target_segments,
 )
-from branchnorm_jax.options import PAD, ModelConfig
+from branchnorm_jax.options import ModelConfig
+from branchnorm_jax.tokens import PAD
 
 EPSILON = 1e-5
 
@@ -69,20 +70,20 @@ class Network(nn.Module):
         c = self.config
         table = self.param("table", nn.initializers.normal(c.width**-0.5), (self.vocabulary, c.width))
 
-        def embedded(tokens: jax.Array, places: Places) -> jax.Array:
-            positions = jnp.asarray(sinusoids(tokens.shape[1], c.width, c.positions))[places.position]
+        def embedded(tokens: jax.Array, segments: Segments) -> jax.Array:
+            positions = jnp.asarray(sinusoids(tokens.shape[1], c.width, c.positions))[segments.positions]
             return nn.Dropout(c.dropout, deterministic=not self.train)(embed(tokens, table, positions))
 
         inputs = decoder_inputs(target)
-        places, target_side = source_places(source), target_places(inputs)
-        x, mask = embedded(source, places), same_sentence(places, places)
+        segments, target_side = source_segments(source), target_segments(inputs)
+        x, mask = embedded(source, segments), same_sentence(segments, segments)
         for index in range(c.encoder_layers):
             x = Layer(c, self.train, name=f"encoder_{index}")(x, mask)
         memory, x = x, embedded(inputs, target_side)
         mask = same_sentence(target_side, target_side) & causal_mask(inputs.shape[1])
         for index in range(c.decoder_layers):
             layer = Layer(c, self.train, name=f"decoder_{index}")
-            x = layer(x, mask, memory, same_sentence(target_side, places))
+            x = layer(x, mask, memory, same_sentence(target_side, segments))
         return x @ table.T
 
 

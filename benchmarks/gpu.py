@@ -25,7 +25,8 @@ from benchmarks.measure import save
 from branchnorm_jax.analysis import devices, plan
 from branchnorm_jax.model.norms import apply_norm, init_norm
 from branchnorm_jax.model.transformer import Transformer
-from branchnorm_jax.options import UNK, Config, DataConfig, ModelConfig, TrainConfig
+from branchnorm_jax.options import Config, DataConfig, ModelConfig, TrainConfig
+from branchnorm_jax.tokens import UNK
 from branchnorm_jax.training.logs import peak_memory_bytes
 from branchnorm_jax.training.optimizer import make_optimizer
 from branchnorm_jax.training.state import Batch, first_state

@@ -18,7 +18,7 @@ from benchmarks.depth import VOCABULARY, batch, update
 from benchmarks.measure import alternate, save
 from branchnorm_jax.analysis.plan import forward_flops
 from branchnorm_jax.model import growth
-from branchnorm_jax.model.places import decoder_inputs
+from branchnorm_jax.model.segments import decoder_inputs
 from branchnorm_jax.model.transformer import Transformer
 from branchnorm_jax.options import Config, ModelConfig
 from branchnorm_jax.training.state import Batch

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from branchnorm_jax.model.embedding import sinusoids
-from branchnorm_jax.options import EOS, PAD, ModelConfig
+from branchnorm_jax.options import ModelConfig
+from branchnorm_jax.tokens import EOS, PAD
 
 POSITIONS = 1024
 

@@ -5,9 +5,6 @@ import itertools
 from collections.abc import Iterator
 from typing import Any
 
-# Token ids with a meaning in every vocabulary of this project. The decoder starts from EOS.
-PAD, EOS, UNK = 0, 1, 2
-
 
 def option(
     default: Any,

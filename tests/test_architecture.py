@@ -16,6 +16,7 @@ PACKAGE = "branchnorm_jax"
 MAY_IMPORT = {
     "errors": set(),
     "options": set(),
+    "tokens": set(),
     "config": set(),
     "files": set(),
     "workdir": {"config", "files"},
@@ -35,7 +36,7 @@ MAY_IMPORT = {
     },
     "cli": {"modes", "model", "parallel", "config", "workdir"},
 }
-FOR_ALL = {"options", "errors"}
+FOR_ALL = {"options", "errors", "tokens"}
 
 # room -> packages of others that it must not use anywhere.
 MUST_NOT_IMPORT = {

@@ -17,8 +17,9 @@ from branchnorm_jax.data.packing import row_lengths
 from branchnorm_jax.errors import UserError
 from branchnorm_jax.model.stack import REMAT, best_group, size_of
 from branchnorm_jax.model.transformer import Transformer
-from branchnorm_jax.options import UNK, Config
+from branchnorm_jax.options import Config
 from branchnorm_jax.parallel.mesh import data_size
+from branchnorm_jax.tokens import UNK
 from branchnorm_jax.training.optimizer import make_optimizer
 from branchnorm_jax.training.state import Batch, TrainState, first_state
 from branchnorm_jax.training.step import make_train_step

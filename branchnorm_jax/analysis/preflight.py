@@ -26,8 +26,8 @@ from branchnorm_jax.decoding.translate import make_model
 from branchnorm_jax.model import growth
 from branchnorm_jax.model.coefficients import Alpha
 from branchnorm_jax.model.parameters import Params
-from branchnorm_jax.model.places import decoder_inputs
 from branchnorm_jax.model.recipe import STACKS
+from branchnorm_jax.model.segments import decoder_inputs
 from branchnorm_jax.model.transformer import Transformer
 from branchnorm_jax.options import Config
 from branchnorm_jax.training.optimizer import make_optimizer

@@ -12,7 +12,8 @@ import numpy as np
 
 from branchnorm_jax.data.packing import Packing, Shape, choose_shapes, pack
 from branchnorm_jax.data.shuffle import shuffled
-from branchnorm_jax.options import PAD, DataConfig
+from branchnorm_jax.options import DataConfig
+from branchnorm_jax.tokens import PAD
 
 T = TypeVar("T")
 

@@ -16,7 +16,7 @@ import numpy as np
 import sentencepiece
 
 from branchnorm_jax.data.shuffle import hashed
-from branchnorm_jax.options import EOS
+from branchnorm_jax.tokens import EOS
 
 NBEST = 64
 """Number of best segmentations of a word to sample from."""

@@ -18,7 +18,8 @@ from branchnorm_jax.data.sampling import Sampler
 from branchnorm_jax.data.tokenizer import NO_TAGS, Tags, Tokenizer
 from branchnorm_jax.errors import UserError
 from branchnorm_jax.files import atomic_directory
-from branchnorm_jax.options import UNK, DataConfig
+from branchnorm_jax.options import DataConfig
+from branchnorm_jax.tokens import UNK
 
 _FORMAT = 1  # increase it when the meaning of the files or of the filters changes
 _CHUNK_PAIRS = 8192

@@ -16,7 +16,8 @@ import sentencepiece
 
 from branchnorm_jax.errors import UserError
 from branchnorm_jax.files import atomic_directory, write_atomically
-from branchnorm_jax.options import EOS, PAD, UNK, DataConfig
+from branchnorm_jax.options import DataConfig
+from branchnorm_jax.tokens import EOS, PAD, UNK
 
 T = TypeVar("T")
 

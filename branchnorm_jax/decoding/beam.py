@@ -21,7 +21,8 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 import jax.numpy as jnp
 
-from branchnorm_jax.options import EOS, PAD, DecodeConfig
+from branchnorm_jax.options import DecodeConfig
+from branchnorm_jax.tokens import EOS, PAD
 
 C = TypeVar("C")
 """Type of the model's cache: any tree of arrays."""

@@ -16,9 +16,10 @@ from branchnorm_jax.decoding.beam import Hypotheses, Search
 from branchnorm_jax.model.cache import Caches, take_slots, write_sources
 from branchnorm_jax.model.coefficients import Alpha
 from branchnorm_jax.model.parameters import Params
-from branchnorm_jax.model.places import source_mask
+from branchnorm_jax.model.segments import source_mask
 from branchnorm_jax.model.transformer import Transformer
-from branchnorm_jax.options import PAD, DecodeConfig
+from branchnorm_jax.options import DecodeConfig
+from branchnorm_jax.tokens import PAD
 
 T = TypeVar("T")
 
@@ -279,7 +280,7 @@ class Engine:
     def _ready(self, weights: Weights) -> Weights:
         """Unstacks the layers of shallow decoders (up to `decode.unroll` layers)."""
         return tuple(
-            (model.apart(params) if model.config.decoder_layers <= self.config.unroll else params, alpha)
+            (model.unstack(params) if model.config.decoder_layers <= self.config.unroll else params, alpha)
             for model, (params, alpha) in zip(self.models, weights, strict=True)
         )
 

@@ -15,9 +15,10 @@ from branchnorm_jax.decoding.beam import Hypotheses
 from branchnorm_jax.decoding.engine import Engine, Query, Weights, coarse, pad, padded_length, padded_lengths, rounded
 from branchnorm_jax.model.coefficients import Alpha
 from branchnorm_jax.model.parameters import Params
-from branchnorm_jax.model.places import decoder_inputs
+from branchnorm_jax.model.segments import decoder_inputs
 from branchnorm_jax.model.transformer import Transformer
-from branchnorm_jax.options import EOS, DecodeConfig, ModelConfig
+from branchnorm_jax.options import DecodeConfig, ModelConfig
+from branchnorm_jax.tokens import EOS
 
 
 def make_model(config: ModelConfig, tokenizer: Tokenizer) -> Transformer:
@@ -215,7 +216,7 @@ class Translator:
         for length in padded_lengths(longest + max(map(len, tags))):
             full = max(1, self.config.batch_tokens // length)
             for rows in {min(full, coarse(count)) for count in range(1, full + 1)}:
-                self._looks(weights, *[pad([], rows, length)] * 2)
+                self._attention(weights, *[pad([], rows, length)] * 2)
 
     def score(
         self,
@@ -268,8 +269,8 @@ class Translator:
         `decode.alignment_layer` selects one. `sources` and `targets` are token ids that end in EOS; a target may be
         empty.
         """
-        looks = self._by_target(self._looks, self._weights(params, alpha), sources, targets)
-        return [each[:, : len(source)] for each, source in zip(looks, sources, strict=True)]
+        attention = self._by_target(self._attention, self._weights(params, alpha), sources, targets)
+        return [each[:, : len(source)] for each, source in zip(attention, sources, strict=True)]
 
     def _by_target(
         self,
@@ -325,7 +326,7 @@ class Translator:
         return log_probs
 
     @functools.cached_property
-    def _looks(self) -> Callable[[Weights, np.ndarray, np.ndarray], jax.Array]:
+    def _attention(self) -> Callable[[Weights, np.ndarray, np.ndarray], jax.Array]:
         models, layer = self.engine.models, self.config.alignment_layer
 
         @jax.jit
@@ -333,9 +334,9 @@ class Translator:
             each = []
             for model, (params, alpha) in zip(models, weights, strict=True):
                 depth = model.config.decoder_layers
-                look_M = jnp.arange(1, depth + 1) == layer if layer else jnp.full(depth, 1 / depth)
+                weights_M = jnp.arange(1, depth + 1) == layer if layer else jnp.full(depth, 1 / depth)
                 inputs = decoder_inputs(target)
-                each.append(model.attention(params, source, inputs, alpha, look_M.astype(jnp.float32)))
+                each.append(model.attention(params, source, inputs, alpha, weights_M.astype(jnp.float32)))
             return jnp.stack(each).mean(0)
 
         return attention

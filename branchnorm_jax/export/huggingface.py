@@ -9,7 +9,8 @@ import numpy as np
 
 from branchnorm_jax.errors import UserError
 from branchnorm_jax.export.fold import SUBLAYERS, Plain, without_embedding_scale
-from branchnorm_jax.options import EOS, PAD, UNK, DecodeConfig, ModelConfig
+from branchnorm_jax.options import DecodeConfig, ModelConfig
+from branchnorm_jax.tokens import EOS, PAD, UNK
 
 NORMS = {"self": "self_attn_layer_norm", "cross": "encoder_attn_layer_norm", "ffn": "final_layer_norm"}
 ATTENTION = {"self": "self_attn", "cross": "encoder_attn"}

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from branchnorm_jax.model.parameters import Params
-from branchnorm_jax.model.places import Places, decoder_inputs, source_places, target_places
+from branchnorm_jax.model.segments import Segments, decoder_inputs, source_segments, target_segments
 from branchnorm_jax.model.taps import Taps
 from branchnorm_jax.model.transformer import Transformer
 
@@ -30,13 +30,13 @@ def profile(model: Transformer, params: Params, source_BS: jax.Array, target_BT:
       target_BT: int [B, T].
       key: of the dropout masks.
     """
-    source, inputs_BT = source_places(source_BS), decoder_inputs(target_BT)
+    source, inputs_BT = source_segments(source_BS), decoder_inputs(target_BT)
 
-    def spreads(stack: str, tokens: jax.Array, places: Places, memory: Any = None) -> tuple[jax.Array, Any]:
-        return model.run_tokens(params, stack, tokens, places, memory, jnp.ones(()), key, Taps(record="profile"))
+    def spreads(stack: str, tokens: jax.Array, segments: Segments, memory: Any = None) -> tuple[jax.Array, Any]:
+        return model.run_tokens(params, stack, tokens, segments, memory, jnp.ones(()), key, Taps(record="profile"))
 
     memory_BSD, encoder = spreads("encoder", source_BS, source)
-    _, decoder = spreads("decoder", inputs_BT, target_places(inputs_BT), (memory_BSD, source))
+    _, decoder = spreads("decoder", inputs_BT, target_segments(inputs_BT), (memory_BSD, source))
 
     def fill(weights: Params, found: dict[str, tuple[jax.Array, ...]]) -> Params:
         return weights | {

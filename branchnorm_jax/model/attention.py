@@ -66,21 +66,21 @@ def _(primals: tuple[jax.Array], tangents: tuple[jax.Array]) -> tuple[jax.Array,
     return p, change - p * change.sum(-1, keepdims=True)
 
 
-class Kept(NamedTuple):
+class KVCache(NamedTuple):
     """Keys and values as decoding keeps them: so that both matrix products of a step read them row by row."""
 
     k_BHKS: jax.Array
     v_BHSK: jax.Array
 
 
-def attend_kept(
-    q_BQHK: jax.Array, kept: Kept, mask_BQS: jax.Array, own: tuple[jax.Array, jax.Array] | None = None
+def attend_cached(
+    q_BQHK: jax.Array, cached: KVCache, mask_BQS: jax.Array, own: tuple[jax.Array, jax.Array] | None = None
 ) -> jax.Array:
     """`attend` of the Q hypotheses of a sentence to keys and values that they share.
 
     Args:
       q_BQHK: queries.
-      kept: keys and values.
+      cached: keys and values.
       mask_BQS: True where a hypothesis may look; axes of size 1 broadcast.
       own: a key and a value of each hypothesis that it alone sees, [B, Q, H, K] each.
 
@@ -89,14 +89,14 @@ def attend_kept(
     """
     q_BQHK = q_BQHK * q_BQHK.shape[-1] ** -0.5
     exact = jnp.promote_types(q_BQHK.dtype, jnp.float32)
-    scores_BHQS = jnp.einsum("bqhk,bhks->bhqs", q_BQHK, kept.k_BHKS, preferred_element_type=exact)
+    scores_BHQS = jnp.einsum("bqhk,bhks->bhqs", q_BQHK, cached.k_BHKS, preferred_element_type=exact)
     scores_BHQS = jnp.where(mask_BQS[:, None], scores_BHQS, MASKED)
     if own is not None:
         own_BHQ1 = jnp.einsum("bqhk,bqhk->bhq", q_BQHK, own[0], preferred_element_type=exact)[..., None]
         scores_BHQS = jnp.concatenate([scores_BHQS, own_BHQ1], axis=-1)
-    probabilities_BHQS = jax.nn.softmax(scores_BHQS).astype(kept.v_BHSK.dtype)
+    probabilities_BHQS = jax.nn.softmax(scores_BHQS).astype(cached.v_BHSK.dtype)
     # In this order of axes: `einsum` would swap the factors for [B, Q, H, K], which XLA multiplies far slower on CPUs.
-    out_BHQK = jnp.einsum("bhqs,bhsk->bhqk", probabilities_BHQS[..., : mask_BQS.shape[-1]], kept.v_BHSK)
+    out_BHQK = jnp.einsum("bhqs,bhsk->bhqk", probabilities_BHQS[..., : mask_BQS.shape[-1]], cached.v_BHSK)
     out_BQHK = out_BHQK.swapaxes(1, 2)
     if own is not None:
         out_BQHK += probabilities_BHQS[..., -1].swapaxes(1, 2)[..., None] * own[1]
@@ -151,19 +151,19 @@ class Attention(nn.Module):
         q_BTHK = self._heads(checkpoint_name(self.q(x_BTD), "projection"))
         return self._out(attend(q_BTHK, *keys_values, mask_BTS, self.dropout, key))
 
-    def looks(self, x_BTD: jax.Array, k_BSHK: jax.Array, mask_BTS: jax.Array) -> jax.Array:
-        """How much of its attention x pays to each key: the mean over heads, float32 [B, T, S]."""
+    def probabilities(self, x_BTD: jax.Array, k_BSHK: jax.Array, mask_BTS: jax.Array) -> jax.Array:
+        """Attention probabilities, mean over heads, float32 [B, T, S]."""
         return probabilities(self._heads(self.q(x_BTD)), k_BSHK, mask_BTS).mean(1)
 
     def decode(
         self,
         x_BQD: jax.Array,
-        kept: Kept,
+        cached: KVCache,
         mask_BQS: jax.Array,
         own: tuple[jax.Array, jax.Array] | None = None,
     ) -> jax.Array:
-        """One step of Q hypotheses, as `attend_kept`: [B, Q, D] -> [B, Q, D]."""
-        return self._out(attend_kept(self._heads(self.q(x_BQD)), kept, mask_BQS, own))
+        """One step of Q hypotheses, as `attend_cached`: [B, Q, D] -> [B, Q, D]."""
+        return self._out(attend_cached(self._heads(self.q(x_BQD)), cached, mask_BQS, own))
 
     def _out(self, out_BTHK: jax.Array) -> jax.Array:
         """What follows the heads: [B, T, H, K] -> [B, T, D]."""

@@ -26,8 +26,8 @@ class LayerInput(NamedTuple):
     """Dropout key [] (in the stack [L]); None switches dropout off."""
     probe: jax.Array | None = None
     """Added to the layer's input, [B, T, D] (in the stack [L, B, T, D])."""
-    look: jax.Array | None = None
-    """Weight of the layer in `Stream.looks`: float32 [] (in the stack [L])."""
+    attention_weight: jax.Array | None = None
+    """Weight of the layer in `Stream.attention`: float32 [] (in the stack [L])."""
 
 
 class Stream(NamedTuple):
@@ -39,8 +39,8 @@ class Stream(NamedTuple):
     """Sum of the embedding and of all branches so far, float32 [B, T, D], in a dual stream."""
     spread: jax.Array | None = None
     """Standard deviation of that sum, float32 [], while profiling."""
-    looks: jax.Array | None = None
-    """Cross-attention so far, summed over layers by their weights, float32 [B, T, S], where it is asked for."""
+    attention: jax.Array | None = None
+    """Weighted sum of the cross-attention of the layers so far, float32 [B, T, S]; None: it is not recorded."""
 
 
 def make_attention(config: ModelConfig, recipe: Recipe, name: str) -> Attention:
@@ -200,7 +200,7 @@ class DecoderBlock(Block):
         cross_attention = make_attention(self.config, self.recipe, "cross")
         feed_forward = make_feed_forward(self.config, self.recipe)
         new: list[KeysValues] = []
-        looks: list[jax.Array] = []
+        probabilities: list[jax.Array] = []
 
         def attend_self(z: jax.Array) -> jax.Array:
             keys_values = self_attention.keys_values(z)
@@ -214,14 +214,14 @@ class DecoderBlock(Block):
                 return cross_attention.decode(z, cache.cross, cross_mask)
             assert memory_BSD is not None
             keys_values = cross_attention.keys_values(memory_BSD)
-            if stream.looks is not None:
-                looks.append(cross_attention.looks(z, keys_values[0], cross_mask))
+            if stream.attention is not None:
+                probabilities.append(cross_attention.probabilities(z, keys_values[0], cross_mask))
             return cross_attention(z, keys_values, cross_mask, site_key(layer.key, Site.CROSS_PROBABILITIES))
 
         stream = self._residual("self", stream, attend_self, layer, Site.SELF_BRANCH)
         stream = self._residual("cross", stream, attend_cross, layer, Site.CROSS_BRANCH)
-        if stream.looks is not None and layer.look is not None:
-            stream = stream._replace(looks=stream.looks + layer.look * looks[0])
+        if stream.attention is not None and layer.attention_weight is not None:
+            stream = stream._replace(attention=stream.attention + layer.attention_weight * probabilities[0])
         ffn_key = site_key(layer.key, Site.FFN_ACTIVATION)
         stream = self._residual("ffn", stream, lambda z: feed_forward(z, ffn_key), layer, Site.FFN_BRANCH, bottom)
         c, (rows, length, _) = self.config, stream.x.shape
@@ -238,14 +238,16 @@ def mean_square(x: jax.Array) -> jax.Array:
     return jnp.square(x.astype(jnp.float32)).mean((1, 2))
 
 
-def watched(before: jax.Array, after: jax.Array, mask: jax.Array, sown: Mapping[str, Any]) -> dict[str, jax.Array]:
+def watched(
+    before: jax.Array, after: jax.Array, mask: jax.Array, intermediates: Mapping[str, Any]
+) -> dict[str, jax.Array]:
     """Statistics of one layer, row by row: see `training/watch.py`.
 
     Args:
       before: its input, [B, T, D].
       after: its output.
       mask: its self-attention's mask, [B, T, T].
-      sown: what its parts sowed in "watch".
+      intermediates: what its parts sowed in "watch".
 
     Returns:
       branch, skip: mean squares of b F and a x, [sub-layers, B]; cosine of input and output, sparsity of the hidden
@@ -254,10 +256,10 @@ def watched(before: jax.Array, after: jax.Array, mask: jax.Array, sown: Mapping[
     x, y = before.astype(jnp.float32), after.astype(jnp.float32)
     squares = jnp.square(x).sum(-1) * jnp.square(y).sum(-1)
     return {
-        "branch": jnp.stack(sown["branch"]),
-        "skip": jnp.stack(sown["skip"]),
+        "branch": jnp.stack(intermediates["branch"]),
+        "skip": jnp.stack(intermediates["skip"]),
         "cosine": ((x * y).sum(-1) * jax.lax.rsqrt(squares + 1e-20)).mean(1),
-        "sparsity": sown["ffn"]["sparsity"][0] if "ffn" in sown else jnp.zeros(len(x)),
+        "sparsity": intermediates["ffn"]["sparsity"][0] if "ffn" in intermediates else jnp.zeros(len(x)),
         **similarity(y, mask),
     }
 

@@ -6,16 +6,16 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from branchnorm_jax.model.attention import Kept, KeysValues
+from branchnorm_jax.model.attention import KeysValues, KVCache
 from branchnorm_jax.options import ModelConfig
 
 
 class Cache(NamedTuple):
     """Keys and values of one decoder layer, read while decoding (in the stack with a leading axis L)."""
 
-    self: Kept
+    self: KVCache
     """Of the tokens so far, in as many slots as there is room for; masks say which of them are seen."""
-    cross: Kept
+    cross: KVCache
     """Of the source, computed once per sentence."""
 
 
@@ -23,15 +23,15 @@ Caches = Cache | list[Cache]
 """Of a decoder's stack, or of each of its layers where they are apart."""
 
 
-def empty(config: ModelConfig, rows: int, slots: int) -> Kept:
+def empty(config: ModelConfig, rows: int, slots: int) -> KVCache:
     """Room for so many tokens of each sentence in each layer of the decoder's stack."""
     shape, size = (config.decoder_layers, rows, config.heads), config.width // config.heads
-    return Kept(jnp.zeros((*shape, size, slots), config.dtype), jnp.zeros((*shape, slots, size), config.dtype))
+    return KVCache(jnp.zeros((*shape, size, slots), config.dtype), jnp.zeros((*shape, slots, size), config.dtype))
 
 
-def kept(k_BSHK: jax.Array, v_BSHK: jax.Array) -> Kept:
+def to_cache(k_BSHK: jax.Array, v_BSHK: jax.Array) -> KVCache:
     """Keys and values of the source, as decoding reads them."""
-    return Kept(jnp.einsum("bshk->bhks", k_BSHK), jnp.einsum("bshk->bhsk", v_BSHK))
+    return KVCache(jnp.einsum("bshk->bhks", k_BSHK), jnp.einsum("bshk->bhsk", v_BSHK))
 
 
 def write_tokens(caches: Caches, new: Any, slot: jax.Array) -> Caches:
@@ -41,7 +41,7 @@ def write_tokens(caches: Caches, new: Any, slot: jax.Array) -> Caches:
         k, v = (jnp.moveaxis(entry, -3, -2).astype(cache.self.v_BHSK.dtype) for entry in new)
         k_BHKS = jax.lax.dynamic_update_slice_in_dim(cache.self.k_BHKS, k.swapaxes(-1, -2), slot, axis=k.ndim - 1)
         v_BHSK = jax.lax.dynamic_update_slice_in_dim(cache.self.v_BHSK, v, slot, axis=v.ndim - 2)
-        return cache._replace(self=Kept(k_BHKS, v_BHSK))
+        return cache._replace(self=KVCache(k_BHKS, v_BHSK))
 
     return jax.tree.map(write, caches, new, is_leaf=lambda node: isinstance(node, Cache))
 
@@ -61,6 +61,6 @@ def take_slots(caches: Caches, slots: jax.Array) -> Caches:
 
     def take(cache: Cache) -> Cache:
         k_BHKS, v_BHSK = cache.self
-        return cache._replace(self=Kept(jnp.take(k_BHKS, slots, axis=-1), jnp.take(v_BHSK, slots, axis=-2)))
+        return cache._replace(self=KVCache(jnp.take(k_BHKS, slots, axis=-1), jnp.take(v_BHSK, slots, axis=-2)))
 
     return jax.tree.map(take, caches, is_leaf=lambda node: isinstance(node, Cache))

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from branchnorm_jax.options import PAD, UNK
+from branchnorm_jax.tokens import PAD, UNK
 
 
 def sinusoids(length: int, width: int, layout: str = "marian") -> np.ndarray:

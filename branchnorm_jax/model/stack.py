@@ -51,7 +51,7 @@ def run_stack(
       layer: a pure function.
       carry: input of the first layer; its types and shapes stay the same.
       per_layer: tree of [L, ...] leaves: parameters, coefficients, keys, caches. Or one tree for each layer, in a list
-        (see `apart`): then it is a Python loop, whose outputs are such a list, too, and all is kept.
+        (see `unstack`): then it is a Python loop, whose outputs are such a list, too, and all is kept.
       scan: one `lax.scan`, whose compile time does not depend on L; otherwise a Python loop, which XLA can optimise
         across layers and which takes the longer to compile the deeper the stack.
       remat: one of `REMAT`; auto, where nobody decided because nothing is trained, is none.
@@ -65,7 +65,7 @@ def run_stack(
     def run(layer: Layer, carry: Carry, per_layer: PerLayer, unroll: int = 1) -> tuple[Carry, PerLayer]:
         if scan:
             return jax.lax.scan(layer, carry, per_layer, unroll=unroll)
-        carry, outputs = loop(layer, carry, apart(per_layer))
+        carry, outputs = loop(layer, carry, unstack(per_layer))
         return carry, jax.tree.map(lambda *leaves: jnp.stack(leaves), *outputs)
 
     if isinstance(per_layer, list):
@@ -90,7 +90,7 @@ def run_stack(
     return carry, outputs
 
 
-def apart(per_layer: PerLayer) -> list[PerLayer]:
+def unstack(per_layer: PerLayer) -> list[PerLayer]:
     """A tree of [L, ...] leaves as L trees.
 
     A loop of the compiled program copies a layer's slice of each leaf before it can multiply by it. Decoding reads all

@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from branchnorm_jax.model.attention import Kept
+from branchnorm_jax.model.attention import KVCache
 from branchnorm_jax.model.blocks import Block, LayerInput, Stream, make_attention, make_block, watched
-from branchnorm_jax.model.cache import Cache, Caches, empty, kept, write_tokens
+from branchnorm_jax.model.cache import Cache, Caches, empty, to_cache, write_tokens
 from branchnorm_jax.model.coefficients import Alpha, resolve
 from branchnorm_jax.model.combination import combined
 from branchnorm_jax.model.dropout import dropout
@@ -21,9 +21,9 @@ from branchnorm_jax.model.methods import get_recipe
 from branchnorm_jax.model.norms import apply_norm, final_kind
 from branchnorm_jax.model.output import Output
 from branchnorm_jax.model.parameters import Params, init_parameters
-from branchnorm_jax.model.places import Places, causal_mask, same_sentence, source_places, target_places
 from branchnorm_jax.model.recipe import STACKS, Depth, Recipe
-from branchnorm_jax.model.stack import Layer, apart, remembering, run_and_update, run_stack
+from branchnorm_jax.model.segments import Segments, causal_mask, same_sentence, source_segments, target_segments
+from branchnorm_jax.model.stack import Layer, remembering, run_and_update, run_stack, unstack
 from branchnorm_jax.model.taps import Taps
 from branchnorm_jax.options import ModelConfig
 
@@ -88,7 +88,7 @@ class Transformer:
           probes: [N, B, S, D], added to the layers' inputs: with zeros, the gradient by them is that of the stream.
         """
         taps = Taps() if probes is None else Taps({"encoder": probes})
-        return self.run_tokens(params, "encoder", source_BS, source_places(source_BS), None, alpha, key, taps)[0]
+        return self.run_tokens(params, "encoder", source_BS, source_segments(source_BS), None, alpha, key, taps)[0]
 
     def decode(
         self,
@@ -100,16 +100,16 @@ class Transformer:
         key: jax.Array | None = None,
     ) -> jax.Array:
         """Decoder output [B, T, D] for given decoder inputs (EOS, then the target without its last token)."""
-        memory = memory_BSD, source_places(source_BS)
-        return self.run_tokens(params, "decoder", inputs_BT, target_places(inputs_BT), memory, alpha, key)[0]
+        memory = memory_BSD, source_segments(source_BS)
+        return self.run_tokens(params, "decoder", inputs_BT, target_segments(inputs_BT), memory, alpha, key)[0]
 
     def run_tokens(
         self,
         params: Params,
         stack: str,
         tokens_BT: jax.Array,
-        places: Places,
-        memory: tuple[jax.Array, Places] | None,
+        segments: Segments,
+        memory: tuple[jax.Array, Segments] | None,
         alpha: Alpha | jax.Array,
         key: jax.Array | None = None,
         taps: Taps = Taps(),  # noqa: B008
@@ -117,14 +117,14 @@ class Transformer:
         """Token ids through a whole stack: its output [B, T, D], and what `taps` record, stacked over layers.
 
         Tokens see those of their own sentence, in the decoder none that come later. `memory` is the encoder's output
-        and its places, for the decoder.
+        and its segments, for the decoder.
         """
         key = _fold(key, STACKS.index(stack))
-        mask_BTT = same_sentence(places, places)
+        mask_BTT = same_sentence(segments, segments)
         arguments: tuple[Any, ...] = (mask_BTT,)
         if memory is not None:
-            arguments = memory[0], mask_BTT & causal_mask(tokens_BT.shape[1]), same_sentence(places, memory[1])
-        x_BTD = self._embed(params, stack, tokens_BT, self.positions(tokens_BT.shape[1])[places.position], key)
+            arguments = memory[0], mask_BTT & causal_mask(tokens_BT.shape[1]), same_sentence(segments, memory[1])
+        x_BTD = self._embed(params, stack, tokens_BT, self.positions(tokens_BT.shape[1])[segments.positions], key)
         inputs = self._layer_inputs(stack, alpha, key, taps)
         return self._run_layers(params, stack, x_BTD, inputs, lambda _: arguments, taps=taps)
 
@@ -148,9 +148,9 @@ class Transformer:
         taps: Taps = Taps(),  # noqa: B008
     ) -> tuple[jax.Array, dict[str, Any]]:
         """The decoder's output [B, T, D] in the compute type (teacher forcing), and what `taps` record, by stack."""
-        places = source_places(source_BS)
-        memory_BSD, encoder = self.run_tokens(params, "encoder", source_BS, places, None, alpha, key, taps)
-        memory, target = (memory_BSD, places), target_places(inputs_BT)
+        segments = source_segments(source_BS)
+        memory_BSD, encoder = self.run_tokens(params, "encoder", source_BS, segments, None, alpha, key, taps)
+        memory, target = (memory_BSD, segments), target_segments(inputs_BT)
         x_BTD, decoder = self.run_tokens(params, "decoder", inputs_BT, target, memory, alpha, key, taps)
         return x_BTD.astype(self.config.dtype), {"encoder": encoder, "decoder": decoder} if taps.record else {}
 
@@ -166,44 +166,44 @@ class Transformer:
         return self.logits(params, self.hidden(params, source_BS, inputs_BT, alpha, key)[0])
 
     def attention(
-        self, params: Params, source_BS: jax.Array, inputs_BT: jax.Array, alpha: Alpha | jax.Array, look_M: jax.Array
+        self, params: Params, source_BS: jax.Array, inputs_BT: jax.Array, alpha: Alpha | jax.Array, weights_M: jax.Array
     ) -> jax.Array:
-        """How much the decoder looks at each source token, float32 [B, T, S] (teacher forcing).
+        """The decoder's attention to each source token, float32 [B, T, S] (teacher forcing).
 
-            sum over layers l of look_l mean over heads h of softmax(q_lh k_lh^T / sqrt(K))
+            sum over layers l of weights_l mean over heads h of softmax(q_lh k_lh^T / sqrt(K))
 
-        Row t is what the prediction of target token t comes from; it sums to that of `look_M`, and is 0 at padding. One
-        sum runs along with the residual stream, so memory does not grow with depth.
+        Row t belongs to the prediction of target token t. It sums to the sum of `weights_M` and is 0 at padding. Memory
+        does not grow with depth: one sum runs along with the residual stream.
         """
-        places = source_places(source_BS)
-        memory_BSD, _ = self.run_tokens(params, "encoder", source_BS, places, None, alpha)
-        memory = memory_BSD, places
-        target = target_places(inputs_BT)
-        return self.run_tokens(params, "decoder", inputs_BT, target, memory, alpha, taps=Taps(attention=look_M))[1]
+        segments = source_segments(source_BS)
+        memory_BSD, _ = self.run_tokens(params, "encoder", source_BS, segments, None, alpha)
+        memory = memory_BSD, segments
+        target = target_segments(inputs_BT)
+        return self.run_tokens(params, "decoder", inputs_BT, target, memory, alpha, taps=Taps(attention=weights_M))[1]
 
     # Decoding, one token at a time
 
-    def apart(self, params: Params) -> Params:
-        """Parameters for `start_cache` and `step` whose decoder layers are apart; so will be the caches.
+    def unstack(self, params: Params) -> Params:
+        """Parameters for `start_cache` and `step` with a list of decoder layers; their caches are a list, too.
 
-        Steps are faster, see `stack.apart`, and take the longer to compile the deeper the decoder. Methods that combine
-        layers keep them together.
+        Steps are faster, see `stack.unstack`, but take longer to compile the deeper the decoder. The decoder of methods
+        that combine layers stays stacked.
         """
         if self.recipe.combines:
             return params
         # Compiled: slice by slice it would take longer than a short search.
-        return params | {"decoder": jax.jit(apart)(params["decoder"])}
+        return params | {"decoder": jax.jit(unstack)(params["decoder"])}
 
     def start_cache(self, params: Params, memory_BSD: jax.Array, slots: int) -> Caches:
         """Empty room for `slots` tokens of each sentence, and the source's keys and values."""
         layers, room = params["decoder"], empty(self.config, len(memory_BSD), slots)
         attention = make_attention(self.config, self.recipe, "cross")
 
-        def cross(layer: Params) -> Kept:
-            return kept(*attention.apply({"params": layer["cross"]}, memory_BSD, method="keys_values"))
+        def cross(layer: Params) -> KVCache:
+            return to_cache(*attention.apply({"params": layer["cross"]}, memory_BSD, method="keys_values"))
 
         if isinstance(layers, list):
-            return [Cache(own, cross(layer)) for own, layer in zip(apart(room), layers, strict=True)]
+            return [Cache(own, cross(layer)) for own, layer in zip(unstack(room), layers, strict=True)]
         return Cache(room, jax.vmap(cross)(layers))
 
     def step(
@@ -267,16 +267,16 @@ class Transformer:
         layer = self._layer(stack, arguments, taps)
         scanned: Any = (params[stack], inputs, per_layer)
         if isinstance(params[stack], list):
-            scanned = list(zip(params[stack], apart(inputs), per_layer, strict=True))
+            scanned = list(zip(params[stack], unstack(inputs), per_layer, strict=True))
         remat = c.remat if per_layer is None else "none"
         run = functools.partial(run_stack, scan=c.scan, remat=remat, group=c.group, unroll=c.unroll)
-        looks = None if taps.attention is None else jnp.zeros(arguments(per_layer)[2].shape)
+        attention = None if taps.attention is None else jnp.zeros(arguments(per_layer)[2].shape)
         if recipe.combines:
             assert update is None, "a layer whose input all others share in cannot be updated alone"
             # The sums of all layers are a linear carry, which need not be kept: the layers alone are made again.
             kept = remembering(layer, "full" if remat == "nested" else remat)
             run = functools.partial(run, remat="none")
-            start = Stream(x, looks=looks)
+            start = Stream(x, attention=attention)
             combine, carry, inputs = combined(
                 kept,
                 params[f"{stack}_combination"],
@@ -288,14 +288,14 @@ class Transformer:
             (stream, _), outputs = run(combine, carry, inputs)
         else:
             total = x.astype(jnp.promote_types(x.dtype, jnp.float32)) if recipe.stream == "dual" else None
-            start = Stream(x, total, jnp.ones(()) if taps.record == "profile" else None, looks)
+            start = Stream(x, total, jnp.ones(()) if taps.record == "profile" else None, attention)
             if update is None:
                 stream, outputs = run(layer, start, scanned)
             else:
                 stream, outputs = run_and_update(
                     layer, start, params[stack], scanned[1:], update, remat=remat, group=c.group
                 )
-        return self._end(params, stack, stream), outputs if looks is None else stream.looks
+        return self._end(params, stack, stream), outputs if attention is None else stream.attention
 
     def _layer(self, stack: str, arguments: Callable[[Any], tuple[Any, ...]], taps: Taps) -> Layer:
         """One layer as a function for `run_stack`; arguments as in `_run_layers`."""
@@ -349,7 +349,7 @@ class Transformer:
             resolve(self.recipe, self.depth, stack, alpha, exact),
             key=None if key is None else jax.vmap(functools.partial(jax.random.fold_in, key))(numbers),
             probe=taps.probes.get(stack),
-            look=taps.attention,
+            attention_weight=taps.attention,
         )
 
     def _block(self, stack: str, asleep: bool = False) -> Block:

@@ -12,13 +12,14 @@ from branchnorm_jax.model import growth
 from branchnorm_jax.model.coefficients import Alpha
 from branchnorm_jax.model.losses import Blocks, LossSums, smoothed_cross_entropy
 from branchnorm_jax.model.parameters import Params
-from branchnorm_jax.model.places import decoder_inputs
 from branchnorm_jax.model.recipe import STACKS
+from branchnorm_jax.model.segments import decoder_inputs
 from branchnorm_jax.model.stack import LayerUpdate
 from branchnorm_jax.model.taps import Taps
 from branchnorm_jax.model.transformer import Transformer
-from branchnorm_jax.options import PAD, Config, TrainConfig
+from branchnorm_jax.options import Config, TrainConfig
 from branchnorm_jax.parallel.mesh import data_size
+from branchnorm_jax.tokens import PAD
 from branchnorm_jax.training import schedules
 from branchnorm_jax.training.state import DROPOUT_STREAM, Batch, TrainState
 from branchnorm_jax.training.trouble import acceptable, deviations, update_stats

@@ -12,7 +12,8 @@ from branchnorm_jax.data.batches import BatchPlan, make_plans, prefetch
 from branchnorm_jax.data.packing import Kind, Shape, choose_shapes, pack
 from branchnorm_jax.data.shuffle import shuffled
 from branchnorm_jax.errors import UserError
-from branchnorm_jax.options import EOS, DataConfig
+from branchnorm_jax.options import DataConfig
+from branchnorm_jax.tokens import EOS
 
 
 class Text:

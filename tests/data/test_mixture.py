@@ -15,7 +15,8 @@ from branchnorm_jax.data.mixture import Mixture
 from branchnorm_jax.data.prepare import prepare
 from branchnorm_jax.data.store import TokenStore
 from branchnorm_jax.errors import UserError
-from branchnorm_jax.options import EOS, DataConfig
+from branchnorm_jax.options import DataConfig
+from branchnorm_jax.tokens import EOS
 
 
 def store_of(sentences: list[tuple[list[int], list[int]]]) -> TokenStore:

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from branchnorm_jax.model.places import source_mask
+from branchnorm_jax.model.segments import source_mask
 from branchnorm_jax.model.transformer import Transformer
 
 

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from branchnorm_jax.decoding import beam
 from branchnorm_jax.decoding.beam import length_penalty, top
-from branchnorm_jax.options import EOS, PAD, DecodeConfig
+from branchnorm_jax.options import DecodeConfig
+from branchnorm_jax.tokens import EOS, PAD
 
 VOCABULARY = 6
 

@@ -14,7 +14,8 @@ from branchnorm_jax.data.tokenizer import Tokenizer, train_tokenizer
 from branchnorm_jax.decoding.engine import coarse, interleave, padded_length, padded_lengths, rounded
 from branchnorm_jax.decoding.translate import Sentence, Translator, pharaoh
 from branchnorm_jax.model.transformer import Transformer
-from branchnorm_jax.options import EOS, DataConfig, DecodeConfig, ModelConfig
+from branchnorm_jax.options import DataConfig, DecodeConfig, ModelConfig
+from branchnorm_jax.tokens import EOS
 from tests.decoding.test_beam import log_softmax, reference_beam
 
 forward = jax.jit(Transformer.__call__, static_argnums=0)

@@ -19,7 +19,8 @@ from branchnorm_jax.export import ctranslate2, fold, huggingface
 from branchnorm_jax.model.methods import METHODS
 from branchnorm_jax.model.transformer import Transformer
 from branchnorm_jax.modes import export
-from branchnorm_jax.options import EOS, Config, DecodeConfig, ExportConfig, ModelConfig
+from branchnorm_jax.options import Config, DecodeConfig, ExportConfig, ModelConfig
+from branchnorm_jax.tokens import EOS
 from branchnorm_jax.workdir import Workdir
 
 SMALL = ModelConfig(encoder_layers=3, decoder_layers=2, width=32, ffn_width=48, heads=4, dropout=0.0)

@@ -13,8 +13,8 @@ from branchnorm_jax.model import admin
 from branchnorm_jax.model.losses import smoothed_cross_entropy
 from branchnorm_jax.model.methods import METHODS
 from branchnorm_jax.model.norms import apply_norm, init_norm
-from branchnorm_jax.model.places import decoder_inputs, source_places, target_places
 from branchnorm_jax.model.recipe import NOWHERE, ONE, Recipe, Weight
+from branchnorm_jax.model.segments import decoder_inputs, source_segments, target_segments
 from branchnorm_jax.model.transformer import Transformer
 from branchnorm_jax.options import ModelConfig
 from tests.reference import transformer as reference
@@ -49,8 +49,8 @@ def both(model: Transformer, params: Any) -> tuple[np.ndarray, np.ndarray]:
 
 def embedded(model: Transformer, params: Any, stack: str, tokens: jax.Array) -> jax.Array:
     """What a stack begins with, [B, T, D]."""
-    places = source_places(tokens) if stack == "encoder" else target_places(tokens)
-    return model._embed(params, stack, tokens, model.positions(tokens.shape[1])[places.position], None)
+    segments = source_segments(tokens) if stack == "encoder" else target_segments(tokens)
+    return model._embed(params, stack, tokens, model.positions(tokens.shape[1])[segments.positions], None)
 
 
 def register(monkeypatch: pytest.MonkeyPatch, recipe: Recipe) -> str:

@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 
 from branchnorm_jax.data.batches import fill_rows
 from branchnorm_jax.data.packing import Shape
-from branchnorm_jax.model.places import decoder_inputs, source_places, target_places
+from branchnorm_jax.model.segments import decoder_inputs, source_segments, target_segments
 from branchnorm_jax.model.transformer import Transformer
-from branchnorm_jax.options import EOS, ModelConfig
+from branchnorm_jax.options import ModelConfig
+from branchnorm_jax.tokens import EOS
 from branchnorm_jax.training.state import Batch
 from branchnorm_jax.training.step import loss_sums
 from tests.data.test_batches import Text
@@ -68,15 +69,15 @@ def test_each_sentence_gets_the_output_it_gets_alone() -> None:
 
 @settings(max_examples=20, deadline=None)
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=5), st.integers(0, 3), st.integers(0, 3))
-def test_places(lengths: list[int], left: int, right: int) -> None:
+def test_segments(lengths: list[int], left: int, right: int) -> None:
     """Against counting: sentence n of the row, word by word; padding on either side is not there."""
     tokens = [token for length in lengths for token in [7] * (length - 1) + [EOS]]
     sentence = [n for n, length in enumerate(lengths, start=1) for _ in range(length)]
     position = [place for length in lengths for place in range(length)]
-    source = source_places(jnp.array([[0] * left + tokens + [0] * right]))
-    inputs = target_places(decoder_inputs(jnp.array([tokens + [0] * right])))
-    for places, begin in ((source, left), (inputs, 0)):
+    source = source_segments(jnp.array([[0] * left + tokens + [0] * right]))
+    inputs = target_segments(decoder_inputs(jnp.array([tokens + [0] * right])))
+    for segments, begin in ((source, left), (inputs, 0)):
         real = slice(begin, begin + len(tokens))
-        assert places.sentence[0, real].tolist() == sentence
-        assert places.position[0, real].tolist() == position
+        assert segments.ids[0, real].tolist() == sentence
+        assert segments.positions[0, real].tolist() == position
     assert source.real[0].tolist() == [False] * left + [True] * len(tokens) + [False] * right

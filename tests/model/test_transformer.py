@@ -233,7 +233,7 @@ def test_decoding_with_a_cache_equals_teacher_forcing(method: str, scan: bool, a
     model = small(method=method, scan=scan)
     params, alpha = randomised(init(model, KEY), 0.1), jnp.float32(0.6)
     forced = forward(model, params, SOURCE, TARGET, alpha)
-    params = model.apart(params) if apart else params
+    params = model.unstack(params) if apart else params
     # Two hypotheses per sentence share its slots.
     found, real = cached_logits(model, params, SOURCE, TARGET, alpha, 2), np.asarray(TARGET != 0)
     for hypothesis in (0, 1):

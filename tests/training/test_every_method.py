@@ -14,11 +14,12 @@ import pytest
 from branchnorm_jax.model import growth
 from branchnorm_jax.model.depth_rules import layer_power
 from branchnorm_jax.model.methods import METHODS
-from branchnorm_jax.model.places import decoder_inputs
 from branchnorm_jax.model.recipe import ONE, ZERO, Recipe, Weight, always
+from branchnorm_jax.model.segments import decoder_inputs
 from branchnorm_jax.model.transformer import Transformer
-from branchnorm_jax.options import PAD, Config, ModelConfig, ParallelConfig, TrainConfig
+from branchnorm_jax.options import Config, ModelConfig, ParallelConfig, TrainConfig
 from branchnorm_jax.parallel.mesh import make_mesh
+from branchnorm_jax.tokens import PAD
 from branchnorm_jax.training.checkpoint import Checkpoints
 from branchnorm_jax.training.digests import sha256
 from branchnorm_jax.training.optimizer import make_optimizer
@@ -115,7 +116,7 @@ def cache_error(model: Transformer, params: Any, data: Batch) -> float:
     alpha = growth.alpha(model.config)(jnp.int32(13))
     inputs = decoder_inputs(data.target)
     expected = model(params, data.source, inputs, alpha)
-    both = (cached_logits(model, each, data.source, inputs, alpha)[:, 0] for each in (params, model.apart(params)))
+    both = (cached_logits(model, each, data.source, inputs, alpha)[:, 0] for each in (params, model.unstack(params)))
     real = data.target != PAD
     return max(float(jnp.abs(found - expected)[real].max() / jnp.abs(expected)[real].max()) for found in both)
 

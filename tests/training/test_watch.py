@@ -15,7 +15,7 @@ import pytest
 
 from branchnorm_jax.analysis.report import draw_layers
 from branchnorm_jax.model.blocks import similarity
-from branchnorm_jax.model.places import causal_mask, same_sentence, source_places, target_places
+from branchnorm_jax.model.segments import causal_mask, same_sentence, source_segments, target_segments
 from branchnorm_jax.model.transformer import Transformer
 from branchnorm_jax.options import Config, ModelConfig, ParallelConfig, TrainConfig
 from branchnorm_jax.parallel.mesh import make_mesh
@@ -71,7 +71,7 @@ def test_branch_cosine_and_sparsity_of_the_encoder() -> None:
     before, _, metrics, model = one_update(CONFIG)
     exact = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), before.params)
     mask = np.asarray(BATCH.source != 0)[:, None]
-    positions = model.positions(6)[source_places(BATCH.source).position]
+    positions = model.positions(6)[source_segments(BATCH.source).positions]
     x = np.asarray(model._embed(before.params, "encoder", BATCH.source, positions, None), np.float64)
     for index in range(3):
         p = jax.tree.map(lambda leaf, index=index: leaf[index], exact["encoder"])
@@ -94,7 +94,7 @@ def test_branch_cosine_and_sparsity_of_the_encoder() -> None:
 def test_similarity_is_the_mean_cosine_of_pairs_within_a_sentence() -> None:
     """Two sentences and padding in a row; for the encoder's mask and for the decoder's, pair by pair in NumPy."""
     inputs = jnp.array([[1, 5, 6, 1, 7, 8, 9, 0], [1, 4, 3, 2, 0, 0, 0, 0]])
-    places = target_places(inputs)
+    segments = target_segments(inputs)
     x = np.random.default_rng(0).normal(0.5, 1, (2, 8, 6)).astype(np.float32)
     sentences = [(0, range(0, 3)), (0, range(3, 7)), (1, range(0, 4))]
     cosines = [
@@ -102,7 +102,7 @@ def test_similarity_is_the_mean_cosine_of_pairs_within_a_sentence() -> None:
         for row, tokens in sentences
         for i, j in itertools.combinations(tokens, 2)
     ]
-    whole = same_sentence(places, places)
+    whole = same_sentence(segments, segments)
     for mask, times in ((whole, 2), (whole & causal_mask(8), 1)):
         found = similarity(jnp.asarray(x), mask)
         assert float(found["pairs"].sum()) == times * len(cosines)

@@ -1,4 +1,4 @@
-"""What the decoder looks at, against NumPy in float64."""
+"""The attention weights that the decoder reports, against NumPy in float64."""
 
 import dataclasses
 import functools
@@ -24,9 +24,9 @@ def model_of(**changes: Any) -> Transformer:
     return Transformer(dataclasses.replace(CONFIG, **changes), 12, 12)
 
 
-def looks(model: Transformer, params: Any, look: Any, alpha: Any = ALPHA) -> np.ndarray:
+def attention(model: Transformer, params: Any, weights: Any, alpha: Any = ALPHA) -> np.ndarray:
     """[B, T, S] for weights of the layers."""
-    found = model.attention(params, jnp.asarray(SOURCE), jnp.asarray(TARGET), jnp.asarray(alpha), jnp.asarray(look))
+    found = model.attention(params, jnp.asarray(SOURCE), jnp.asarray(TARGET), jnp.asarray(alpha), jnp.asarray(weights))
     return np.asarray(found)
 
 
@@ -37,7 +37,7 @@ def test_attention_of_every_method(method: str) -> None:
     with jax.enable_x64(True):
         model = model_of(method=method, dtype="float64", carry_dtype="float64")
         params = away_from_start(model, "float64")
-        found = looks(model, params, weights)
+        found = attention(model, params, weights)
     positions = np.arange(6)[:, None] / 10000 ** (2 * np.arange(4) / 8)
     positions = np.concatenate([np.sin(positions), np.cos(positions)], -1).astype(np.float32)
     table = params["embedding"]["shared"]
@@ -46,12 +46,12 @@ def test_attention_of_every_method(method: str) -> None:
     reference.forward(method, params, source, target, SOURCE != 0, heads=2, alpha=ALPHA, looks=heads)
     expected = [np.mean(list(layer.values()), axis=0) for layer in heads]
     np.testing.assert_allclose(found, np.tensordot(weights, np.stack(expected), 1), atol=1e-9)
-    assert np.abs(np.diff(expected, axis=0)).max() > 1e-3, "all layers look at the same"
+    assert np.abs(np.diff(expected, axis=0)).max() > 1e-3, "all layers attend alike"
 
 
 def test_rows_sum_to_one_and_padding_gets_nothing() -> None:
     model = model_of()
-    found = looks(model, away_from_start(model, "float32"), EVENLY)
+    found = attention(model, away_from_start(model, "float32"), EVENLY)
     assert found.shape == (*TARGET.shape, SOURCE.shape[1])
     assert found.dtype == np.float32
     np.testing.assert_allclose(found.sum(-1), 1, atol=1e-6)
@@ -64,10 +64,10 @@ def test_rows_sum_to_one_and_padding_gets_nothing() -> None:
 def test_scan_is_loop(method: str, how: dict[str, Any]) -> None:
     loop, scan = model_of(method=method), model_of(method=method, scan=True, **how)
     params = away_from_start(loop, "float32")
-    np.testing.assert_allclose(looks(scan, params, EVENLY), looks(loop, params, EVENLY), atol=1e-6)
+    np.testing.assert_allclose(attention(scan, params, EVENLY), attention(loop, params, EVENLY), atol=1e-6)
 
 
-def test_a_layer_whose_branches_are_not_computed_is_looked_into_all_the_same() -> None:
+def test_a_layer_whose_branches_are_not_computed_reports_its_attention_all_the_same() -> None:
     model = model_of(alpha_order="bottom_up")
     params = away_from_start(model, "float32")
     alpha = {"encoder": jnp.ones(CONFIG.encoder_layers), "decoder": jnp.array([1.0, 0.5, 0.0])}

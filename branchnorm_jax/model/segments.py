@@ -1,0 +1,60 @@
+"""Segments: the sentences packed into a row of tokens. EOS ends each sentence, so the tokens alone determine them."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from branchnorm_jax.tokens import EOS, PAD
+
+
+class Segments(NamedTuple):
+    """Segment ids and positions of the tokens of a batch, [B, T] each. Padding belongs to the sentence before it."""
+
+    ids: jax.Array
+    """The sentence of its row that a token belongs to, int32, counted from 1."""
+    positions: jax.Array
+    """The number of tokens of that sentence before this one, int32."""
+    real: jax.Array
+    """False at padding."""
+
+
+def decoder_inputs(target_BT: jax.Array) -> jax.Array:
+    """What the decoder reads under teacher forcing: EOS, then the target without its last token.
+
+    In a row with several sentences, the EOS at the end of one sentence is also the first input of the next one.
+    """
+    return jnp.pad(target_BT[:, :-1], ((0, 0), (1, 0)), constant_values=EOS)
+
+
+def source_segments(source_BS: jax.Array) -> Segments:
+    """Segments of sources, which end in EOS. Padding may be on either side of a sentence."""
+    return _segments(source_BS, jnp.pad(source_BS[:, :-1], ((0, 0), (1, 0))) == EOS)
+
+
+def target_segments(inputs_BT: jax.Array) -> Segments:
+    """Segments of decoder inputs, which begin with EOS."""
+    return _segments(inputs_BT, inputs_BT == EOS)
+
+
+def _segments(tokens_BT: jax.Array, begins_BT: jax.Array) -> Segments:
+    real_BT = tokens_BT != PAD
+    before_BT = jnp.cumsum(real_BT, axis=1) - real_BT
+    starts_BT = real_BT & (begins_BT | (before_BT == 0))
+    start_BT = jax.lax.cummax(jnp.where(starts_BT, before_BT, 0), axis=1)
+    return Segments(jnp.cumsum(starts_BT, axis=1), before_BT - start_BT, real_BT)
+
+
+def same_sentence(queries: Segments, keys: Segments) -> jax.Array:
+    """[B, T, S], True where a query attends: at the real tokens of its own sentence."""
+    return (queries.ids[:, :, None] == keys.ids[:, None, :]) & keys.real[:, None, :]
+
+
+def causal_mask(length: int) -> jax.Array:
+    """[1, T, T], True where a position attends: at itself and at earlier positions."""
+    return jnp.tri(length, dtype=bool)[None]
+
+
+def source_mask(source_BS: jax.Array) -> jax.Array:
+    """[B, 1, S], True at real tokens."""
+    return (source_BS != PAD)[:, None, :]

@@ -1,12 +1,12 @@
-"""Admin's profiling pass: initial skip weights from the variances that an untrained network shows on one batch.
+"""Admin's profiling pass: initial skip weights from the variances of an untrained network on one batch.
 
 Understanding the Difficulty of Training Transformers (Liu et al., 2020). In each stack, with r_0 = 1, for sub-layer
 k = 1, 2, ...:
 
     w_k = r_(k-1),  f = Dropout(F(x)),  r_k = sqrt(Var(w_k x) + Var(f)),  x <- LN(w_k x + f)
 
-Var is over all elements of the batch, padding included. Since Var(LN(...)) = 1 it makes
-w_k = sqrt(Var(x_0) + sum over j < k of Var(f_j)) for k > 1. The pass is one scan: r runs along with x.
+Var is over all elements of the batch, padding included. Since Var(LN(...)) = 1,
+w_k = sqrt(Var(x_0) + sum over j < k of Var(f_j)) for k > 1. The pass is one scan that carries x and r.
 """
 
 from typing import Any

@@ -1,4 +1,4 @@
-"""Multi-head attention (Vaswani et al., 2017), for whole sequences and for one decoding step."""
+"""Multi-head attention (*Attention Is All You Need*, Vaswani et al., 2017): whole sequences, and one decoding step."""
 
 from typing import NamedTuple
 
@@ -14,7 +14,7 @@ from branchnorm_jax.model.norms import Norm
 KeysValues = tuple[jax.Array, jax.Array]
 """Keys and values, [B, S, H, K] each."""
 
-# Finite, so that a row whose keys are all padding gives a mean and not NaN.
+# Finite: a row whose keys are all padding gives a mean instead of NaN.
 MASKED = -1e9
 
 
@@ -30,7 +30,7 @@ def attend(
 
     Args:
       q_BTHK: queries; k_BSHK, v_BSHK: keys and values.
-      mask_BTS: True where query t may see key s; axes of size 1 broadcast.
+      mask_BTS: True where query t attends to key s; axes of size 1 broadcast.
       rate: dropout of the probabilities.
       key: random key; None switches dropout off.
 
@@ -53,8 +53,8 @@ def probabilities(q_BTHK: jax.Array, k_BSHK: jax.Array, mask_BTS: jax.Array) -> 
 def softmax(scores: jax.Array) -> jax.Array:
     """p = e^s / sum(e^s) over the last axis.
 
-    The derivative, p' = p s' - p sum(p s'), is written down so that the backward pass keeps p alone: that of
-    `jax.nn.softmax` keeps e^s, too, unless `jax_softmax_custom_jvp` is set for the whole process.
+    The derivative is p' = p s' - p sum(p s'). It is given explicitly so that the backward pass stores only p. That of
+    `jax.nn.softmax` also stores e^s, unless `jax_softmax_custom_jvp` is set for the whole process.
     """
     return jax.nn.softmax(scores)
 
@@ -67,7 +67,7 @@ def _(primals: tuple[jax.Array], tangents: tuple[jax.Array]) -> tuple[jax.Array,
 
 
 class KVCache(NamedTuple):
-    """Keys and values as decoding keeps them: so that both matrix products of a step read them row by row."""
+    """Keys and values in the layout of decoding: both matrix products of a step read them row by row."""
 
     k_BHKS: jax.Array
     v_BHSK: jax.Array
@@ -76,13 +76,13 @@ class KVCache(NamedTuple):
 def attend_cached(
     q_BQHK: jax.Array, cached: KVCache, mask_BQS: jax.Array, own: tuple[jax.Array, jax.Array] | None = None
 ) -> jax.Array:
-    """`attend` of the Q hypotheses of a sentence to keys and values that they share.
+    """Attention of the Q hypotheses of a sentence to the keys and values that they share.
 
     Args:
       q_BQHK: queries.
       cached: keys and values.
-      mask_BQS: True where a hypothesis may look; axes of size 1 broadcast.
-      own: a key and a value of each hypothesis that it alone sees, [B, Q, H, K] each.
+      mask_BQS: True where a hypothesis attends; axes of size 1 broadcast.
+      own: a key and a value of each hypothesis that no other one attends to, [B, Q, H, K] each.
 
     Returns:
       [B, Q, H, K] in the values' dtype.
@@ -95,7 +95,7 @@ def attend_cached(
         own_BHQ1 = jnp.einsum("bqhk,bqhk->bhq", q_BQHK, own[0], preferred_element_type=exact)[..., None]
         scores_BHQS = jnp.concatenate([scores_BHQS, own_BHQ1], axis=-1)
     probabilities_BHQS = jax.nn.softmax(scores_BHQS).astype(cached.v_BHSK.dtype)
-    # In this order of axes: `einsum` would swap the factors for [B, Q, H, K], which XLA multiplies far slower on CPUs.
+    # For an output [B, Q, H, K], `einsum` would swap the factors, and XLA multiplies these far slower on CPUs.
     out_BHQK = jnp.einsum("bhqs,bhsk->bhqk", probabilities_BHQS[..., : mask_BQS.shape[-1]], cached.v_BHSK)
     out_BQHK = out_BHQK.swapaxes(1, 2)
     if own is not None:
@@ -106,8 +106,8 @@ def attend_cached(
 class Attention(nn.Module):
     """Projections q, k, v, o [D, D] around `attend`.
 
-    Hooks of some methods: `inner_norm`, the kind of a norm before o (Sub-LN); `head_scale`, a learned factor per head,
-    "before" o or "after" it on the features that would be the head's (NormFormer).
+    Options of some methods: `inner_norm`, the kind of a norm before o (Sub-LN); `head_scale`, a learned factor per
+    head, which multiplies the head "before" o, or the head's share of the features "after" o (NormFormer).
     """
 
     width: int
@@ -120,7 +120,7 @@ class Attention(nn.Module):
     head_scale: str = ""
 
     def setup(self) -> None:
-        """Declares the four projections and what the hooks learn."""
+        """Declares the four projections and the parameters of the options."""
 
         def linear(role: str) -> Linear:
             return Linear(self.width, role, self.init_base, self.dtype, self.biases)
@@ -136,7 +136,7 @@ class Attention(nn.Module):
         return x.reshape(*x.shape[:-1], self.heads, self.width // self.heads)
 
     def keys_values(self, memory_BSD: jax.Array) -> KeysValues:
-        """Keys and values of a memory."""
+        """Keys and values of the memory, [B, S, H, K] each."""
         k, v = (checkpoint_name(linear(memory_BSD), "projection") for linear in (self.k, self.v))
         return self._heads(k), self._heads(v)
 
@@ -147,7 +147,7 @@ class Attention(nn.Module):
         mask_BTS: jax.Array,
         key: jax.Array | None = None,
     ) -> jax.Array:
-        """Attends from x to given keys and values: [B, T, D] -> [B, T, D]."""
+        """Attention from x to given keys and values: [B, T, D] -> [B, T, D]."""
         q_BTHK = self._heads(checkpoint_name(self.q(x_BTD), "projection"))
         return self._out(attend(q_BTHK, *keys_values, mask_BTS, self.dropout, key))
 
@@ -162,11 +162,11 @@ class Attention(nn.Module):
         mask_BQS: jax.Array,
         own: tuple[jax.Array, jax.Array] | None = None,
     ) -> jax.Array:
-        """One step of Q hypotheses, as `attend_cached`: [B, Q, D] -> [B, Q, D]."""
+        """One decoding step of Q hypotheses, see `attend_cached`: [B, Q, D] -> [B, Q, D]."""
         return self._out(attend_cached(self._heads(self.q(x_BQD)), cached, mask_BQS, own))
 
     def _out(self, out_BTHK: jax.Array) -> jax.Array:
-        """What follows the heads: [B, T, H, K] -> [B, T, D]."""
+        """The output projection: [B, T, H, K] -> [B, T, D]."""
         out_BTHK = checkpoint_name(out_BTHK, "context")
         if self.head_scale == "before":
             out_BTHK = out_BTHK * self.heads_H[:, None].astype(out_BTHK.dtype)

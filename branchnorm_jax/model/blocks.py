@@ -1,4 +1,4 @@
-"""Encoder and decoder layers. One residual function serves all methods: it reads the recipe, never a name."""
+"""Encoder and decoder layers. One residual function serves all methods: it reads the recipe, never a method's name."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -19,7 +19,7 @@ from branchnorm_jax.options import ModelConfig
 
 
 class LayerInput(NamedTuple):
-    """What differs between the layers of one stack; the stack scans over the leading axis L."""
+    """Inputs that differ between the layers of a stack. The stack scans over a leading axis L."""
 
     coefficients: Coefficients
     key: jax.Array | None = None
@@ -31,20 +31,20 @@ class LayerInput(NamedTuple):
 
 
 class Stream(NamedTuple):
-    """What a layer passes on to the next."""
+    """The carry of the stack: what a layer passes to the next one."""
 
     x: jax.Array
     """The residual stream, [B, T, D]."""
     total: jax.Array | None = None
-    """Sum of the embedding and of all branches so far, float32 [B, T, D], in a dual stream."""
+    """Sum of the embedding and of all branches so far, float32 [B, T, D]; only in a dual stream."""
     spread: jax.Array | None = None
-    """Standard deviation of that sum, float32 [], while profiling."""
+    """Standard deviation of that sum, float32 []; only while profiling."""
     attention: jax.Array | None = None
     """Weighted sum of the cross-attention of the layers so far, float32 [B, T, S]; None: it is not recorded."""
 
 
 def make_attention(config: ModelConfig, recipe: Recipe, name: str) -> Attention:
-    """The attention of sub-layer `name` that config and recipe ask for."""
+    """The attention of sub-layer `name` (self or cross)."""
     return Attention(
         config.width,
         config.heads,
@@ -59,7 +59,7 @@ def make_attention(config: ModelConfig, recipe: Recipe, name: str) -> Attention:
 
 
 def make_feed_forward(config: ModelConfig, recipe: Recipe) -> FeedForward:
-    """The feed-forward sub-layer that config and recipe ask for."""
+    """The feed-forward sub-layer."""
     return FeedForward(
         config.width,
         config.ffn_width,
@@ -77,7 +77,7 @@ def make_feed_forward(config: ModelConfig, recipe: Recipe) -> FeedForward:
 class Block(nn.Module):
     """What encoder and decoder layers share: the residual algebra.
 
-    `asleep` is a layer whose factor b is 0: the branches that have it are not computed, and nothing else differs.
+    `asleep` marks a layer with b = 0. Its branches are not computed, and nothing else differs.
     """
 
     config: ModelConfig
@@ -93,7 +93,7 @@ class Block(nn.Module):
         site: Site,
         bottom: jax.Array | None = None,
     ) -> Stream:
-        """x' = P(a x + b Dropout(G(F(c Q(x)))) + bottom), summed in float32, returned in the stream's type."""
+        """x' = P(a x + b Dropout(G(F(c Q(x)))) + bottom), computed in float32 and returned in the stream's type."""
         recipe, x = self.recipe, stream.x.astype(jnp.promote_types(stream.x.dtype, jnp.float32))
         if recipe.post_layers is None:
             z = self._norm(f"{name}_pre_norm", x) if recipe.pre else stream.x
@@ -132,19 +132,19 @@ class Block(nn.Module):
         return Norm(self.config.norm, name=name)(x)
 
     def _weight(self, which: str, sublayer: str, constant: jax.Array) -> jax.Array:
-        """a ("skip") or b ("branch") of a sub-layer. Where it is learned, `Transformer.init` gives it its start."""
+        """a ("skip") or b ("branch") of a sub-layer. `Transformer.init` sets the initial value of a learned one."""
         weight: Weight = getattr(self.recipe, which)
         if sublayer not in weight.on:
             return jnp.ones(())
         name = learned_name(weight, which, sublayer)
         if not name:
             return constant
-        if self.has_variable("params", name):  # One of a whole layer is asked for by each of its sub-layers.
+        if self.has_variable("params", name):  # The sub-layers of a layer may share one parameter.
             return self.get_variable("params", name)
         return self.param(name, nn.initializers.ones, (self.config.width,) if weight.learned == "vector" else ())
 
     def _begin(self, stream: Stream, layer: LayerInput) -> tuple[Stream, jax.Array | None]:
-        """The stream as the first sub-layer sees it, and what the last one adds beside skip and branch."""
+        """The input of the first sub-layer, and what the last sub-layer adds besides skip and branch."""
         if layer.probe is not None:
             stream = stream._replace(x=stream.x + layer.probe)
         return stream, stream.x if self.recipe.stream == "bottom_to_top" else None
@@ -185,15 +185,15 @@ class DecoderBlock(Block):
         """Whole targets (cache None), or one step of several hypotheses per sentence.
 
         Args:
-          stream: its x is of the targets so far, or [B, Q, D] of the current tokens of Q hypotheses.
+          stream: x [B, T, D] of whole targets, or [B, Q, D] of the current tokens of Q hypotheses.
           layer: this layer's coefficients and dropout key.
           memory_BSD: the encoder's output; None with a cache.
-          self_mask: True where a query may look: [B or 1, T, T], or at slots of the cache, [B, Q, N].
+          self_mask: True where a query attends: [B or 1, T, T], or slots of the cache, [B, Q, N].
           cross_mask: the same for source tokens, [B, T, S] or [B, 1, S].
           cache: this layer's `Cache`, without the current tokens.
 
         Returns:
-          The layer's output, and the self-attention's keys and values of x for the caller's cache.
+          The layer's output, and the self-attention's keys and values of x, which the caller writes to the cache.
         """
         stream, bottom = self._begin(stream, layer)
         self_attention = make_attention(self.config, self.recipe, "self")
@@ -234,7 +234,7 @@ def make_block(config: ModelConfig, recipe: Recipe, stack: str, asleep: bool = F
 
 
 def mean_square(x: jax.Array) -> jax.Array:
-    """Of each row of [B, T, D], float32 [B]: means over rows, which devices share, are for later."""
+    """The mean square of each row of [B, T, D], float32 [B]. Rows are on several devices, so their mean comes later."""
     return jnp.square(x.astype(jnp.float32)).mean((1, 2))
 
 
@@ -247,11 +247,11 @@ def watched(
       before: its input, [B, T, D].
       after: its output.
       mask: its self-attention's mask, [B, T, T].
-      intermediates: what its parts sowed in "watch".
+      intermediates: the values that its modules sowed into the collection "watch".
 
     Returns:
-      branch, skip: mean squares of b F and a x, [sub-layers, B]; cosine of input and output, sparsity of the hidden
-      feed-forward units (0 where none were computed), similarity and pairs of `similarity`, [B].
+      branch, skip: mean squares of b F and a x, [sub-layers, B]; cosine: of input and output, [B]; sparsity: share of
+      hidden feed-forward units that are 0, [B], 0 if none was computed; similarity, pairs: see `similarity`, [B].
     """
     x, y = before.astype(jnp.float32), after.astype(jnp.float32)
     squares = jnp.square(x).sum(-1) * jnp.square(y).sum(-1)
@@ -265,9 +265,9 @@ def watched(
 
 
 def similarity(x: jax.Array, mask: jax.Array) -> dict[str, jax.Array]:
-    """Sum of the cosines of all pairs of different tokens that share a sentence, and the number of pairs: [B] each.
+    """Sum of the cosines over all pairs of different tokens of a sentence, and the number of pairs, [B] each.
 
-    `mask` [B, T, T] is True where a token and another one of its sentence meet, once (causal) or twice; on the diagonal
+    `mask` [B, T, T] is True at pairs of tokens of the same sentence, in one order (causal) or both, and on the diagonal
     at real tokens.
     """
     unit = x * jax.lax.rsqrt(jnp.square(x).sum(-1, keepdims=True) + 1e-20)

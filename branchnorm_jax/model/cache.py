@@ -1,4 +1,4 @@
-"""What decoding keeps of the source and of the tokens so far."""
+"""The cache of incremental decoding: keys and values of the source and of the tokens so far."""
 
 import functools
 from typing import Any, NamedTuple
@@ -11,31 +11,31 @@ from branchnorm_jax.options import ModelConfig
 
 
 class Cache(NamedTuple):
-    """Keys and values of one decoder layer, read while decoding (in the stack with a leading axis L)."""
+    """Keys and values of a decoder layer; in the stack with a leading axis L."""
 
     self: KVCache
-    """Of the tokens so far, in as many slots as there is room for; masks say which of them are seen."""
+    """Of the tokens so far. Masks select the slots that a hypothesis attends to."""
     cross: KVCache
     """Of the source, computed once per sentence."""
 
 
 Caches = Cache | list[Cache]
-"""Of a decoder's stack, or of each of its layers where they are apart."""
+"""The cache of a decoder's stack, or a list with one of each layer (see `Transformer.unstack`)."""
 
 
 def empty(config: ModelConfig, rows: int, slots: int) -> KVCache:
-    """Room for so many tokens of each sentence in each layer of the decoder's stack."""
+    """An empty cache with `slots` slots for each of `rows` sentences, in each layer of the decoder."""
     shape, size = (config.decoder_layers, rows, config.heads), config.width // config.heads
     return KVCache(jnp.zeros((*shape, size, slots), config.dtype), jnp.zeros((*shape, slots, size), config.dtype))
 
 
 def to_cache(k_BSHK: jax.Array, v_BSHK: jax.Array) -> KVCache:
-    """Keys and values of the source, as decoding reads them."""
+    """Keys and values of the source in the layout of decoding."""
     return KVCache(jnp.einsum("bshk->bhks", k_BSHK), jnp.einsum("bshk->bhsk", v_BSHK))
 
 
 def write_tokens(caches: Caches, new: Any, slot: jax.Array) -> Caches:
-    """Writes keys and values of Q tokens, [..., Q, H, K] each, into Q slots from `slot` on."""
+    """Writes keys and values of Q tokens, [..., Q, H, K] each, into the Q slots that begin at `slot`."""
 
     def write(cache: Cache, new: KeysValues) -> Cache:
         k, v = (jnp.moveaxis(entry, -3, -2).astype(cache.self.v_BHSK.dtype) for entry in new)
@@ -47,7 +47,7 @@ def write_tokens(caches: Caches, new: Any, slot: jax.Array) -> Caches:
 
 
 def write_sources(caches: Caches, new: Caches, rows: jax.Array) -> Caches:
-    """Keys and values of the sources of `new` take these rows; a row number beyond the last is none."""
+    """Writes the sources of `new` into these rows. A row number beyond the last one is ignored."""
 
     def write(cache: Cache, new: Cache) -> Cache:
         put = functools.partial(jax.tree.map, lambda old, new: old.at[..., rows, :, :, :].set(new, mode="drop"))
@@ -57,7 +57,7 @@ def write_sources(caches: Caches, new: Caches, rows: jax.Array) -> Caches:
 
 
 def take_slots(caches: Caches, slots: jax.Array) -> Caches:
-    """The same tokens in other slots: slot i is the old slot slots[i]."""
+    """Moves tokens to other slots: slot i becomes the old slot slots[i]."""
 
     def take(cache: Cache) -> Cache:
         k_BHKS, v_BHSK = cache.self

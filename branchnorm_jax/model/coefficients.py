@@ -1,8 +1,8 @@
-"""The numbers of the residual algebra by layer: what a recipe, a depth and alpha make of a, b, c and P.
+"""Coefficients: the values of a, b, c and P in each layer, from a recipe, a depth and alpha.
 
     x' = P(a x + b G(F(c Q(x))))
 
-The model reads them as arrays of its own precision, the export in float64; both decide here what they are.
+Model and export both use these functions: the model in its own precision, the export in float64.
 """
 
 from collections.abc import Callable, Mapping
@@ -21,7 +21,7 @@ Array = TypeVar("Array", jax.Array, np.ndarray)
 
 
 class Coefficients(NamedTuple):
-    """Of one layer; in a stack each has a leading axis [L]."""
+    """Coefficients of a layer; in a stack with a leading axis [L]."""
 
     skip: jax.Array
     """a where it is not learned: float32 []."""
@@ -34,7 +34,7 @@ class Coefficients(NamedTuple):
 
 
 def by_layer(rule: Rule, depth: Depth, stack: str) -> np.ndarray:
-    """The numbers of a rule for a stack's layers, float64 [L]."""
+    """Evaluates a rule for the layers of a stack, float64 [L]."""
     return np.broadcast_to(np.asarray(getattr(rule(depth), stack), np.float64), (getattr(depth, stack),))
 
 
@@ -44,7 +44,7 @@ def uniform(value: float | jax.Array, depth: Depth) -> Alpha:
 
 
 def layer_alpha(alpha: Alpha | jax.Array, depth: Depth, stack: str) -> jax.Array:
-    """alpha of a stack's layers, [L]; callers of the model may give one number for all layers."""
+    """alpha of a stack's layers, [L]. Callers may give the model one number for all layers."""
     own = alpha[stack] if isinstance(alpha, Mapping) else alpha
     return jnp.broadcast_to(jnp.asarray(own), (getattr(depth, stack),))
 

@@ -3,9 +3,9 @@
     x_l = sum over k <= l of W[l,k] u_k,  u_0 = y_0 the embedding, u_k = LN_k(y_k) the output of layer k        (pre)
     x_l = LN_l(sum over k <= l of W[l,k] y_k),  x_0 without a norm                                            (post)
 
-x_l is what layer l + 1 reads, and x_L what the stack returns. Keeping all u_k and combining them at every layer would
-make the backward pass keep a history per layer, L^2 activations in all. Here every output is pushed, as soon as it is
-there, into the sums A[m] of all later reads m: the sums are linear in what is pushed, so nothing of them is kept.
+Layer l + 1 reads x_l, and the stack returns x_L. If every layer combined all earlier u_k, the backward pass would store
+L^2 activations. Here every new output is added to the sums A[m] of all later reads m. The sums are linear in the
+outputs, so the backward pass stores nothing of them.
 """
 
 from collections.abc import Callable
@@ -38,12 +38,12 @@ def combined(
     Args:
       layer: x_l, per_layer_l -> y_(l+1), output; plain streams.
       params: of `init_combination`.
-      start: y_0, [B, T, D], and what else runs along.
+      start: the carry of the first layer, with y_0 [B, T, D].
       per_layer: tree of [L, ...] leaves for `layer`.
       norm: kind of the norms.
       post: normalise after combining instead of before.
     """
-    # Row l is read when columns 0 .. l were pushed: what stands above the diagonal is never used.
+    # Row l is read after columns 0 .. l were added: entries above the diagonal are never used.
     weight = params["weight"].astype(start.x.dtype)
 
     def combine(carry: Any, inputs: Any) -> tuple[Any, Any]:

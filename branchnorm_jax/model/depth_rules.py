@@ -1,6 +1,6 @@
-"""How the numbers of the recipes depend on depth: each rule gives one number per stack, or one per layer.
+"""The rules of the recipes: how a number depends on depth. A rule gives one number per stack or per layer.
 
-N and M are the layers of encoder and decoder, l counts the layers of a stack from 1.
+N and M are the numbers of encoder and decoder layers; l counts the layers of a stack from 1.
 """
 
 import math

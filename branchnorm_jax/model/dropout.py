@@ -1,4 +1,4 @@
-"""Dropout as a pure function of a key and of each element's place: no mask is ever kept."""
+"""Dropout as a pure function of a key and of each element's index: no mask is stored."""
 
 import enum
 import functools
@@ -10,7 +10,7 @@ import numpy as np
 
 
 class Site(enum.IntEnum):
-    """Where in a layer a mask is drawn: folded into the layer's key."""
+    """Where in a layer dropout is applied. The number is folded into the layer's key."""
 
     SELF_BRANCH = 0
     CROSS_BRANCH = 1
@@ -26,11 +26,11 @@ def site_key(key: jax.Array | None, site: int) -> jax.Array | None:
 
 
 def dropout(x: jax.Array, rate: float, key: jax.Array | None) -> jax.Array:
-    """Zeroes each element with probability `rate` and divides the others by 1 - rate; the identity without a key.
+    """Sets each element to 0 with probability `rate` and divides the others by 1 - rate. The identity without a key.
 
-    The mask is a hash of key and element number, some ten integer operations that compile into the loop around them
-    and that the backward pass does again. So it costs no memory, and is the same under loop, scan, remat, resume, and
-    however the array is split over devices.
+    The mask is a hash of the key and the element's index: about ten integer operations, which XLA fuses into the loop
+    around them and which the backward pass repeats. It needs no memory, and it is the same under loop, scan, remat,
+    resume, and any sharding of the array.
     """
     return x if key is None or rate == 0.0 else _drop(rate, x, key)
 
@@ -53,10 +53,10 @@ _drop.defvjp(_forward, _backward)
 
 
 def random_bits(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """Hashes of the key and of the numbers of the elements, uint32.
+    """Hashes of the key and of the elements' indices, uint32.
 
-    Two rounds, with a half of the key before each: after one round the masks of two keys would be the same but for the
-    order of their elements. Good enough for masks, not for cryptography.
+    There are two rounds, each with one half of the key. After a single round, the masks of two keys would differ only
+    in the order of their elements. Good enough for masks, not for cryptography.
     """
     index, stride = jnp.uint32(0), 1
     for axis in reversed(range(len(shape))):

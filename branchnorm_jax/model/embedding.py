@@ -48,7 +48,8 @@ def fix_norm(table_VD: jax.Array) -> jax.Array:
 def drop_words(tokens_BT: jax.Array, rate: float, key: jax.Array | None, tags: int = 0) -> jax.Array:
     """Word dropout: each word becomes UNK with probability `rate`. The identity without a key.
 
-    PAD and EOS stay, and `tags` language tags, whose ids are the first after UNK: nothing else says what is asked for.
+    PAD, EOS and the `tags` language tags, whose ids follow UNK, are never dropped: no other token says which language
+    is wanted.
     """
     if key is None or rate == 0.0:
         return tokens_BT

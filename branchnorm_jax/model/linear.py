@@ -1,4 +1,4 @@
-"""The one matrix product of the model: float32 parameters, products in the compute type."""
+"""Matrix products with float32 parameters, computed in the compute type."""
 
 import flax.linen as nn
 import jax

@@ -1,4 +1,4 @@
-"""Training losses, as sums that add up across batches and hosts, never holding the logits of a whole batch."""
+"""Training losses: sums over tokens that never hold the logits of a whole batch."""
 
 import functools
 import math
@@ -13,7 +13,7 @@ from branchnorm_jax.model.output import Output, product
 
 
 class LossSums(NamedTuple):
-    """Sums over real target tokens, float32 []: divide by `tokens` for means in nats."""
+    """Sums over real target tokens, float32 []. Divided by `tokens` they are means in nats."""
 
     loss: jax.Array
     nll: jax.Array
@@ -21,12 +21,12 @@ class LossSums(NamedTuple):
 
 
 class Blocks(NamedTuple):
-    """How the logits of a batch are cut into blocks."""
+    """How the logits of a batch are divided into blocks."""
 
     block_bytes: int = 2**27
-    """Of the float32 logits that one device holds at once; at least those of one position of each of its rows."""
+    """Size of the float32 logits that a device holds at once. The minimum is one position of each of its rows."""
     shards: int = 1
-    """Devices that the rows are split over."""
+    """Number of devices that share the rows."""
 
 
 def smoothed_cross_entropy(
@@ -43,20 +43,20 @@ def smoothed_cross_entropy(
 
         loss = logsumexp(z) - (1 - eps - s) z_target - s sum_v z_v
 
-    The last sum is one product, x (sum_v W_v). For the rest, logits are made in blocks, along T since no mesh splits
-    that axis. The gradient by z, softmax(z) - q, is known as soon as a block is: so the forward pass of a gradient
-    multiplies it by W and by x at once, and no logits are kept or made twice.
+    The last sum is one product, x (sum_v W_v). The other terms need logits, which are computed in blocks along T, an
+    axis that no mesh splits. The gradient by z is softmax(z) - q. It is available as soon as the block is, so the
+    forward pass multiplies it by W and by x at once: logits are computed once and never stored.
 
     Args:
-      x_BTD: the decoder's output, in the type of the matrix products.
-      output: from x to logits.
+      x_BTD: the decoder's output, in the compute type.
+      output: the last layer, from x to logits.
       targets_BT: int [B, T], the words to predict.
       weights_BT: [B, T], 1 at real tokens and 0 at padding.
       smoothing: eps.
-      blocks: how much is held at once.
+      blocks: size of the blocks.
 
     Returns:
-      Sums of which `loss` has a gradient, by x and `output`; all others are constants to a gradient.
+      The sums. Only `loss` has a gradient, with respect to x and `output`.
     """
     weights_BT = jax.lax.stop_gradient(weights_BT.astype(jnp.promote_types(x_BTD.dtype, jnp.float32)))
     loss, nll = _sums(smoothing, blocks, x_BTD, output, targets_BT, weights_BT)
@@ -107,7 +107,7 @@ def _forward(
         return by_output, sums.sum(0), by_x
 
     by_output, sums, by_x = _each_shard(blocks, shard, parts)
-    # Each shard added up its own: what the devices exchange, they exchange once, here.
+    # Each shard has added up its own blocks, so devices communicate only once, here.
     by_output, sums = jax.tree.map(lambda total: total.sum(0), (by_output, sums))
     return tuple(sums), (join(by_x), *by_output, output.used_V, targets, weights)
 
@@ -130,7 +130,7 @@ def _terms(
     targets: jax.Array,
     weights: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
-    """Of a block [n, ...]: the sums [loss, nll] [2], and the gradient of the loss by the logits [n, V]."""
+    """The sums [loss, nll] of a block of n positions, [2], and the gradient of the loss by its logits, [n, V]."""
     table_D, bias, words = all_words
     share = smoothing / jnp.maximum(words - 1, 1)
     certain = 1 - smoothing - share
@@ -138,7 +138,7 @@ def _terms(
     nll, normaliser = output.nll(logits, targets)
     every = x.astype(table_D.dtype) @ table_D + bias
     loss = normaliser - certain * (normaliser - nll) - share * every
-    # Where the target is not used, z_target is the normaliser less a constant.
+    # Where the target word is unused, z_target is the normaliser minus a constant.
     mass = jnp.where(output.used_V[targets], 1.0, 1 - certain)[..., None]
     wanted = jnp.where(jnp.arange(logits.shape[-1]) == targets[..., None], certain, 0.0) + share
     by_logits = mass * jnp.exp(logits - normaliser[..., None]) - jnp.where(output.used_V, wanted, 0.0)
@@ -146,23 +146,23 @@ def _terms(
 
 
 def _all_words(output: Output) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Sums over the used words: of W [D] and of b [], and how many they are []."""
+    """Sums over the used words: of W, [D], and of b, []; and the number of these words, []."""
     used = output.used_V.astype(output.table_VD.dtype)
     bias = jnp.zeros(()) if output.bias_V is None else used @ output.bias_V
     return used @ output.table_VD, bias, used.sum()
 
 
 def _slice_width(blocks: Blocks, output: Output, number: int) -> int:
-    """Columns of W whose gradient is made at once: all, or where the blocks are many, no more than a quarter of one."""
+    """Columns of W whose gradient is computed at once: all, or a quarter of a block if there are many blocks."""
     words, width = output.table_VD.shape
     fits = max(1, blocks.block_bytes // (16 * words)) if number > 1 else width
     return max(n for n in range(1, width + 1) if width % n == 0 and n <= fits)
 
 
 def _each_shard(blocks: Blocks, function: Callable[[Any], Any], parts: Any) -> Any:
-    """`function` of each shard's part of arrays [shards, ...], stacked again.
+    """Applies `function` to each shard's part of arrays [shards, ...] and stacks the results.
 
-    A single shard goes without the axis: XLA then adds up its gradient in place of the result.
+    With a single shard the axis is removed first, so that XLA accumulates its gradient in place.
     """
     if blocks.shards > 1:
         return jax.vmap(function)(parts)
@@ -172,9 +172,9 @@ def _each_shard(blocks: Blocks, function: Callable[[Any], Any], parts: Any) -> A
 def _cut(
     blocks: Blocks, output: Output, x: jax.Array
 ) -> tuple[Callable[[jax.Array], jax.Array], Callable[[jax.Array], jax.Array]]:
-    """Two functions: [B, T, ...] -> [shards, blocks, n, ...], filled up with zeros, and back.
+    """Returns two functions: [B, T, ...] -> [shards, blocks, n, ...], padded with zeros, and its inverse.
 
-    A block holds t positions of every row, n = t B / shards.
+    A block holds t positions of every row, so n = t B / shards.
     """
     rows, length = x.shape[:2]
     shards = blocks.shards

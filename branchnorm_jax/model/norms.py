@@ -26,8 +26,8 @@ def layer_norm(x: jax.Array, scale: jax.Array, bias: jax.Array, epsilon: float =
 def standardise(x: jax.Array, epsilon: float) -> jax.Array:
     """n = r (x - mean) with r = 1 / sqrt(var + epsilon), over the last axis.
 
-    The derivative, n' = r (x' - mean(x') - n mean(n x')), is written down so that the backward pass keeps n and r
-    alone, where it would keep three arrays of the size of x.
+    The derivative is n' = r (x' - mean(x') - n mean(n x')). It is given explicitly so that the backward pass stores n
+    and r instead of three arrays of the size of x.
     """
     return _standardise(x, epsilon)[0]
 
@@ -62,7 +62,7 @@ def scale_norm(x: jax.Array, scale: jax.Array | float | None = None, epsilon: fl
 
 
 def dynamic_tanh(x: jax.Array, alpha: jax.Array, scale: jax.Array, bias: jax.Array, epsilon: float = 0.0) -> jax.Array:
-    """tanh(alpha x) * scale + bias: no statistics at all (Zhu et al., 2025)."""
+    """tanh(alpha x) * scale + bias, without statistics (Zhu et al., 2025)."""
     return jnp.tanh(alpha * _exact(x)) * scale + bias
 
 
@@ -113,7 +113,7 @@ def apply_norm(kind: str, params: Mapping[str, jax.Array], x: jax.Array, epsilon
 
 
 class Norm(nn.Module):
-    """The norm that `kind` names, as a part of a layer."""
+    """The norm of this `kind`, as a module."""
 
     kind: str
 

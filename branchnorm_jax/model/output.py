@@ -6,18 +6,18 @@ import jax
 import jax.numpy as jnp
 
 UNUSED_NLL = 50.0
-"""What a word costs that gets no probability, nats: dear, but finite."""
+"""The nll of a word that has no probability, in nats: high, but finite."""
 
 
 class Output(NamedTuple):
-    """logits = x W^T + b in float32, -inf for words that are not used."""
+    """logits = x W^T + b in float32, -inf for unused words."""
 
     table_VD: jax.Array
-    """W in float32, multiplied in the type of x."""
+    """W in float32; products are computed in the type of x."""
     bias_V: jax.Array | None
     """b in float32, if there is one."""
     used_V: jax.Array
-    """bool."""
+    """False at unused words, bool [V]."""
 
     def logits(self, x: jax.Array) -> jax.Array:
         """[..., D] -> [..., V] float32."""
@@ -33,5 +33,5 @@ class Output(NamedTuple):
 
 
 def product(letters: str, a: jax.Array, b: jax.Array) -> jax.Array:
-    """An einsum that is added up, and returned, in float32 at least."""
+    """An einsum whose sums and result are at least float32."""
     return jnp.einsum(letters, a, b, preferred_element_type=jnp.promote_types(a.dtype, jnp.float32))

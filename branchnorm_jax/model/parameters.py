@@ -1,13 +1,13 @@
-"""The parameter tree of a Transformer, fresh from its initialisation:
+"""Initialisation of a Transformer's parameters, a tree:
 
     embedding/{shared | source, target[, output]}   [V, D]
-    embedding/bias                                   [V], of the logits, if wanted
+    embedding/bias                                   [V], of the logits, with model.output_bias
     encoder/{self/{q,k,v,o}, ffn/{fc1,fc2}, ...}     [L, ...] per leaf: axis 0 is the layer
     decoder/{self, cross, ffn, ...}                  [L, ...]
     {encoder,decoder}_norm                           [D], if the method ends its stacks with a norm
-    {encoder,decoder}_{embedding_norm,combination}   what a few methods learn beside the layers
+    {encoder,decoder}_{embedding_norm,combination}   of a few methods
 
-A leaf is its base distribution times what the recipe says: matrices their gain, learned weights their start.
+The recipe multiplies the base distribution of matrices by a gain, and learned weights by their initial value.
 """
 
 import functools

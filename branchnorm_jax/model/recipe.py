@@ -1,4 +1,4 @@
-"""The residual algebra: what a method of the papers can say about a sub-layer, as one dataclass.
+"""The residual algebra: the choices that a method makes about a sub-layer, as one dataclass.
 
     z  = c Q(x)                       Q: norm or identity, c: constant per layer
     h  = Dropout(G(F(z)))             F: attention or feed-forward with its inner hooks, G: norm or identity

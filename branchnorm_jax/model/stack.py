@@ -1,4 +1,4 @@
-"""Depth: the same layer applied L times to stacked parameters, and what the backward pass keeps of it."""
+"""Depth: one layer applied L times to stacked parameters, and what its backward pass stores."""
 
 import math
 from collections.abc import Callable
@@ -16,7 +16,7 @@ POLICIES: dict[str, Any] = {
     "full": None,
     "nested": None,
 }
-"""What the backward pass keeps of a layer beside its input; the names are those of `attention.py` and `blocks.py`."""
+"""What the backward pass stores of a layer besides its input; `attention.py` and `blocks.py` give the names."""
 
 REMAT = ("none", *POLICIES)
 """All choices, see `run_stack`."""
@@ -32,30 +32,31 @@ def run_stack(
     group: int = 0,
     unroll: int = 1,
 ) -> tuple[Carry, PerLayer]:
-    """carry, out_l = layer(carry, per_layer_l) for l = 0 .. L-1. All ways share every number up to rounding.
+    """carry, out_l = layer(carry, per_layer_l) for l = 0 .. L-1. All options give equal numbers up to rounding.
 
-    Let c be the bytes of one carry, which is D numbers per token, and u those of D numbers in the compute type. Of an
-    encoder layer with F = 4 D the backward pass keeps, and computes again:
+    Let c be the bytes of a carry, which is D numbers per token, and u the bytes of D numbers in the compute type. This
+    is what the backward pass stores and recomputes of an encoder layer with F = 4 D:
 
-    | remat         | kept per layer | kept in all               | computed again              |
+    | remat         | per layer      | in total                  | recomputed                  |
     |---------------|----------------|---------------------------|-----------------------------|
     | none          | c + about 12 u | L (c + 12 u)              | nothing                     |
     | save_branches | c + 6 u        | L (c + 6 u)               | fc1, scores, norms: 1/3 of a forward pass |
     | full          | c              | L c                       | one forward pass: 1/3 more time |
     | nested        | 1/g of c       | (L / g) c + g (c + 2 p)   | two forward passes: 2/3 more time |
 
-    `nested` runs groups of g layers, keeps the carry before each, and runs a group with `full` when its turn comes.
-    Then it also holds a slice of the group's parameters and one of their gradients, p bytes per layer each.
+    `nested` divides the layers into groups of g. It stores the carry before each group, and runs the group with `full`
+    in the backward pass. There it also holds a copy of the group's parameters and of their gradients, p bytes per
+    layer each.
 
     Args:
       layer: a pure function.
-      carry: input of the first layer; its types and shapes stay the same.
-      per_layer: tree of [L, ...] leaves: parameters, coefficients, keys, caches. Or one tree for each layer, in a list
-        (see `unstack`): then it is a Python loop, whose outputs are such a list, too, and all is kept.
+      carry: input of the first layer; its types and shapes do not change.
+      per_layer: tree of [L, ...] leaves: parameters, coefficients, keys, caches. A list of L trees (see `unstack`) runs
+        as a Python loop that ignores the options below and returns its outputs as a list.
       scan: one `lax.scan`, whose compile time does not depend on L; otherwise a Python loop, which XLA can optimise
-        across layers and which takes the longer to compile the deeper the stack.
-      remat: one of `REMAT`; auto, where nobody decided because nothing is trained, is none.
-      group: g; 0 chooses it by `best_group`. What is left of L is a last, shorter group.
+        across layers, and whose compile time grows with L.
+      remat: one of `REMAT`; "auto" means "none" here.
+      group: g; 0 chooses it by `best_group`. If g does not divide L, the last group is shorter.
       unroll: layers per iteration of the scan.
 
     Returns:
@@ -91,16 +92,16 @@ def run_stack(
 
 
 def unstack(per_layer: PerLayer) -> list[PerLayer]:
-    """A tree of [L, ...] leaves as L trees.
+    """Splits a tree of [L, ...] leaves into L trees.
 
-    A loop of the compiled program copies a layer's slice of each leaf before it can multiply by it. Decoding reads all
-    parameters and caches for a few tokens: there the copies count.
+    A loop of the compiled program copies a layer's slice of each leaf before it multiplies by it. Decoding reads all
+    parameters and caches for a few tokens, so these copies would cost much of its time.
     """
     return [jax.tree.map(lambda leaf, index=index: leaf[index], per_layer) for index in range(depth_of(per_layer))]
 
 
 def loop(layer: Layer, carry: Carry, layers: list[PerLayer]) -> tuple[Carry, list[PerLayer]]:
-    """`run_stack` of layers that are apart."""
+    """`run_stack` of unstacked layers."""
     outputs = []
     for each in layers:
         carry, output = layer(carry, each)
@@ -109,12 +110,12 @@ def loop(layer: Layer, carry: Carry, layers: list[PerLayer]) -> tuple[Carry, lis
 
 
 class LayerUpdate(NamedTuple):
-    """What turns the gradient of some layers into their new parameters.
+    """How the backward pass updates layers.
 
     Attributes:
       apply: (parameters, gradient, moments) -> (new parameters, new moments, figures), trees of [g, ...] leaves each.
-      moments: what `apply` needs of each layer beside its parameters, [L, ...] leaves.
-      figures: what `apply` tells of each layer, [L, ...] leaves; on the way in, anything of these shapes.
+      moments: the optimiser's state of each layer, [L, ...] leaves.
+      figures: statistics that `apply` returns of each layer, [L, ...] leaves; only the shapes of these values are used.
     """
 
     apply: Callable[[Any, Any, Any], tuple[Any, Any, Any]]
@@ -125,25 +126,26 @@ class LayerUpdate(NamedTuple):
 def run_and_update(
     layer: Layer, carry: Carry, params: Any, given: Any, update: LayerUpdate, *, remat: str = "full", group: int = 0
 ) -> tuple[Carry, PerLayer]:
-    """`run_stack` with remat full or nested, whose backward pass updates the parameters as it comes by.
+    """`run_stack` with remat full or nested, whose backward pass also updates the parameters.
 
-    The gradient of a group of layers is handed to `update.apply` as soon as it is there, and forgotten: gradients of
-    all layers, 4 of the 16 bytes that a parameter needs under Adam, are never held. New parameters and moments take the
-    place of the old ones. By the rules of differentiation something of the shape of `params`, `update.moments` and
-    `update.figures` must come out of the backward pass, their gradients: **what comes out are their new values**. All
+    The backward pass gives the gradient of a group of layers to `update.apply` and then drops it. The gradients of all
+    layers, 4 of the 16 bytes that a parameter needs under Adam, never exist at the same time. New parameters and
+    moments replace the old ones in place. A custom gradient must return values of the shapes of `params`,
+    `update.moments` and `update.figures`. **These returned values are not gradients but the new values.** Everything
     else that `layer` refers to gets its gradient.
 
-    Exact where the update of a layer depends on no other gradient: no clipping by a global norm, no accumulation. The
-    outputs of the layers may be looked at, not differentiated.
+    The result is exact if the update of a layer depends on no other gradient: no clipping by a global norm, and no
+    accumulation. The outputs of the layers have no gradient. Prior art: LOMO (*Full Parameter Fine-tuning for Large
+    Language Models with Limited Resources*, Lv et al., 2023).
 
     Args:
       layer: as for `run_stack`; it takes (params_l, *given_l).
       carry: input of the first layer.
-      params: what is learned, [L, ...] leaves; nothing else may use it.
-      given: what is not, and gets no gradient, as a tuple of [L, ...] leaves.
+      params: learned parameters, [L, ...] leaves; no other computation may use them.
+      given: other inputs of the layers, a tuple of trees of [L, ...] leaves; they get no gradient.
       update: see `LayerUpdate`.
-      remat: full or nested, whose groups are updated at once.
-      group: layers per group of nested; it must divide L. 0: the divisor near the size that needs least memory.
+      remat: full, or nested, which updates a group at once.
+      group: layers per group of nested, a divisor of L. 0 chooses the divisor that needs about the least memory.
 
     Returns:
       As `run_stack`.
@@ -164,10 +166,10 @@ def run_and_update(
         )
 
     def run_group(carry: Carry, per_layer: PerLayer) -> tuple[Carry, PerLayer]:
-        # The backward pass computes a group again in any case.
+        # The backward pass recomputes a group in any case.
         return jax.lax.scan(remembering(layer, "full" if group > 1 else "none", looped=True), carry, per_layer)
 
-    # What the layers refer to and is differentiated, the encoder's output for one, becomes an argument.
+    # Differentiable values that the layers close over, such as the encoder's output, become arguments.
     first = jnp.zeros((), jnp.int32)
     pure, shared = jax.closure_convert(run_group, carry, (slices(params, first), *slices(given, first)))
 
@@ -201,8 +203,8 @@ def run_and_update(
         def step(state: Any, scanned: Any) -> tuple[Any, None]:
             (by_carry, by_shared, learned), (index, carry) = state, scanned
             mine = (slices(tree, index) for tree in learned)
-            # The way that is never taken keeps XLA from reading the old values while it writes the new ones, for which
-            # it would copy all of them first. (It does not look behind barriers, but removes them before it fuses.)
+            # The branch `no_group` is never taken. Without it, XLA reads the old values while it writes the new ones,
+            # and copies all of them first. An optimization barrier does not help: XLA removes it before fusion.
             found = jax.lax.cond(index >= 0, one_group, no_group, carry, by_carry, slices(given, index), *mine)
             learned = [write(tree, index, values) for tree, values in zip(learned, found[2:], strict=True)]
             return (found[0], jax.tree.map(jnp.add, by_shared, found[1]), learned), None
@@ -216,19 +218,19 @@ def run_and_update(
 
 
 def remembering(layer: Layer, remat: str, looped: bool = False) -> Layer:
-    """The same layer, of which the backward pass keeps what `remat` says.
+    """The same layer, of which the backward pass stores what `remat` says.
 
-    `looped` promises that the layer runs in a loop of the compiled program. The loop keeps XLA from merging the two
-    computations of a layer into one whose results are kept after all; without it a barrier has to.
+    `looped` promises that the layer runs in a loop of the compiled program. There XLA cannot merge the recomputation
+    with the first computation. Outside of a loop, a barrier prevents this.
     """
     return layer if remat in ("none", "auto") else jax.checkpoint(layer, policy=POLICIES[remat], prevent_cse=not looped)
 
 
 def best_group(depth: int, carry_bytes: float, layer_bytes: float, whole: bool = False) -> int:
-    """The g that keeps least: sqrt(L c / (c + 2 p)), from the derivative of (L / g) c + g (c + 2 p).
+    """The g that needs the least memory: sqrt(L c / (c + 2 p)), the minimum of (L / g) c + g (c + 2 p).
 
-    The minimum is flat, and a group that divides L leaves no remainder, for which all parameters would be copied once:
-    so the divisor of L nearest in ratio, if there is one within a factor of 1.5, or if it has to be one (`whole`).
+    The minimum is flat, and a remainder would copy all parameters once. So the result is the nearest divisor of L if
+    there is one within a factor of 1.5, or if `whole` asks for a divisor.
     """
     best = math.sqrt(depth * carry_bytes / (carry_bytes + 2 * layer_bytes))
     divisors = [g for g in range(1, depth + 1) if depth % g == 0]

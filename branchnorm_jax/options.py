@@ -71,8 +71,8 @@ class ModelConfig:
     )
     alpha_order: str = option(
         "equal",
-        "which layers' alpha grows when: all together (equal: BranchNorm), the orders of ProRes, or one layer after "
-        "another by alpha_stagger (bottom_up, top_down, progressive); branches whose alpha is 0 are not computed",
+        "order in which the layers grow: all together (equal: BranchNorm), an order of ProRes, or one layer after "
+        "another with alpha_stagger (bottom_up, top_down, progressive); branches with alpha = 0 are not computed",
         choices=(
             *("equal", "linear", "linear_sqrt", "linear_square", "reverse", "stagewise_0", "stagewise_L"),
             *(
@@ -90,9 +90,9 @@ class ModelConfig:
     alpha_start: str = option(
         "",
         "alpha at update 0: a number, a rule of depth such as 1/sqrt(n) (n sub-layers, L layers, l the layer), or "
-        "deepnorm (DeepNorm's ratio of branch to skip); empty: the order's own, 0 for equal",
+        "deepnorm (DeepNorm's ratio of branch to skip); empty: the default of the order, 0 for equal",
     )
-    alpha_end: str = option("", "alpha from update T on, as alpha_start; empty: the order's own, 1 for equal")
+    alpha_end: str = option("", "alpha from update T on, see alpha_start; empty: the default of the order, 1 for equal")
     alpha_stagger: float = option(
         0.5, "bottom_up, top_down, progressive: share of T after which the last layer starts", minimum=0, maximum=0.99
     )
@@ -102,7 +102,7 @@ class ModelConfig:
     alpha_hold: int = option(20, "adaptive: length of a pause of alpha", unit="updates", minimum=1)
     norm: str = option(
         "layer_norm",
-        "kind of every norm that the method has; scale_norm_fixed learns one g, that of the norm after the decoder",
+        "kind of all norms of the method; scale_norm_fixed learns a single g, in the norm after the decoder",
         choices=("layer_norm", "rms_norm", "scale_norm", "scale_norm_fixed", "dyt", "none"),
     )
     embedding: str = option(
@@ -110,12 +110,12 @@ class ModelConfig:
     )
     output_bias: bool = option(False, "learn a bias of the output logits")
     mask_unused: bool = option(
-        False, "give no probability to pieces that the target side of the training text never uses"
+        False, "give probability 0 to pieces that never occur on the target side of the training text"
     )
     word_dropout: float = option(
         0.0, "input words replaced by <unk> in training, both sides", unit="probability", minimum=0, maximum=0.99
     )
-    init: str = option("", "base initialisation, see branchnorm_jax/model/initializers.py; empty: the method's own")
+    init: str = option("", "base initialisation, see branchnorm_jax/model/initializers.py; empty: that of the method")
     dtype: str = option("float32", "data type of the matrix products", choices=("float32", "bfloat16"), common=True)
     carry_dtype: str = option(
         "float32", "data type of the residual stream between sub-layers", choices=("float32", "float16", "bfloat16")
@@ -123,18 +123,18 @@ class ModelConfig:
     scan: bool = option(True, "run the layers as one lax.scan (compile time independent of depth)", free=True)
     remat: str = option(
         "none",
-        "what the backward pass computes again instead of keeping it: nothing; scores and hidden feed-forward layers "
-        "(save_branches: 1/2 of the memory, 1/10 more time); all but the stream between layers (full: 1/3 more time), "
-        "or between groups of layers (nested: 2/3 more time; dlcl: as full); auto: the first of them that fits",
+        "what the backward pass recomputes to save memory: nothing (none); scores and hidden feed-forward layers "
+        "(save_branches: 1/2 of the memory, 1/10 more time); all but the stream between layers (full: 1/3 more time) "
+        "or between groups of layers (nested: 2/3 more time; dlcl: as full); auto: the first that fits",
         choices=("none", "save_branches", "full", "nested", "auto"),
         free=True,
         common=True,
     )
     group: int = option(
-        0, "layers per group of remat=nested; 0: the size that needs least memory", minimum=0, free=True
+        0, "layers per group of remat=nested; 0: the size that needs the least memory", minimum=0, free=True
     )
     logits_mb: int = option(
-        128, "largest block of float32 logits that the loss holds at once, per device", unit="MB", minimum=1, free=True
+        128, "largest block of float32 logits in the loss, per device", unit="MB", minimum=1, free=True
     )
     unroll: int = option(1, "layers per iteration of the scan", minimum=1, free=True)
 
@@ -157,17 +157,17 @@ class DataConfig:
     )
     files: str = option(
         "{split}.{lang}",
-        "text: file name or glob under path, {pair} is en-de or de-en; .gz, .zst and .xz are tried too",
+        "text: file name or glob under path; {pair} is en-de or de-en; also with .gz, .zst or .xz",
         free=True,
     )
-    tfds_dir: str = option("", "tfds: folder of the prepared data sets; empty: TFDS's own default", free=True)
-    source_lang: str = option("en", "language translated from", common=True)
-    target_lang: str = option("de", "language translated to", common=True)
+    tfds_dir: str = option("", "tfds: folder of the prepared data sets; empty: the default of TFDS", free=True)
+    source_lang: str = option("en", "source language", common=True)
+    target_lang: str = option("de", "target language", common=True)
     pairs: str = option(
         "",
         "several pairs in one run instead: en-de,fr-de,...; en-de+fr is en-de,en-fr; en+de+fr is all six directions",
     )
-    valid_pairs: str = option("", "pairs: those that are validated; empty: all")
+    valid_pairs: str = option("", "pairs: the pairs to validate; empty: all")
     tags: str = option(
         "source",
         "pairs: the tag of the target language, as >>de<<, comes before the source, the target, or both",
@@ -175,7 +175,7 @@ class DataConfig:
     )
     temperature: float = option(
         1.0,
-        "pairs: each makes up size^(1/temperature) of an epoch; 1: every sentence once",
+        "pairs: the share of a pair in an epoch ~ size^(1/temperature); 1: every sentence once",
         minimum=1,
         maximum=1000,
     )
@@ -190,38 +190,36 @@ class DataConfig:
     shared_vocab: bool = option(True, "one vocabulary for both languages; needed for shared_embeddings=all")
     byte_fallback: bool = option(False, "spell unknown characters as bytes instead of <unk>")
     vocab_sentences: int = option(
-        2_000_000, "sentences that the vocabulary is trained on, at most", unit="sentences", minimum=100
+        2_000_000, "largest number of sentences to train the vocabulary on", unit="sentences", minimum=100
     )
     subword_samples: int = option(
         0,
-        "subword regularisation: the training text is tokenised so many times, each time in pieces that are drawn; "
-        "0: once, in the likeliest",
+        "subword regularisation: number of sampled tokenisations of the training text; 0: the most probable one",
         unit="times",
         minimum=0,
         maximum=1000,
     )
     subword_alpha: float = option(
-        0.2, "P(segmentation)^alpha is what a word's pieces are drawn by (Marian's sentencepiece-alphas)", minimum=0
+        0.2, "sample segmentations of a word by P(segmentation)^alpha (Marian: sentencepiece-alphas)", minimum=0
     )
-    max_length: int = option(
-        256, "longer training pairs are dropped and counted; EOS included", unit="tokens", minimum=4
-    )
-    max_ratio: float = option(
-        0.0, "training pairs of a larger length ratio are dropped and counted; 0: keep all", minimum=0
-    )
+    max_length: int = option(256, "drop and count longer training pairs; EOS included", unit="tokens", minimum=4)
+    max_ratio: float = option(0.0, "drop and count training pairs with a larger length ratio; 0: keep all", minimum=0)
     batch_shapes: int = option(
         4,
-        "static batch shapes at most, each compiled once; from one to the next rows are half as many",
+        "most static batch shapes, each compiled once; each has half the rows of the one before",
         unit="shapes",
         minimum=1,
         maximum=64,
     )
     row_multiple: int = option(
-        8, "rows of a batch are a multiple of this; devices must divide it", unit="rows", minimum=1
+        8,
+        "the number of rows of a batch is a multiple of this, and this is a multiple of the number of devices",
+        unit="rows",
+        minimum=1,
     )
 
     def directions(self, pairs: str = "") -> "list[DataConfig]":
-        """One config for each of `pairs`, by default the run's own; with neither, the one of source and target_lang."""
+        """One config for each of `pairs` (default: those of the run), or the one of source_lang and target_lang."""
         if not (pairs := pairs or self.pairs):
             return [self]
         found = {}
@@ -234,11 +232,11 @@ class DataConfig:
 
     @property
     def tokenisations(self) -> int:
-        """How many of the training text there are; a pass of the batch plan reads all of them."""
+        """Number of tokenisations of the training text; a pass of the batch plan reads all of them."""
         return max(1, self.subword_samples)
 
     def validated(self) -> "list[DataConfig]":
-        """The directions that are validated."""
+        """The directions to validate."""
         return self.directions(self.valid_pairs)
 
     @property
@@ -248,7 +246,7 @@ class DataConfig:
 
     @property
     def pair(self) -> str:
-        """Of a single direction: as en-de."""
+        """A single direction, such as en-de."""
         return f"{self.source_lang}-{self.target_lang}"
 
 
@@ -263,8 +261,8 @@ class TrainConfig:
     seed: int = option(0, "seed of initialisation, batches and dropout", minimum=0, common=True)
     finetune_from: str = option(
         "",
-        "workdir, or workdir:checkpoint, of a run whose vocabulary, parameters and alpha this one begins with: the "
-        "same model, with other text or another way of training",
+        "workdir, or workdir:checkpoint, of the run to start from: takes its vocabulary, parameters and alpha, "
+        "and needs the same model",
     )
     batch_tokens: int = option(
         4096,
@@ -273,7 +271,7 @@ class TrainConfig:
         minimum=8,
         common=True,
     )
-    accumulation: int = option(1, "parts that one update's batch is split into", unit="parts", minimum=1)
+    accumulation: int = option(1, "number of parts that the batch of an update is split into", unit="parts", minimum=1)
     optimizer: str = option("adamw", "optimiser, see branchnorm_jax/training/optimizer.py")
     adam_b1: float = option(0.9, "decay of the first moment", minimum=0, maximum=0.99999)
     adam_b2: float = option(0.98, "decay of the second moment", minimum=0, maximum=0.99999)
@@ -284,12 +282,12 @@ class TrainConfig:
     weight_decay: float = option(1e-4, "decoupled weight decay of all parameters", minimum=0)
     branch_update_power: float = option(
         0.0,
-        "p: the update of a layer is multiplied by its alpha^p, in methods with a growing branch; 0: plain updates",
+        "p: multiplies the update of each layer by its alpha^p, in methods with a growing branch; 0: plain updates",
         minimum=0,
     )
     encoder_rate: float = option(1.0, "factor on the updates of the encoder's layers; 0 freezes them", minimum=0)
     encoder_rate_steps: int = option(
-        0, "encoder_rate is for the first updates only; 0: for all", unit="updates", minimum=0
+        0, "number of updates that encoder_rate applies to; 0: all", unit="updates", minimum=0
     )
     clip_norm: float = option(0.0, "largest global gradient norm; 0: no clipping", minimum=0)
     learning_rate: float = option(5e-4, "peak learning rate (noam: the factor)", minimum=0, common=True)
@@ -307,63 +305,65 @@ class TrainConfig:
     decay_factor: float = option(
         0.8, "val_decay: factor on the learning rate, once the warm-up has ended", minimum=0, maximum=1
     )
-    decay_patience: int = option(
-        3, "val_decay: when the score of a validation is below that of each of so many before it", minimum=1
-    )
+    decay_patience: int = option(3, "val_decay: decay when a score is below all of this many earlier ones", minimum=1)
     min_learning_rate: float = option(
         0.0,
-        "stop when a validation after the warm-up finds the learning rate below this; 0: never",
+        "stop at a validation after the warm-up if the learning rate is below this; 0: never",
         minimum=0,
         free=True,
     )
     update_in_backward: bool = option(
         False,
-        "update each layer as soon as the backward pass has its gradient, which is then forgotten: a quarter less for "
-        "parameters, moments and gradients; needs model.remat=full or nested, no clipping, accumulation, skipping",
+        "update each layer during the backward pass and drop its gradient: a quarter less memory for parameters, "
+        "moments and gradients; needs model.remat=full or nested, and no clipping, accumulation or skipping",
         free=True,
     )
     nonfinite: str = option(
         "stop",
-        "an update with a loss, gradient or size that is not finite ends the run, changes nothing, or goes back to a "
-        "checkpoint",
+        "if the loss, a gradient or an update is not finite: end the run, skip the update, or return to a checkpoint",
         choices=("stop", "skip", "rollback"),
         free=True,
     )
     spike: str = option(
         "log",
-        "an update whose loss or size is far above the last ones' is noted, ends the run, changes nothing, or takes it "
-        "back to a checkpoint",
+        "if the loss or the update is far above the recent ones: report it, end the run, skip the update, or return to "
+        "a checkpoint",
         choices=("log", "stop", "skip", "rollback"),
         free=True,
     )
     spike_deviations: float = option(
-        8.0, "how far that is", unit="standard deviations", minimum=1, maximum=1e6, free=True
+        8.0,
+        "spike: how far above the mean of the recent updates",
+        unit="standard deviations",
+        minimum=1,
+        maximum=1e6,
+        free=True,
     )
     rollback: str = option(
         "batches",
-        "what differs after a rollback: the batches that led to it are left out, or alpha stands still",
+        "what changes after a rollback: the batches before the trouble are left out, or alpha pauses",
         choices=("batches", "alpha"),
         free=True,
     )
     rollback_updates: int = option(
         20,
-        "batches: how many are left out, the last in trouble included; alpha: for how long it stands after the trouble",
+        "batches: how many are left out, up to the last in trouble; alpha: length of the pause after the trouble",
         unit="updates",
         minimum=1,
         free=True,
     )
-    label_smoothing: float = option(0.1, "probability given to the other words", minimum=0, maximum=0.99)
+    label_smoothing: float = option(0.1, "probability mass of the other words", minimum=0, maximum=0.99)
     ema_decay: float = option(
         0.0,
-        "decay of an exponential moving average of the parameters, say 0.9999, which validates, translates and is "
-        "exported in their place; 0: none is kept",
+        "decay of an exponential moving average of the parameters, for example 0.9999; validation, translation and "
+        "export use the average; 0: no average",
         minimum=0,
         maximum=0.999999,
     )
     log_every: int = option(10, "interval of metrics.jsonl lines; 0: never", unit="updates", minimum=0, free=True)
     watch_every: int = option(
         100,
-        "interval of layers.jsonl lines: statistics of every layer; 0: none are computed",
+        "interval of layers.jsonl lines, the statistics of every layer; 0: none",
         unit="updates",
         minimum=0,
         free=True,
@@ -383,16 +383,16 @@ class TrainConfig:
     patience: int = option(
         0, "stop after this many validations without a better one; 0: never", unit="validations", minimum=0, free=True
     )
-    prefetch: int = option(4, "batches prepared ahead by a thread", unit="batches", minimum=1, free=True)
+    prefetch: int = option(4, "batches that a thread prepares ahead", unit="batches", minimum=1, free=True)
 
 
 @dataclasses.dataclass(frozen=True)
 class ParallelConfig:
     """The devices."""
 
-    data: int = option(0, "size of the mesh axis that splits batches; 0: all that are left", minimum=0, free=True)
+    data: int = option(0, "size of the mesh axis that splits batches; 0: all other devices", minimum=0, free=True)
     model: int = option(1, "size of the mesh axis that splits matrices", minimum=1, free=True)
-    distributed: bool = option(False, "start jax.distributed even where no launcher is detected", free=True)
+    distributed: bool = option(False, "start jax.distributed even if no launcher is detected", free=True)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -402,19 +402,21 @@ class DecodeConfig:
     checkpoint: str = option("best", "which checkpoint: best, last, a step, or average (see --mode=average)", free=True)
     ensemble: str = option(
         "",
-        "comma-separated workdirs, or workdir:checkpoint, whose models vote with this one; of the same vocabulary",
+        "comma-separated workdirs, or workdir:checkpoint, of models to average with; the vocabulary must be the same",
         free=True,
     )
     target_lang: str = option(
-        "", "pairs: language to translate to where a line does not begin with a tag such as >>de<<", free=True
+        "", "pairs: target language of lines that do not begin with a tag such as >>de<<", free=True
     )
     input: str = option("", "translate, score: file to read; empty: stdin", free=True)
-    output: str = option("", "translate: file to write, restarted where it stopped; empty: stdout", free=True)
-    beam_size: int = option(4, "hypotheses kept; 1: greedy", minimum=1, maximum=1000, free=True, common=True)
+    output: str = option("", "translate: file to write; a restart continues it; empty: stdout", free=True)
+    beam_size: int = option(
+        4, "hypotheses per sentence; 1: greedy search", minimum=1, maximum=1000, free=True, common=True
+    )
     length_penalty: float = option(0.6, "strength of the length penalty", free=True, common=True)
     length_penalty_kind: str = option(
         "fairseq",
-        "score / L^p (fairseq, what the papers used) or score / ((5+L)/6)^p (gnmt); L counts EOS",
+        "score / L^p (fairseq, used by the papers) or score / ((5+L)/6)^p (gnmt); L counts EOS",
         choices=("fairseq", "gnmt"),
         free=True,
     )
@@ -424,33 +426,33 @@ class DecodeConfig:
     max_length_b: int = option(
         20, "b of the longest translation a*x+b", unit="tokens", minimum=1, maximum=100_000, free=True
     )
-    min_length: int = option(1, "shortest translation, language tags not counted", unit="tokens", minimum=0, free=True)
+    min_length: int = option(1, "shortest translation, without language tags", unit="tokens", minimum=0, free=True)
     max_input_length: int = option(
         1024,
-        "longer input lines are cut, with a warning; score cuts none",
+        "cut longer input lines, with a warning; score does not cut",
         unit="tokens",
         minimum=4,
         maximum=100_000,
         free=True,
     )
     no_repeat_ngram: int = option(
-        0, "no sequence of so many tokens comes twice; 0: any may", unit="tokens", minimum=0, maximum=100, free=True
+        0, "no sequence of this many tokens occurs twice; 0: no limit", unit="tokens", minimum=0, maximum=100, free=True
     )
     target_prefix: bool = option(False, "translate: lines are source<TAB>beginning of the translation", free=True)
     temperature: float = option(
         0.0,
-        "0: beam search; above: beam_size translations are drawn by softmax(logits / temperature), of which the nbest "
-        "with the best scores are printed; beam_size=1 is a plain draw",
+        "0: beam search; above 0: sample beam_size translations from softmax(logits / temperature) and print the nbest "
+        "with the highest scores; beam_size=1: plain sampling",
         minimum=0,
         maximum=100,
         free=True,
     )
-    top_k: int = option(0, "draw from so many likeliest words; 0: from all", unit="words", minimum=0, free=True)
+    top_k: int = option(0, "sample from this many most probable words; 0: from all", unit="words", minimum=0, free=True)
     top_p: float = option(
-        1.0, "draw from the likeliest words that have this probability together", minimum=1e-6, maximum=1, free=True
+        1.0, "sample from the most probable words with this total probability", minimum=1e-6, maximum=1, free=True
     )
     seed: int = option(
-        0, "of what is drawn; a translation depends on it and on the line's number", minimum=0, free=True
+        0, "seed of sampling; a translation depends on it and on the number of its line", minimum=0, free=True
     )
     nbest: int = option(
         1, "hypotheses printed per line; more than 1 prints `line ||| text ||| score`", minimum=1, free=True
@@ -459,15 +461,15 @@ class DecodeConfig:
         False, "translate: print the pieces of each translation with their log-probabilities", free=True
     )
     alignments: bool = option(
-        False, "translate: print which source piece each piece of a translation looks at most: 0-0 2-1 ...", free=True
+        False, "translate: print the most attended source piece of each piece of a translation: 0-0 2-1 ...", free=True
     )
     alignment_layer: int = option(
         0,
-        "decoder layer whose cross-attention that is, from 1, the mean of its heads; 0: all layers'",
+        "alignments: decoder layer, from 1, whose cross-attention is used, averaged over heads; 0: all layers",
         minimum=0,
         free=True,
     )
-    batch_tokens: int = option(4096, "source positions x beam of a batch", unit="tokens", minimum=1, free=True)
+    batch_tokens: int = option(4096, "size of a batch: source positions x beam", unit="tokens", minimum=1, free=True)
     streams: int = option(
         0,
         "batches decoded at the same time; 0: two on a single CPU device, one elsewhere",
@@ -477,7 +479,7 @@ class DecodeConfig:
     )
     unroll: int = option(
         12,
-        "decoders of up to so many layers run without a loop: a quarter faster, but longer to compile",
+        "decoders of up to this many layers run without a loop: a quarter faster, but slower to compile",
         unit="layers",
         minimum=0,
         free=True,
@@ -485,7 +487,7 @@ class DecodeConfig:
 
     @property
     def search(self) -> dict[str, Any]:
-        """By name, what a translation depends on, beside its line and the models: not where they lie, nor how fast."""
+        """The options that a translation depends on, by name: all but paths and those that only affect speed."""
         others = "checkpoint", "ensemble", "input", "output", "batch_tokens", "streams", "unroll"
         return {name: value for name, value in vars(self).items() if name not in others}
 
@@ -494,22 +496,22 @@ class DecodeConfig:
 class ServeConfig:
     """Translation over HTTP."""
 
-    host: str = option("127.0.0.1", "address to listen at; 0.0.0.0: all of this machine's", free=True)
-    port: int = option(8000, "port to listen at; 0: any that is free", minimum=0, maximum=65535, free=True)
-    max_lines: int = option(100, "most lines of a request", unit="lines", minimum=1, free=True)
-    max_characters: int = option(5000, "most characters of a line", unit="characters", minimum=1, free=True)
+    host: str = option("127.0.0.1", "address to listen on; 0.0.0.0: all addresses of this machine", free=True)
+    port: int = option(8000, "port to listen on; 0: any free port", minimum=0, maximum=65535, free=True)
+    max_lines: int = option(100, "largest number of lines of a request", unit="lines", minimum=1, free=True)
+    max_characters: int = option(
+        5000, "largest number of characters of a line", unit="characters", minimum=1, free=True
+    )
     max_body_bytes: int = option(1_000_000, "largest body of a request", unit="bytes", minimum=1, free=True)
     max_waiting: int = option(
-        256, "most requests that wait for the device; one more is answered 503", unit="requests", minimum=1, free=True
+        256, "largest number of waiting requests; any more are answered with 503", unit="requests", minimum=1, free=True
     )
-    batch_lines: int = option(
-        64, "waiting requests are put together until there are so many lines", unit="lines", minimum=1, free=True
-    )
+    batch_lines: int = option(64, "combine waiting requests up to this many lines", unit="lines", minimum=1, free=True)
     batch_wait_ms: float = option(
-        5.0, "how long the first request waits for others", unit="ms", minimum=0, maximum=60_000, free=True
+        5.0, "how long a request waits for others to join its batch", unit="ms", minimum=0, maximum=60_000, free=True
     )
     warm_up_length: int = option(
-        32, "programs for lines of up to so many tokens are compiled at the start", unit="tokens", minimum=0, free=True
+        32, "compile the programs for lines of up to this many tokens at the start", unit="tokens", minimum=0, free=True
     )
 
 
@@ -518,9 +520,9 @@ class EvaluateConfig:
     """Scores."""
 
     splits: str = option("test", "comma-separated: valid, test", free=True)
-    pairs: str = option("", "directions to translate, as data.pairs; empty: those of the run", free=True)
+    pairs: str = option("", "directions to translate, in the form of data.pairs; empty: those of the run", free=True)
     comet: str = option(
-        "", "also score with this COMET model, a file or a name such as Unbabel/wmt22-comet-da; empty: no", free=True
+        "", "also score with this COMET model, a file or a name such as Unbabel/wmt22-comet-da", free=True
     )
 
     @property
@@ -533,7 +535,9 @@ class EvaluateConfig:
 class AverageConfig:
     """One model from several checkpoints."""
 
-    checkpoints: str = option("last:2", "which: last:n, best:n, or steps as 1000,2000,3000", free=True)
+    checkpoints: str = option(
+        "last:2", "checkpoints to average: last:n, best:n, or steps such as 1000,2000,3000", free=True
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -545,8 +549,8 @@ class CompareConfig:
         "comma-separated workdirs or files of translations, each as path or name=path; the first is the baseline",
         free=True,
     )
-    reference: str = option("", "file of references; empty: what the first workdir was evaluated with", free=True)
-    split: str = option("test", "which split's translations to take from workdirs", free=True)
+    reference: str = option("", "file of references; empty: those that the first workdir was evaluated with", free=True)
+    split: str = option("test", "split whose translations to take from workdirs", free=True)
 
     def named(self) -> list[tuple[str, str]]:
         """`systems` as (name, path)."""
@@ -558,7 +562,7 @@ class CompareConfig:
 class ExportConfig:
     """The model for other engines."""
 
-    format: str = option("ctranslate2", "whose format to write", choices=("ctranslate2", "huggingface"), free=True)
+    format: str = option("ctranslate2", "format to write", choices=("ctranslate2", "huggingface"), free=True)
     quantization: str = option(
         "",
         "ctranslate2: data type of the stored matrices; empty: float32",
@@ -567,12 +571,12 @@ class ExportConfig:
     )
     path: str = option(
         "",
-        "folder to write, new or empty; without it <workdir>/export/<format>[-<quantization>], which is replaced",
+        "folder to write, new or empty; default: <workdir>/export/<format>[-<quantization>], which is replaced",
         free=True,
     )
     check_lines: int = option(
         100,
-        "validation pairs whose log-probabilities both sides compute; 0: no check",
+        "validation pairs whose log-probabilities are compared with the exported model's; 0: no check",
         unit="pairs",
         minimum=0,
         free=True,
@@ -580,7 +584,7 @@ class ExportConfig:
 
     @property
     def name(self) -> str:
-        """Of the folder, where `path` names none."""
+        """Name of the folder if `path` is empty."""
         return "-".join(filter(None, (self.format, self.quantization)))
 
 
@@ -601,19 +605,17 @@ class PlanConfig:
     """What a run will cost."""
 
     device: str = option(
-        "", "device to plan for, see branchnorm_jax/analysis/devices.py; empty: what is here", free=True
+        "", "device to plan for, see branchnorm_jax/analysis/devices.py; empty: this machine's", free=True
     )
-    devices: int = option(0, "how many; 0: as many as are here", minimum=0, free=True)
+    devices: int = option(0, "number of devices; 0: all of this machine", minimum=0, free=True)
     sentence_length: int = option(
         32, "average length of a sentence, both sides", unit="tokens", minimum=2, maximum=100_000, free=True
     )
-    compile: bool = option(
-        True, "compile the update on the device that is here, for the compiler's own figures", free=True
-    )
-    calibrate: bool = option(False, "time shallow models of the same width on the device that is here", free=True)
+    compile: bool = option(True, "compile the update on this machine, for the compiler's own figures", free=True)
+    calibrate: bool = option(False, "time shallow models of the same width on this machine", free=True)
     refuse: bool = option(
         True,
-        "do not start a training if parameters, optimiser state and gradients alone need more than the device's memory",
+        "do not train if parameters, optimiser state and gradients alone exceed the device's memory",
         free=True,
     )
 
@@ -627,16 +629,20 @@ class SweepConfig:
         "runs, as axis=value,value axis=value | ...; axes: method, depth, any option of model, data, train, decode",
         free=True,
     )
-    columns: str = option("depth", "axes of the table's columns, comma-separated; others label lines", free=True)
+    columns: str = option(
+        "depth", "comma-separated axes of the table's columns; the other axes label its rows", free=True
+    )
     baseline: str = option("", "method that the others are tested against; empty: no test", free=True)
     recommended: bool = option(
         False,
-        "each run takes what the authors of its method recommend, unless config file, command line or grid set it; "
-        "else all options but the grid's are equal",
+        "each run takes the options that its method recommends, unless config file, command line or grid set them; "
+        "otherwise only the options of the grid differ",
         free=True,
     )
     chosen: str = option(
-        "", "recommended: options that stay as they are; filled in with those that were set, for a resume", free=True
+        "",
+        "recommended: options that keep their values; filled in with the options that were set, for a resume",
+        free=True,
     )
 
     @property

@@ -1,1 +1,1 @@
-"""One update, then many: schedules, optimiser, train step, loop, checkpoints, logs."""
+"""Training: schedules, optimisers, the train step, the training loop, checkpoints and logs."""

@@ -1,8 +1,15 @@
-"""Checkpoints: asynchronous, atomic, checked. Orbax writes them; this file decides what is in one and which to trust.
+"""Asynchronous, atomic checkpoints with checksums.
 
-A checkpoint of step t holds the parameters that are used (of a run that averages them, the average), the rest of the
-train state, and JSON with checksums of both and with what the loop remembers. Nothing is restored whose checksums
-differ: Orbax itself does not notice flipped bits.
+Orbax writes the files. This module defines the contents of a checkpoint and decides which checkpoints are intact.
+
+A checkpoint of step t has three items:
+
+- params: the parameters for evaluation (the moving average if the run keeps one);
+- training: the rest of the train state;
+- memory: JSON with the checksums of the other two items, the loop state and alpha.
+
+A checkpoint with a wrong checksum is never restored. The checksums are necessary because Orbax does not detect flipped
+bits.
 """
 
 import dataclasses
@@ -41,11 +48,16 @@ class Checkpoints:
     def __init__(
         self, directory: Path, train: TrainConfig, warn: Callable[[str], None], *, read_only: bool = False
     ) -> None:
-        """Opens `directory`; the one training that holds the workdir may create it and clean up in it.
+        """Opens `directory`.
 
-        `warn` receives one line for each checkpoint that cannot be used.
+        Args:
+          directory: the folder of the checkpoints.
+          train: the options `keep_last` and `keep_best`.
+          warn: receives one line for each checkpoint that cannot be used.
+          read_only: False only for the training process that holds the lock of the workdir. That process creates the
+            folder and deletes temporary directories in it.
         """
-        # Orbax narrates through these, hundreds of lines on a bad file: what matters is said here.
+        # Orbax logs hundreds of lines about a damaged file through these loggers. `warn` gets the relevant line.
         for name in ("absl", "asyncio"):
             logging.getLogger(name).setLevel(logging.CRITICAL)
         self._directory = directory.absolute()
@@ -61,7 +73,7 @@ class Checkpoints:
             )
         options = ocp.CheckpointManagerOptions(
             preservation_policy=preservation_policy.AnyPreservationPolicy(keep),
-            best_fn=lambda metrics: metrics["score"],  # without it no metrics are written
+            best_fn=lambda metrics: metrics["score"],  # Without `best_fn` Orbax writes no metrics.
             cleanup_tmp_directories=not read_only,
             create=not read_only,
             read_only=read_only,
@@ -75,11 +87,11 @@ class Checkpoints:
         return sorted(self._manager.all_steps())
 
     def best_step(self) -> int | None:
-        """The step of the best checkpoint by validation score, if one was validated."""
+        """Step of the checkpoint with the best validation score, or None if no checkpoint has a score."""
         return next(iter(self._by_score()), None)
 
     def _by_score(self) -> list[int]:
-        """Steps of the validated checkpoints, best first; of equals the latest."""
+        """Steps of the validated checkpoints, best first. Among equal scores the latest step comes first."""
         scores = {}
         for step in self.steps():
             metrics = self._manager.metrics(step)
@@ -88,10 +100,13 @@ class Checkpoints:
         return sorted(scores, key=lambda step: (scores[step], step), reverse=True)
 
     def several(self, which: str) -> list[int]:
-        """Steps, oldest first: of "last:n", "best:n" or "1000,2000,3000".
+        """Steps of the checkpoints that `which` selects, oldest first.
+
+        Args:
+          which: "last:n", "best:n" or a list of steps such as "1000,2000,3000".
 
         Raises:
-          UserError: if it is none of these, or there are not so many.
+          UserError: if `which` has another form, or if fewer checkpoints exist than it selects.
         """
         kind, _, number = which.partition(":")
         there = self.steps()
@@ -113,7 +128,10 @@ class Checkpoints:
         return sorted({int(step) for step in steps})
 
     def save_params(self, step: int, params: Params, alpha: Alpha, memory: SavedLoopState) -> None:
-        """Saves parameters that no training goes on from, and waits. Arguments as in `save`."""
+        """Saves parameters without training state and waits until they are on disk. The arguments are as in `save`.
+
+        Training cannot resume from such a checkpoint.
+        """
         values = jax.tree.map(lambda leaf: np.asarray(leaf).tolist(), alpha)
         sums = {"params": checksums(params).tolist()}
         self._manager.save(
@@ -126,13 +144,16 @@ class Checkpoints:
         self.close()
 
     def save(self, state: TrainState, alpha: Alpha, memory: SavedLoopState, score: float | None) -> None:
-        """Starts saving the state; the previous save must have ended well, or this raises.
+        """Starts to save the state, after the previous save has finished.
 
         Args:
-          state: may be donated as soon as this returns.
-          alpha: alpha_t of this state, for those who only read parameters.
-          memory: what the loop remembers.
-          score: validation score of exactly this state (more is better), if there is one.
+          state: the train state. The caller may donate it as soon as this method returns.
+          alpha: alpha_t of this state, for readers that restore only the parameters.
+          memory: the loop state.
+          score: validation score of exactly this state (higher is better), or None.
+
+        Raises:
+          StorageError: if the previous save failed or this one cannot start.
         """
         step = int(state.step)
         rest = _rest(state)
@@ -160,7 +181,7 @@ class Checkpoints:
             raise StorageError(f"{self._directory}: checkpoint {step} was not written")
 
     def wait(self) -> None:
-        """Blocks until the save under way, if any, is on disk. Raises `StorageError` if it failed."""
+        """Blocks until the current save, if any, is on disk. Raises `StorageError` if it failed."""
         try:
             self._manager.wait_until_finished()
         except Exception as error:
@@ -172,14 +193,17 @@ class Checkpoints:
         self._manager.close()
 
     def restore_latest(self, abstract: TrainState, until: float = math.inf) -> tuple[TrainState, SavedLoopState] | None:
-        """The newest state that is whole, with what the loop remembered; None where there is no checkpoint.
+        """Restores the newest intact checkpoint.
 
         Args:
-          abstract: shapes, dtypes and shardings wanted.
-          until: newer ones are not looked at.
+          abstract: the shapes, dtypes and shardings of the result.
+          until: the last step to consider; newer checkpoints are ignored.
+
+        Returns:
+          The train state and the saved loop state, or None if there is no checkpoint.
 
         Raises:
-          UserError: if there are checkpoints and none can be used.
+          UserError: if there are checkpoints but all of them are damaged.
         """
         steps = [step for step in self.steps() if step <= until]
         for step in reversed(steps):
@@ -198,7 +222,10 @@ class Checkpoints:
         return None
 
     def named(self, which: str) -> list[int]:
-        """Its step, then those that `restore_params` falls back to. Raises `UserError` if there is no such one."""
+        """Step of the checkpoint `which`, followed by the steps that `restore_params` falls back to.
+
+        Raises `UserError` if there is no such checkpoint.
+        """
         steps = self.steps()
         if not steps:
             raise UserError(f"{self._directory}: no checkpoint; train first")
@@ -212,14 +239,14 @@ class Checkpoints:
         return ([best] if best is not None else []) + [step for step in reversed(steps) if step != best]
 
     def restore_params(self, which: str, abstract: Params) -> tuple[Params, Alpha, int]:
-        """Parameters, alpha and step of one checkpoint.
+        """Restores the parameters, alpha and step of one checkpoint.
 
         Args:
-          which: "best" (the last one if none was validated), "last", or a step.
-          abstract: shapes, dtypes and shardings wanted.
+          which: "best" (the last checkpoint if none was validated), "last", or a step.
+          abstract: the shapes, dtypes and shardings of the parameters.
 
         Raises:
-          UserError: if there is no such checkpoint or it is damaged and there is none to fall back to.
+          UserError: if there is no such checkpoint, or if it is damaged and there is no other one to fall back to.
         """
         for place, step in enumerate(self.named(which)):
             try:
@@ -233,7 +260,7 @@ class Checkpoints:
                 continue
             if place:
                 self._warn(f"using checkpoint {step} instead")
-            # Older checkpoints hold one number for all layers.
+            # Older checkpoints have a single alpha for all layers.
             saved = restored["memory"]["alpha"]
             values = saved if isinstance(saved, dict) else dict.fromkeys(STACKS, saved)
             alpha = {s: jnp.broadcast_to(jnp.float32(values[s]), (depth_of(abstract[s]),)) for s in STACKS}
@@ -258,7 +285,10 @@ class Checkpoints:
         return TrainState(**training, **used), saved["memory"]
 
     def forget_after(self, step: int) -> None:
-        """Deletes checkpoints newer than `step`, damaged or rolled back, so that they can be written again."""
+        """Deletes the checkpoints newer than `step`, so that the run can write them again.
+
+        These checkpoints are damaged, or a rollback has invalidated them.
+        """
         for newer in self.steps():
             if newer > step:
                 self._manager.delete(newer)
@@ -270,7 +300,7 @@ class Checkpoints:
 
 
 def _rest(state: TrainState) -> dict[str, Any]:
-    """The train state without `eval_params`, by the name of the field on disk."""
+    """The fields of the train state other than `eval_params`. The keys are the names in checkpoints."""
     fields = {field.name: getattr(state, field.name) for field in dataclasses.fields(state)}
     rest = {name: value for name, value in fields.items() if value is not None and value is not state.eval_params}
     return {NAMES_ON_DISK.get(name, name): value for name, value in rest.items()}
@@ -282,6 +312,6 @@ def _check(what: str, tree: Any, expected: list[int]) -> None:
 
 
 def _summary(error: Exception) -> str:
-    """The first line of an exception, short enough for one line of a message."""
+    """The type and the first line of an exception, with at most 160 characters of that line."""
     text = str(error).strip().splitlines()
     return f"{type(error).__name__}: {text[0][:160]}" if text else type(error).__name__

@@ -1,4 +1,4 @@
-"""Digests that identify a state: a hash for people and tests, checksums on the device for checkpoints."""
+"""Digests of a train state: a SHA-256 hash for users and tests, and checksums on the device for checkpoints."""
 
 import hashlib
 from typing import Any
@@ -11,7 +11,10 @@ from branchnorm_jax.training.state import TrainState
 
 
 def sha256(state: TrainState) -> str:
-    """Hex digest of the parameters, the optimiser's state and the average, leaf by leaf in the order of their paths."""
+    """Hex digest of the parameters, the optimiser state and the moving average.
+
+    The leaves are hashed in the order of their paths.
+    """
     digest = hashlib.sha256()
     leaves = jax.tree_util.tree_leaves_with_path((state.params, state.opt_state, state.ema))
     for path, leaf in sorted((jax.tree_util.keystr(path), leaf) for path, leaf in leaves):
@@ -22,10 +25,11 @@ def sha256(state: TrainState) -> str:
 
 @jax.jit
 def checksums(state: Any) -> jax.Array:
-    """uint32 [leaves]: a weighted sum modulo 2^32 of the bits of each leaf, in the order of the tree.
+    """Checksum of each leaf in tree order: a weighted sum of its bits modulo 2^32, uint32 [leaves].
 
     The weights are odd and differ between elements, so any single flipped bit changes the sum. Integer addition is
-    exact in any order, so the sums do not depend on how the state is sharded. They cost one pass on the device.
+    exact in any order, so the sums do not depend on the sharding of the state. The cost is one pass over the state on
+    the device.
     """
 
     def checksum(leaf: jax.Array) -> jax.Array:

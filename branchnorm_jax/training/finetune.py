@@ -1,4 +1,4 @@
-"""A run that begins with the vocabulary and the parameters of another one (`train.finetune_from`)."""
+"""Fine-tuning: a run starts with the vocabulary and the parameters of another run (`train.finetune_from`)."""
 
 import dataclasses
 import json
@@ -21,18 +21,18 @@ OF_THE_TRAINING = {
     "alpha_schedule", "alpha_floor", "alpha_hold", "alpha_steps", "alpha_order", "alpha_stagger",
     "alpha_start", "alpha_end",
 }  # fmt: skip
-"""Model options that only affect training: they may differ from those of the run that the parameters come from."""
+"""Model options that only affect training. They may differ between the new run and its parent run."""
 
 OF_THE_VOCABULARY = "vocab_size", "vocab_type", "shared_vocab"
 """Data options that define the vocabulary."""
 
 
 def parent_of(config: Config, workdir: Workdir) -> Workdir:
-    """The workdir of the run that `train.finetune_from` names, for a run in `workdir`.
+    """The workdir of the parent run, which `train.finetune_from` names, for a new run in `workdir`.
 
     Raises:
-      UserError: if there is none, no such checkpoint, or its model is another one than `config`'s, or asked for
-        languages in another way.
+      UserError: if the parent run or its checkpoint does not exist, if its workdir is `workdir`, or if its model,
+        vocabulary options or language tags differ from `config`.
     """
     theirs, parent, which = find_run("train.finetune_from", config.train.finetune_from, config)
     if parent.path.resolve() == workdir.path.resolve():
@@ -53,7 +53,7 @@ def parent_of(config: Config, workdir: Workdir) -> Workdir:
     ]
     if changed:
         raise UserError(f"train.finetune_from: {parent.path} has another model; set {' '.join(changed)} here, too")
-    # Check the vocabulary and the checkpoint now, so that errors come before any work.
+    # Check the vocabulary and the checkpoint now, so that errors appear before any work starts.
     network(theirs, parent)
     checkpoints, name = open_checkpoints(theirs, parent, which)
     checkpoints.named(name)
@@ -61,19 +61,19 @@ def parent_of(config: Config, workdir: Workdir) -> Workdir:
 
 
 def take_vocabulary(parent: Workdir, workdir: Workdir) -> None:
-    """Copies the parent's vocabulary without the file about the parent's text."""
+    """Copies the parent's vocabulary, without the list of pieces that are unused in the parent's text."""
     with atomic_directory(workdir / "vocabulary") as temporary:
-        # Which pieces are unused depends on the new text.
+        # The unused pieces depend on the text of the new run.
         shutil.copytree(parent / "vocabulary", temporary, ignore=shutil.ignore_patterns(UNUSED), dirs_exist_ok=True)
-        # A run that starts over here without a parent then trains its own vocabulary.
+        # This file makes a later run without a parent in this workdir train its own vocabulary.
         (temporary / ORIGIN).write_text(json.dumps({"run": str(parent.path)}) + "\n", encoding="utf-8")
 
 
 def corpus_of(config: Config, workdir: Workdir) -> Corpus:
-    """Prepares the corpus of the run, with the vocabulary that it has or begins with."""
+    """Prepares the corpus of the run, with its existing vocabulary, its parent's vocabulary or a new one."""
     if config.train.finetune_from and not workdir.has_checkpoints:
         take_vocabulary(parent_of(config, workdir), workdir)
-    # data.json shows that training has begun, also if there is no checkpoint yet.
+    # data.json shows that training has started, even if there is no checkpoint yet.
     keep = workdir.has_checkpoints or (workdir / "data.json").exists() or bool(config.train.finetune_from)
     return prepare(config.data, workdir.path, logs.say, keep)
 

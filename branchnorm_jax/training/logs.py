@@ -1,4 +1,4 @@
-"""What a run writes for people and programs: JSON lines, TensorBoard, a progress line, status.json."""
+"""Output of a run: JSON lines, TensorBoard event files, the progress line, and the environment for status.json."""
 
 import contextlib
 import json
@@ -22,16 +22,19 @@ PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "sent
 
 
 class JsonLines:
-    """A file of one JSON object per line, each with a `step`, kept in step with the checkpoints."""
+    """A file with one JSON object per line. Each object has a `step`, so that the file can follow a restored run."""
 
     def __init__(self, path: Path, first_step: int) -> None:
-        """Opens `path` to append; lines of `first_step` and later, which will be written again, are dropped."""
+        """Opens `path` to append, and first drops the lines of `first_step` and later.
+
+        The run repeats those steps and writes their lines again.
+        """
         kept = [line for line in read_lines(path) if line["step"] < first_step]
         write_atomically(path, "".join(json.dumps(line) + "\n" for line in kept))
         self._file = path.open("a")
 
     def write(self, line: Mapping[str, Any]) -> None:
-        """Appends one line, null for what is not finite, and hands it to the operating system."""
+        """Appends one line and flushes it to the operating system. A float that is not finite becomes null."""
         known = {key: None if isinstance(v, float) and not math.isfinite(v) else v for key, v in line.items()}
         self._file.write(json.dumps(known, allow_nan=False) + "\n")
         self._file.flush()
@@ -42,9 +45,10 @@ class JsonLines:
 
 
 def read_lines(path: Path, names: Iterable[str] = ()) -> list[dict[str, Any]]:
-    """The lines of a `JsonLines` file that have all `names`. A missing file is empty.
+    """Reads the lines of a `JsonLines` file that have all `names` as keys. A missing file has no lines.
 
-    A last line that a kill left unfinished is left out; so is any other that cannot be read, which is said.
+    A process that is killed can leave an unfinished last line; the function ignores that line silently. It also skips
+    all other lines that cannot be read, and reports their number on stderr.
     """
     content = path.read_bytes() if path.exists() else b""
     lines, broken = [], 0
@@ -61,12 +65,13 @@ def read_lines(path: Path, names: Iterable[str] = ()) -> list[dict[str, Any]]:
 
 
 class TensorBoard:
-    """Scalars as TensorBoard event files, without TensorFlow."""
+    """Writes scalars to TensorBoard event files, without TensorFlow."""
 
     def __init__(self, directory: Path, first_step: int) -> None:
-        """Writes to `directory`; TensorBoard hides what an interrupted run wrote from `first_step` on.
+        """Opens an event file in `directory`.
 
-        Without tensorboardX nothing is written, and one line says so.
+        TensorBoard hides the points that an interrupted run wrote at `first_step` and later. Without tensorboardX the
+        class writes no event files, and reports this in one line on stderr.
         """
         self._writer: Any = None
         try:
@@ -78,19 +83,19 @@ class TensorBoard:
             self._writer = SummaryWriter(str(directory), purge_step=first_step)
 
     def write(self, step: int, scalars: Mapping[str, float]) -> None:
-        """One point per name."""
+        """Adds one point per name at `step`. Values that are not finite are skipped."""
         for name, value in scalars.items():
             if self._writer and math.isfinite(value):
                 self._writer.add_scalar(name, value, step)
 
     def close(self) -> None:
-        """Writes what is buffered."""
+        """Writes the buffered points and closes the file."""
         if self._writer:
             self._writer.close()
 
 
 class _Lines:
-    """stderr where it is not a terminal: a progress bar's redrawing becomes lines of their own."""
+    """Wraps a stderr that is not a terminal. Each update of a progress bar becomes a separate line."""
 
     def write(self, text: str) -> None:
         for line in text.replace("\r", "\n").split("\n"):
@@ -102,7 +107,10 @@ class _Lines:
 
 
 def progress_bar(total: int, done: int, unit: str, description: str) -> tqdm:
-    """A live line on stderr with rate and ETA; one line every half minute where stderr is not a terminal."""
+    """A live progress line on stderr with rate and ETA.
+
+    If stderr is not a terminal, the progress bar writes one line every 30 s.
+    """
     live = sys.stderr.isatty()
     return tqdm(
         total=total,
@@ -118,12 +126,12 @@ def progress_bar(total: int, done: int, unit: str, description: str) -> tqdm:
 
 
 def say(line: str) -> None:
-    """One line on stderr that does not tear a progress line."""
+    """Writes one line to stderr without breaking the progress line."""
     tqdm.write(line, file=sys.stderr)
 
 
 def environment() -> dict[str, Any]:
-    """Devices, versions and git revision of this run."""
+    """Devices, number of processes, package versions and git revision of this run."""
     device = jax.devices()[0]
     return {
         "devices": f"{jax.device_count()} x {device.device_kind} ({device.platform})",
@@ -135,10 +143,10 @@ def environment() -> dict[str, Any]:
 
 
 def git_revision() -> str:
-    """Commit of this code, with "+" where files differ from it; "unknown" outside a checkout."""
+    """Commit of this code, followed by "+" if tracked files have changes; "unknown" outside a checkout."""
     here, name = Path(__file__).parent, Path(__file__).name
     try:
-        # An installed package may lie in the checkout of another project, which then does not track this file.
+        # An installed package may be inside the checkout of another project. That project does not track this file.
         subprocess.run(
             ["git", "ls-files", "--error-unmatch", name], cwd=here, capture_output=True, check=True, timeout=10
         )
@@ -159,6 +167,9 @@ def git_revision() -> str:
 
 
 def peak_memory_bytes() -> int:
-    """Most memory in use so far: the device's own count where it keeps one, else this process's resident set."""
+    """Peak memory use so far in bytes, as the device reports it.
+
+    If the device does not report it, the result is the peak resident set size of this process.
+    """
     stats = jax.local_devices()[0].memory_stats() or {}
     return int(stats.get("peak_bytes_in_use") or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)

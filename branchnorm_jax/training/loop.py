@@ -1,4 +1,8 @@
-"""The training loop. The order of its parts is a contract: what is saved, evaluated and logged belongs together."""
+"""The training loop.
+
+The order of the operations in the loop is a contract. It guarantees that checkpoints, validations and log lines of a
+step describe the same state.
+"""
 
 import contextlib
 import dataclasses
@@ -40,10 +44,18 @@ from branchnorm_jax.workdir import Workdir
 
 
 def train(config: Config, workdir: Workdir) -> None:
-    """Trains until a limit of `train` (steps, epochs, patience, min_learning_rate) or a signal; resumes `workdir`.
+    """Trains a model in `workdir`, and resumes from the newest checkpoint if there is one.
+
+    Training ends at a limit of the options `train` (steps, epochs, patience, min_learning_rate) or at a signal.
 
     Raises:
-      UserError, DivergedError, StorageError, HostError, Preempted: as their names say, after `status.json` was written.
+      UserError: if the config, the data or the workdir is unsuitable.
+      DivergedError: if training diverges and the run cannot continue.
+      StorageError: if a file cannot be written.
+      HostError: if another process of the run is missing or does not respond.
+      Preempted: if a signal stops the run.
+
+    Errors during the loop are raised after `status.json` is written.
     """
     check_names(config)
     workdir.create()
@@ -59,7 +71,7 @@ def train(config: Config, workdir: Workdir) -> None:
             if isinstance(error, OSError):
                 failure = StorageError(f"{workdir.path}: {error.strerror or error}; what was saved before is kept")
             status = failure.status if isinstance(failure, BranchNormError | Preempted) else "failed"
-            # A disk that cannot take the results may not take the status either: the first error is the one to tell.
+            # If the disk is full, writing the status may fail, too. Report the first error, not the second.
             with contextlib.suppress(OSError):
                 run.write_status(status, str(failure) or type(failure).__name__)
             raise failure from error
@@ -68,7 +80,13 @@ def train(config: Config, workdir: Workdir) -> None:
 
 
 def check_names(config: Config) -> None:
-    """Raises `UserError` for what only the rooms know (method, init, optimizer, schedule), before any work."""
+    """Checks the names and combinations of options that the subpackages define, before any work starts.
+
+    It checks the method, initialisation, optimiser, schedule, growth of alpha and device mesh.
+
+    Raises:
+      UserError: if an option is unknown, or two options exclude each other.
+    """
     recipe = get_recipe(config.model.method)
     get_base(config.model.init or recipe.init)
     if config.train.update_in_backward and recipe.combines:
@@ -83,7 +101,7 @@ def check_names(config: Config) -> None:
 
 
 class Halted(Exception):
-    """Leaves the loop because of a decision to stop or to roll back."""
+    """Raised inside the loop when a decision stops the run or rolls it back."""
 
     def __init__(self, decision: Decision) -> None:
         super().__init__(decision.reason)
@@ -91,10 +109,13 @@ class Halted(Exception):
 
 
 class Run:
-    """One process's share of one training: everything between start-up and `status.json`."""
+    """The training run in one process, from start-up to `status.json`."""
 
     def __init__(self, config: Config, workdir: Workdir, corpus: Corpus) -> None:
-        """Builds plans, model and state: restored from the newest good checkpoint, else fresh."""
+        """Builds the batch plans, the model and the state.
+
+        The state comes from the newest intact checkpoint. Without a checkpoint it is initialised.
+        """
         self.config, self.workdir, self.corpus = config, workdir, corpus
         train = config.train
         self.mesh = make_mesh(config.parallel, config.data.row_multiple // train.accumulation)
@@ -114,7 +135,7 @@ class Run:
         self.state, self.loop_state = self._restored(math.inf)
         self.step = int(self.state.step)
         self.stop_reason = ""
-        """Why to stop before the last update; "" to go on."""
+        """Reason to stop before the last update; "" means that the run continues."""
         if self.step > self.total:
             raise UserError(
                 f"{workdir.path}: this run is at step {self.step}, past the {self.total} updates of train.epochs="
@@ -124,7 +145,7 @@ class Run:
         self._describe()
 
     def _restored(self, until: float) -> tuple[TrainState, LoopState]:
-        """The newest good checkpoint of at most `until` updates, or the start if there is none."""
+        """Restores the newest intact checkpoint of at most `until` updates, or initialises the state."""
         restored = self.checkpoints.restore_latest(self.abstract, until)
         if restored is not None:
             state, saved = restored
@@ -140,11 +161,19 @@ class Run:
         return state, LoopState()
 
     def loop(self) -> int:
-        """Runs the updates that are left; returns the signal that came too late to stop them, or 0.
+        """Runs the remaining updates.
 
-        Order, at each step: validate if due, on the state as it is; save if due or asked to stop; take the batch;
-        dispatch the update; read the metrics of the update before (so the device never waits for the host); poll for
-        signals.
+        The order of the operations at each step is:
+
+        1. Validate the current state, if a validation is due.
+        2. Save a checkpoint, if one is due or a signal has arrived.
+        3. Take the next batch.
+        4. Dispatch the update.
+        5. Read the metrics of the previous update. This order keeps the device from waiting for the host.
+        6. Poll for signals.
+
+        Returns:
+          The number of a signal that arrived after the last update, or 0.
         """
         with hosts.Preemption() as preemption:
             while True:
@@ -167,12 +196,12 @@ class Run:
         return preemption.signal
 
     def _roll_back(self, decision: Decision) -> None:
-        """Goes back to a checkpoint of before the trouble, and changes what `train.rollback` says."""
+        """Restores a checkpoint from before the trouble, then leaves out batches or holds alpha (`train.rollback`)."""
         train, before = self.config.train, self.loop_state
         rollback = trouble.plan_rollback(decision, train, before)
         self.checkpoints.wait()
-        del self.state  # The device may not have room for two.
-        # Every checkpoint is of before the trouble; the oldest is better than none.
+        del self.state  # The device memory may be too small for two states.
+        # All checkpoints are from before the trouble. If all are newer than `until`, restore the oldest one.
         until = max(rollback.until, min(self.checkpoints.steps(), default=0))
         self.state, restored = self._restored(until)
         self.step, self.stop_reason = int(self.state.step), ""
@@ -191,7 +220,7 @@ class Run:
         write_event(self.workdir, decision.step, "rollback", text, to=self.step)
 
     def _run_updates(self, preemption: hosts.Preemption) -> None:
-        """Runs the loop until its end. Raises `Halted` if there is trouble that ends it."""
+        """Runs the loop to its end. Raises `Halted` if a decision stops the run or rolls it back."""
         start = self.step
         self.write_status("running", "a run that ends writes another status")
         if start < self.total and not self.compiled:
@@ -208,7 +237,7 @@ class Run:
         in_flight: tuple[int, Metrics, TextBatch] | None = None
 
         def read() -> None:
-            """Waits for the update in flight."""
+            """Waits for the update in flight, if any, and reads its metrics."""
             nonlocal in_flight
             if in_flight is not None:
                 dispatched, in_flight = in_flight, None
@@ -266,7 +295,7 @@ class Run:
         recorder.show_progress(metrics, seconds)
 
     def _watch(self, step: int, layers: dict[str, dict[str, Any]]) -> None:
-        """Remembers where gradients vanish and stacks collapse; says so when it begins."""
+        """Records where gradients vanish and which stacks collapse. Reports each problem when it begins."""
         loop_state = self.loop_state
         alpha = {stack: values.get("alpha", 1.0) for stack, values in layers.items()}
         where = vanishing({stack: values["gradient"] for stack, values in layers.items()}, alpha)
@@ -283,7 +312,7 @@ class Run:
             raise Halted(decision)
 
     def write_status(self, status: str, reason: str) -> None:
-        """Writes `status.json`: how the run ended, and what it cost."""
+        """Writes `status.json`: how the run ended, and the resources that it used. Only the first process writes."""
         if hosts.is_first():
             fields = {
                 "status": status,
@@ -295,7 +324,7 @@ class Run:
             write_status(self.workdir, fields, self.loop_state)
 
     def _compile(self) -> None:
-        """Compiles the update for every batch shape, before the first one."""
+        """Compiles the update for every batch shape, before the first update."""
         begin = time.perf_counter()
         train_step = make_train_step(self.model, self.optimizer, self.config)
         state_shardings = jax.tree.map(lambda leaf: leaf.sharding, self.abstract)
@@ -310,20 +339,20 @@ class Run:
         logs.say(f"compiled {len(self.compiled)} batch shapes in {seconds:.1f} s")
 
     def _replace_in_state(self, **values: jax.Array) -> None:
-        """Replaces small fields of the state, on all devices."""
+        """Replaces small fields of the state. Every device gets a full copy of the new values."""
         self.state = dataclasses.replace(self.state, **jax.device_put(values, sharding(self.mesh)))
 
     def _leave_out(self) -> None:
-        """Advances the state by an update that changes no parameter."""
+        """Advances the step and the clock of the state without changing the parameters."""
         clock, hold_steps = schedules.advance(self.state.clock, self.state.hold_steps)
         self._replace_in_state(step=self.state.step + 1, clock=clock, hold_steps=hold_steps)
 
     def _shapes(self) -> Iterator[Shape]:
-        """The shapes that some training sentence needs."""
+        """The batch shapes that at least one training sentence needs."""
         return (shape for shape, rows in zip(self.plan.shapes, self.plan.rows, strict=True) if rows)
 
     def _validate(self, recorder: Recorder) -> str:
-        """Validates the current state and remembers the result; returns why to stop, or ""."""
+        """Validates the current state and records the result. Returns a reason to stop the run, or ""."""
         c, loop_state = self.config.train, self.loop_state
         sums = self.validator.losses(self.state)
         line: dict[str, Any] = {"step": self.step, **per_token(list(sums.values()))}
@@ -376,5 +405,5 @@ class Run:
 
 
 def _due(step: int, start: int, every: int) -> bool:
-    """Whether an event of this interval falls on `step`; never on the step that the run starts from."""
+    """Whether an event with interval `every` falls on `step`. It never falls on `start`, the run's first step."""
     return every > 0 and step % every == 0 and step != start

@@ -1,4 +1,7 @@
-"""Optimisers as optax transformations of gradients into directions; `step.py` multiplies by the learning rate."""
+"""Optimisers: optax transformations from gradients to directions.
+
+`update.py` multiplies the directions by the learning rate.
+"""
 
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
@@ -13,18 +16,26 @@ from branchnorm_jax.options import TrainConfig
 
 
 class FairseqAdamState(NamedTuple):
-    """State of `scale_by_fairseq_adam`: completed updates, int32 [], and both moments, shaped like the parameters."""
+    """State of `scale_by_fairseq_adam`.
 
-    count: jax.Array  # type: ignore[assignment]  # hides tuple.count, as in optax's own states
+    Attributes:
+      count: number of completed updates, int32 [].
+      mu: first moments, with the shapes of the parameters.
+      nu: second moments, with the shapes of the parameters.
+    """
+
+    count: jax.Array  # type: ignore[assignment]  # It overrides tuple.count, as in the states of optax.
     mu: optax.Updates
     nu: optax.Updates
 
 
 def scale_by_fairseq_adam(b1: float, b2: float, eps: float) -> optax.GradientTransformation:
-    """Adam with epsilon added to the raw root: sqrt(1 - b2^t) / (1 - b1^t) m / (sqrt(v) + eps).
+    """Adam with epsilon added to the square root before the bias correction, as in fairseq.
 
-    optax and PyTorch add it after the bias correction, which makes fairseq's epsilon 1 / sqrt(1 - b2^t) times larger:
-    7 times at the first update for b2 = 0.98.
+        direction = sqrt(1 - b2^t) / (1 - b1^t) m / (sqrt(v) + eps)
+
+    optax and PyTorch add epsilon after the bias correction. In comparison, fairseq's epsilon is 1 / sqrt(1 - b2^t)
+    times larger. This factor is 7 at the first update for b2 = 0.98.
     """
 
     def init(params: optax.Params) -> FairseqAdamState:
@@ -46,9 +57,10 @@ def scale_by_fairseq_adam(b1: float, b2: float, eps: float) -> optax.GradientTra
 
 
 def scale_by_layer_trust_ratio() -> optax.GradientTransformation:
-    """LAMB's trust ratio |p| / |u|, 1 where either is 0, one per matrix of each layer (You et al., 2020).
+    """LAMB's trust ratio |p| / |u|, one per parameter array of each layer (You et al., 2020).
 
-    optax takes one ratio per array; here an array holds all layers of a stack, axis 0.
+    The ratio is 1 if either norm is 0. optax computes one ratio per array, but here axis 0 of an array has all layers
+    of a stack. Therefore this function computes one ratio per layer.
     """
 
     def update(updates: Any, state: optax.EmptyState, params: Any = None) -> tuple[optax.Updates, optax.EmptyState]:
@@ -68,7 +80,7 @@ def _adam(train: TrainConfig) -> optax.GradientTransformation:
 
 
 def _decay(train: TrainConfig) -> optax.GradientTransformation:
-    """Weight decay of all parameters, biases and norms included, as fairseq does."""
+    """Weight decay of all parameters, including biases and norms, as in fairseq."""
     return optax.add_decayed_weights(train.weight_decay)
 
 
@@ -77,12 +89,12 @@ def _radam(train: TrainConfig) -> optax.GradientTransformation:
 
 
 def moments_of(opt_state: Any) -> list[Any]:
-    """The trees in an optimiser's state that are shaped like the parameters, which are a dict."""
+    """The trees in an optimiser state that have the structure of the parameters. Such trees are dicts."""
     return [node for node in jax.tree.leaves(opt_state, is_leaf=_is_dict) if _is_dict(node)]
 
 
 def with_moments(opt_state: Any, moments: Iterable[Any]) -> Any:
-    """The state with other trees in the place of `moments_of` it."""
+    """The optimiser state with its `moments_of` replaced by `moments`."""
     given = iter(moments)
     return jax.tree.map(lambda node: next(given) if _is_dict(node) else node, opt_state, is_leaf=_is_dict)
 
@@ -92,22 +104,26 @@ def _is_dict(node: Any) -> bool:
 
 
 OPTIMIZERS: dict[str, Callable[[TrainConfig], optax.GradientTransformation]] = {
-    # Decay beside the step, not through the moments: AdamW, and what fairseq calls adam.
+    # Decoupled weight decay, which bypasses the moments: AdamW. fairseq calls it adam.
     "adamw": lambda train: optax.chain(_adam(train), _decay(train)),
-    # Decay as part of the gradient: L2.
+    # Weight decay as part of the gradient: L2 regularisation.
     "adam": lambda train: optax.chain(_decay(train), _adam(train)),
     "radam": lambda train: optax.chain(_radam(train), _decay(train)),
     "lamb": lambda train: optax.chain(_adam(train), _decay(train), scale_by_layer_trust_ratio()),
-    # m = b1 m + g; p <- p - rate m: PyTorch's SGD with momentum, and decay as part of the gradient.
+    # PyTorch's SGD with momentum: m = b1 m + g; p <- p - rate m. Weight decay is part of the gradient.
     "sgd": lambda train: optax.chain(_decay(train), optax.trace(decay=train.adam_b1)),
-    # optax adds epsilon to the sum of squares, PyTorch its 1e-10 to the root.
+    # optax adds epsilon to the sum of squares. PyTorch adds 1e-10 to the square root.
     "adagrad": lambda train: optax.chain(_decay(train), optax.scale_by_rss(initial_accumulator_value=0.0, eps=1e-20)),
 }
-"""name -> direction of the step. Options adam_b1, adam_b2, adam_eps and weight_decay mean the same for all."""
+"""Optimisers by name. The options adam_b1, adam_b2, adam_eps and weight_decay have the same meaning for all of them."""
 
 
 def make_optimizer(train: TrainConfig) -> optax.GradientTransformation:
-    """Clipping, then the optimiser that the config names. Raises `UserError` with the known names."""
+    """Gradient clipping, followed by the optimiser that the config names.
+
+    Raises:
+      UserError: if the optimiser is unknown. The message lists the known names.
+    """
     if train.optimizer not in OPTIMIZERS:
         raise UserError(f"config: train.optimizer={train.optimizer!r} is not one of {', '.join(OPTIMIZERS)}")
     clip = optax.clip_by_global_norm(train.clip_norm) if train.clip_norm else optax.identity()

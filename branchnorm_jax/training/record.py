@@ -1,4 +1,7 @@
-"""What a run writes: metrics, layers, validations, events, status.json and the progress line. It decides nothing."""
+"""Records of a run: metrics, layer statistics, validations, events, status.json and the progress line.
+
+This module only writes. It makes no decisions about the run.
+"""
 
 import contextlib
 import json
@@ -20,16 +23,16 @@ from branchnorm_jax.workdir import Workdir
 
 
 class Recorder:
-    """The logs of a run from one step on: metrics, layers, validations, TensorBoard and the progress line."""
+    """Writes the logs of a run from a given step: metrics, layers, validations, TensorBoard and the progress line."""
 
     def __init__(self, workdir: Workdir, evaluated: int, start: int, total: int) -> None:
-        """Opens the files and drops their lines from `start` on: those updates are made again.
+        """Opens the files and drops their lines from step `start` on, because the run repeats those updates.
 
         Args:
           workdir: the folder of the run.
           evaluated: step of the last validation.
-          start: step that the run begins with, or begins with again.
-          total: step that the run ends before.
+          start: first step of the run, also after a restart or a rollback.
+          total: number of updates of the whole run.
         """
         self.metrics = logs.JsonLines(workdir / "metrics.jsonl", start)
         self.layers = logs.JsonLines(workdir / "layers.jsonl", start)
@@ -40,7 +43,7 @@ class Recorder:
         self.last = time.perf_counter()
 
     def restart_clock(self) -> None:
-        """Leaves the time since the last update out of the next one's."""
+        """Excludes the time since the last update from the duration of the next update."""
         self.last = time.perf_counter()
 
     def lap(self) -> float:
@@ -50,7 +53,7 @@ class Recorder:
         return seconds
 
     def log_update(self, step: int, metrics: Metrics, batch: TextBatch, seconds: float) -> None:
-        """Writes the metrics of an update, as Python numbers, to metrics.jsonl and TensorBoard."""
+        """Writes the metrics of an update to metrics.jsonl and TensorBoard. `metrics` has Python numbers."""
         scalars = metrics._asdict()
         del scalars["layers"]
         line = {"step": step, **scalars, "seconds": seconds, "batch": batch.digest()}
@@ -63,7 +66,7 @@ class Recorder:
         self.layers.write({"step": step, **jax.tree.map(to_json_numbers, layers)})
 
     def log_validation(self, line: Mapping[str, Any], best: bool) -> None:
-        """Writes the results of a validation, and under "pairs" those of each pair of languages."""
+        """Writes the results of a validation. The key "pairs" of `line` has the results of each language pair."""
         step, pairs = int(line["step"]), line.get("pairs", {})
         self.validations.write(line)
         overall = {name: value for name, value in line.items() if name not in ("step", "pairs")}
@@ -74,7 +77,7 @@ class Recorder:
         self.restart_clock()
 
     def show_progress(self, metrics: Metrics, seconds: float) -> None:
-        """Moves the progress line on by one update, given its metrics as Python numbers."""
+        """Advances the progress line by one update. `metrics` has Python numbers."""
         self.recent.append((int(metrics.target_tokens), seconds))
         rate = sum(tokens for tokens, _ in self.recent) / sum(seconds for _, seconds in self.recent)
         self.bar.set_postfix_str(
@@ -84,7 +87,7 @@ class Recorder:
         self.bar.update()
 
     def show_left_out(self) -> None:
-        """Moves the progress line on by an update that was left out."""
+        """Advances the progress line by an update that the run leaves out."""
         self.bar.update()
 
     def close(self) -> None:
@@ -94,13 +97,13 @@ class Recorder:
 
 
 def write_event(workdir: Workdir, step: int, kind: str, what: str, **more: Any) -> None:
-    """Appends a line to events.jsonl. Events are in the order of time; a rollback removes none of them."""
+    """Appends a line to events.jsonl. Events are in chronological order, and a rollback does not remove any of them."""
     with contextlib.closing(logs.JsonLines(workdir / "events.jsonl", sys.maxsize)) as events:
         events.write({"step": step, "kind": kind, "what": what, **more})
 
 
 def write_status(workdir: Workdir, fields: Mapping[str, Any], loop_state: LoopState) -> None:
-    """Writes status.json: `fields` (how the run ended), then what it cost and where it ran."""
+    """Writes status.json: `fields` (how the run ended), then its costs and its environment."""
     seconds = loop_state.train_seconds
     costs = {
         "compile_seconds": loop_state.compile_seconds,
@@ -120,5 +123,8 @@ def write_status(workdir: Workdir, fields: Mapping[str, Any], loop_state: LoopSt
 
 
 def to_json_numbers(values: jax.Array) -> list[float | None]:
-    """Four digits of each value, which plots do not exceed and which halve the file; null if it is not finite."""
+    """Rounds each value to four significant digits; None if it is not finite.
+
+    Four digits are enough for plots and halve the size of the file.
+    """
     return [float(f"{value:.3e}") if math.isfinite(value) else None for value in values]

@@ -1,6 +1,7 @@
-"""The learning rate as a function of `step`, the number of completed updates; and the clock of alpha.
+"""Learning-rate schedules and the clock of alpha.
 
-Both are evaluated inside the compiled update, on traced int32 scalars.
+A schedule is a function of `step`, the number of completed updates. The compiled update evaluates the schedule and the
+clock on traced int32 scalars.
 """
 
 import bisect
@@ -18,13 +19,13 @@ from branchnorm_jax.model.recipe import STACKS
 from branchnorm_jax.options import Config, ModelConfig, TrainConfig
 
 Schedule = Callable[[jax.Array], jax.Array]
-"""step, int32 [] -> float32 []."""
+"""A function from step, int32 [], to a learning rate, float32 []."""
 
 
 def inverse_sqrt(train: TrainConfig, width: int) -> Schedule:
     """fairseq's inverse_sqrt: linear from `warmup_init` to the peak over W updates, then peak sqrt(W / step).
 
-    Without warm-up (W = 0) it is peak / sqrt(max(step, 1)).
+    Without warm-up (W = 0) the learning rate is peak / sqrt(max(step, 1)).
     """
     peak, warmup, first = train.learning_rate, train.warmup_steps, train.warmup_init
 
@@ -59,7 +60,7 @@ def constant(train: TrainConfig, width: int) -> Schedule:
 
 
 def inverse_sqrt_nowarmup(train: TrainConfig, width: int) -> Schedule:
-    """T-Fixup's schedule: peak sqrt(P / (P + step)) with P = `decay_steps`, at its peak from the first update on."""
+    """T-Fixup's schedule: peak sqrt(P / (P + step)) with P = `decay_steps`. The first update has the peak rate."""
     period = train.decay_steps
 
     def schedule(step: jax.Array) -> jax.Array:
@@ -69,7 +70,10 @@ def inverse_sqrt_nowarmup(train: TrainConfig, width: int) -> Schedule:
 
 
 def polynomial(train: TrainConfig, width: int) -> Schedule:
-    """Warm-up as `constant`, then end + (peak - end) (1 - (step - W) / (P - W))^power until P = `decay_steps`."""
+    """Polynomial decay: the warm-up of `constant`, then a decay until step P = `decay_steps`.
+
+    The learning rate during the decay is end + (peak - end) (1 - (step - W) / (P - W))^power.
+    """
     warm, peak, end, warmup = constant(train, width), train.learning_rate, train.end_learning_rate, train.warmup_steps
     length = max(train.decay_steps - warmup, 1)
 
@@ -83,7 +87,7 @@ def polynomial(train: TrainConfig, width: int) -> Schedule:
 def range_test(train: TrainConfig, width: int) -> Schedule:
     """Learning-rate range test (Smith, 2017): init (peak / init)^(step / W), from `warmup_init` to the peak.
 
-    One run shows the rate at which a method breaks.
+    A single run shows the learning rate at which a method diverges.
     """
     first, ratio = train.warmup_init, train.learning_rate / max(train.warmup_init, 1e-30)
 
@@ -94,11 +98,12 @@ def range_test(train: TrainConfig, width: int) -> Schedule:
 
 
 def val_decay(scores: Sequence[float], patience: int) -> bool:
-    """Whether the learning rate should shrink, after these validation scores (more is better, oldest first).
+    """Whether to reduce the learning rate, given validation scores (higher is better, oldest first).
 
-    ValDecay of Transformers without Tears (Nguyen and Salazar, 2019), as its code decides: there are more than
-    `patience` scores, and the last is below each of the `patience` ones before it. The caller ignores the decision
-    during the warm-up (their section 2.4), but keeps the scores of the warm-up, as their code does.
+    This is ValDecay of Transformers without Tears (Nguyen and Salazar, 2019), with the rule of the authors' code: there
+    are more than `patience` scores, and the last score is below each of the `patience` scores before it. The caller
+    ignores the result during the warm-up (section 2.4 of the paper). Like the authors' code, it keeps the scores of the
+    warm-up.
     """
     return len(scores) > patience and scores[-1] < min(scores[-1 - patience : -1])
 
@@ -110,26 +115,33 @@ LEARNING_RATES: dict[str, Callable[[TrainConfig, int], Schedule]] = {
     "inverse_sqrt_nowarmup": inverse_sqrt_nowarmup,
     "polynomial": polynomial,
     "range_test": range_test,
-    # After the warm-up the loop multiplies it by `decay_factor` when `val_decay` returns True.
+    # After the warm-up, the loop multiplies the learning rate by `decay_factor` when `val_decay` returns True.
     "val_decay": constant,
 }
 
 
 def learning_rate(train: TrainConfig, width: int) -> Schedule:
-    """The schedule that the config names. Raises `UserError` with the known names."""
+    """The schedule that the config names.
+
+    Raises:
+      UserError: if the schedule is unknown. The message lists the known names.
+    """
     if train.schedule not in LEARNING_RATES:
         raise UserError(f"config: train.schedule={train.schedule!r} is not one of {', '.join(LEARNING_RATES)}")
     return LEARNING_RATES[train.schedule](train, width)
 
 
 def rates(config: Config) -> Callable[[jax.Array, Alpha, jax.Array], dict[str, jax.Array]]:
-    """(step, alpha, rate) -> the learning rate of every layer: stack -> float32 [], or [L] where layers differ.
+    """Returns a function (step, alpha, rate) -> learning rates of the layers.
+
+    The result maps each stack to float32 [], or to [L] if the layers differ:
 
         rate_l = rate alpha_l^p e,   p = `branch_update_power`, e = `encoder_rate` in the encoder, else 1
 
-    An Adam update has the size of the learning rate, however small the gradient. While alpha is near 0 the branches'
-    gradients are little but noise; with p > 0 their weights hardly move until alpha has grown. p counts for methods
-    whose branch grows, e for the first `encoder_rate_steps` updates (0: for all).
+    The size of an Adam update is the learning rate, even for a very small gradient. While alpha is near 0, the
+    gradients of the branches are mostly noise. With p > 0, the weights of the branches change very little until alpha
+    has grown. The factor alpha_l^p applies to methods with a growing branch weight. The factor e applies to the first
+    `encoder_rate_steps` updates, or to all updates if `encoder_rate_steps` is 0.
     """
     train, power = config.train, config.train.branch_update_power
     grows = get_recipe(config.model.method).branch.end is not None
@@ -147,7 +159,10 @@ def rates(config: Config) -> Callable[[jax.Array, Alpha, jax.Array], dict[str, j
 
 
 def clock_at(model: ModelConfig, alpha: Alpha) -> int:
-    """The first clock at which the mean of `alpha(model)` over all layers is that of `alpha`, or more; at most T."""
+    """The first clock at which the model's schedule reaches the mean of `alpha` over all layers.
+
+    The result is at most T = `alpha_steps`.
+    """
     schedule = jax.jit(growth.alpha(model))
 
     def mean(alpha: Alpha) -> float:
@@ -158,20 +173,21 @@ def clock_at(model: ModelConfig, alpha: Alpha) -> int:
 
 
 def advance(clock: jax.Array, hold_steps: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """(clock, hold_steps) after an update: the clock advances by 1, or stands still while `hold_steps` > 0."""
+    """(clock, hold_steps) after an update. The clock advances by 1, except while `hold_steps` > 0."""
     return clock + (hold_steps == 0), jnp.maximum(hold_steps - 1, 0)
 
 
 def tick(
     model: ModelConfig,
 ) -> Callable[[jax.Array, jax.Array, Mapping[str, jax.Array]], tuple[jax.Array, jax.Array]]:
-    """(clock, hold_steps, gradient) -> (clock, hold_steps): `advance`, but for what the gradient of the update says.
+    """Returns a function (clock, hold_steps, gradient) -> (clock, hold_steps), which runs after each update.
 
-    `adaptive` holds the clock for `alpha_hold` updates whenever the weakest layer of a stack has less than
-    `alpha_floor` of the gradient of the strongest one (or one is not finite): alpha waits until the bottom of the stack
-    learns again. With an `alpha_order`, layers that have not begun do not count.
+    `gradient` maps each stack to the norms of its layers' gradients in that update, [L].
 
-    `gradient`: stack -> norm of each layer's gradient in that update, [L].
+    The function calls `advance`. With the alpha schedule `adaptive` it can also hold the clock, so that alpha waits
+    until the bottom of the stack learns again. It holds the clock for `alpha_hold` updates if, in any stack, the
+    smallest gradient norm is below `alpha_floor` times the largest one, or a norm is not finite. With an `alpha_order`,
+    the minimum excludes layers that have not started to grow.
     """
     schedule, uniform = growth.alpha(model), growth.is_uniform(model)
 

@@ -18,11 +18,11 @@ from branchnorm_jax.parallel.mesh import shard_tree, sharding
 from branchnorm_jax.training.trouble import RunningStats, initial_stats
 
 INIT_STREAM, DROPOUT_STREAM, PROFILE_STREAM = range(3)
-"""Folded into the run's seed: what a random number is for."""
+"""Purposes of random numbers. Each constant is folded into the key of the run's seed."""
 
 
 class Batch(NamedTuple):
-    """Token ids int32 [rows, length] each, as in `data.batches.TextBatch`."""
+    """Token ids, int32 [rows, length] each, as in `data.batches.TextBatch`."""
 
     source: jax.Array
     target: jax.Array
@@ -33,14 +33,14 @@ class TrainState:
     """Everything that changes during training.
 
     Attributes:
-      step: completed updates, int32 [].
-      params: parameters.
-      opt_state: the optimiser's state.
-      rate_scale: factor on the scheduled learning rate, float32 []: what `val_decay` made of it.
-      clock: updates that BranchNorm's alpha has grown for, int32 []; see `growth.alpha`.
-      hold_steps: updates for which that clock stands still, int32 []; see `schedules.tick`.
+      step: number of completed updates, int32 [].
+      params: the parameters.
+      opt_state: the optimiser state.
+      rate_scale: factor on the scheduled learning rate, float32 []. `val_decay` reduces it.
+      clock: number of updates in which BranchNorm's alpha has grown, int32 []; see `growth.alpha`.
+      hold_steps: number of coming updates during which the clock stands still, int32 []; see `schedules.tick`.
       running_stats: running statistics of losses and updates.
-      ema: moving average of the parameters, in their types; None where `train.ema_decay` asks for none.
+      ema: moving average of the parameters, with the same dtypes; None if `train.ema_decay` is 0.
     """
 
     step: jax.Array
@@ -54,14 +54,14 @@ class TrainState:
 
     @property
     def eval_params(self) -> Params:
-        """The parameters that validate, translate and are exported."""
+        """The parameters for validation, translation and export."""
         return self.params if self.ema is None else self.ema
 
 
 def first_state(params: Params, optimizer: optax.GradientTransformation, ema: bool = False) -> TrainState:
-    """The state before the first update of these parameters; `ema`: with a moving average of them."""
+    """The state before the first update of `params`. If `ema` is True, it includes a moving average of them."""
     zero = jnp.zeros((), jnp.int32)
-    # Copies: an array that is in the state twice could not be given up to the update.
+    # Copy the parameters, because an array that is in the state twice cannot be donated to the update.
     average = jax.tree.map(jnp.copy, params) if ema else None
     return TrainState(
         step=zero,
@@ -76,12 +76,12 @@ def first_state(params: Params, optimizer: optax.GradientTransformation, ema: bo
 
 
 def abstract_params(model: Transformer, mesh: Mesh) -> Params:
-    """Shapes, dtypes and shardings of the parameters; nothing is allocated."""
+    """Shapes, dtypes and shardings of the parameters, without allocating memory."""
     params = model.abstract_params()
     return jax.tree.map(_place, params, shard_tree(mesh, params, logical_axes(params)))
 
 
-# Any, for it stands where an array will be.
+# The return type is Any, because the result takes the place of an array.
 def _place(leaf: jax.ShapeDtypeStruct, split: NamedSharding) -> Any:
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=split)
 
@@ -89,10 +89,10 @@ def _place(leaf: jax.ShapeDtypeStruct, split: NamedSharding) -> Any:
 def abstract_state(
     model: Transformer, optimizer: optax.GradientTransformation, mesh: Mesh, ema: bool = False
 ) -> TrainState:
-    """Shapes, dtypes and shardings of the state; nothing is allocated.
+    """Shapes, dtypes and shardings of the state, without allocating memory.
 
-    The optimiser's moments and the average are split as the parameters that they belong to; all else is on every
-    device.
+    The optimiser's moments and the moving average are sharded like their parameters. All other fields are replicated on
+    every device.
     """
     params = abstract_params(model, mesh)
     state = jax.eval_shape(lambda params: first_state(params, optimizer, ema), params)
@@ -108,7 +108,7 @@ def abstract_state(
 
 
 def init_params(model: Transformer, seed: int, first: Batch) -> Params:
-    """The parameters that a run of this seed starts from; `first`, its first batch, is what Admin profiles."""
+    """The initial parameters of a run with this seed. Admin profiles the network on `first`, the first batch."""
     key = jax.random.key(seed)
     params = model.init(jax.random.fold_in(key, INIT_STREAM))
     if model.recipe.profiled:
@@ -124,7 +124,7 @@ def init_state(
     first: Batch,
     ema: bool = False,
 ) -> TrainState:
-    """The state at step 0, made in place on the devices that hold it. The numbers do not depend on the mesh."""
+    """The state at step 0, created directly on its devices. Its values do not depend on the mesh."""
     shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract_params(model, mesh))
     params = jax.jit(functools.partial(init_params, model, seed), out_shardings=shardings)(first)
     return state_from(model, optimizer, mesh, params, 0, ema)
@@ -138,7 +138,7 @@ def state_from(
     clock: int,
     ema: bool = False,
 ) -> TrainState:
-    """The state at step 0 with these parameters, which are given up, and alpha's clock there."""
+    """The state at step 0 with the given parameters and the given clock of alpha. It donates `params`."""
 
     def create(params: Params) -> TrainState:
         return dataclasses.replace(first_state(params, optimizer, ema), clock=jnp.int32(clock))

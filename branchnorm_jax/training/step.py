@@ -1,4 +1,4 @@
-"""One update and one validation batch, as pure functions of state and batch."""
+"""The train step and the validation step, as pure functions of a state and a batch."""
 
 import functools
 from collections.abc import Callable, Mapping
@@ -35,22 +35,26 @@ from branchnorm_jax.training.watch import layer_statistics
 
 
 class Metrics(NamedTuple):
-    """What one update reports: float32 [] each, means per target token in nats."""
+    """Metrics of one update, float32 [] each. `loss` and `nll` are means per target token in nats."""
 
     loss: jax.Array
     nll: jax.Array
     learning_rate: jax.Array
     alpha: jax.Array
-    """The mean over all layers, if they differ."""
+    """The mean of alpha over all layers."""
     grad_norm: jax.Array
     update_norm: jax.Array
-    """Norm of what is subtracted from the parameters."""
+    """Norm of the update, which is subtracted from the parameters."""
     loss_deviations: jax.Array
-    """Standard deviations of loss and update above their running means: see `trouble.deviations`."""
+    """Distance of the loss above its running mean, in standard deviations; see `trouble.deviations`."""
     update_deviations: jax.Array
+    """Distance of log(update_norm / learning_rate) above its running mean, in standard deviations."""
     target_tokens: jax.Array
     layers: dict[str, dict[str, jax.Array]] = {}  # noqa: RUF012
-    """By stack and statistic, float32 [L]; empty if `train.watch_every` is 0. See `watch.layer_statistics`."""
+    """Layer statistics by stack and name, float32 [L] each; see `watch.layer_statistics`.
+
+    The dict is empty if `train.watch_every` is 0.
+    """
 
 
 def loss_sums(
@@ -63,9 +67,9 @@ def loss_sums(
     taps: Taps = Taps(),  # noqa: B008
     shards: int = 1,
 ) -> tuple[LossSums, dict[str, Any]]:
-    """Smoothed cross-entropy of a batch under teacher forcing, and what `taps` record, by stack.
+    """Smoothed cross-entropy of a batch under teacher forcing, and the values that `taps` record in each stack.
 
-    `shards` is the number of devices that the rows are split over.
+    `shards` is the number of devices that share the rows of the batch.
     """
     inputs = decoder_inputs(batch.target)
     x_BTD, by_layer = model.hidden(params, batch.source, inputs, alpha, key, taps)
@@ -74,13 +78,17 @@ def loss_sums(
 
 
 PartLoss = Callable[..., tuple[jax.Array, Any]]
-"""(params, part, part_key, updates=None) -> (loss of a part of the batch, (nll, layer statistics))."""
+"""A function (params, part, part_key, updates=None) -> (loss of a part of the batch, (nll, layer statistics))."""
 
 
 def make_train_step(
     model: Transformer, optimizer: optax.GradientTransformation, config: Config
 ) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
-    """The update: gradient of the mean loss per target token over the whole batch, whatever its parts."""
+    """Returns the train step, a function (state, batch) -> (state after one update, metrics).
+
+    An update uses the gradient of the mean loss per target token over the whole batch, for any number of parts
+    (`train.accumulation`).
+    """
     train = config.train
     learning_rate, alpha = schedules.learning_rate(train, config.model.width), growth.alpha(config.model)
     by_layer_rates, tick = schedules.rates(config), schedules.tick(config.model)
@@ -140,13 +148,19 @@ def make_train_step(
 
 
 def mean_over_layers(alpha: Alpha) -> jax.Array:
-    """The mean of alpha over all layers of the model, float32 []; exactly alpha where all have the same."""
+    """The mean of alpha over all layers of the model, float32 [].
+
+    If all layers have the same alpha, the result is exactly this alpha, without rounding errors.
+    """
     values = jnp.concatenate([alpha[stack] for stack in STACKS])
     return values[0] + (values - values[0]).mean()
 
 
 def make_part_loss(model: Transformer, config: Config, alpha: Alpha, tokens: jax.Array, scale: jax.Array) -> PartLoss:
-    """The loss of one part of a batch with `tokens` target tokens, times `scale`; parts add up to the whole batch."""
+    """Returns the loss function of one part of a batch, multiplied by `scale`.
+
+    `tokens` is the number of target tokens in the whole batch. The losses of the parts add up to the loss of the batch.
+    """
     train, shards = config.train, data_size(config.parallel)
 
     def part_loss(
@@ -161,7 +175,7 @@ def make_part_loss(model: Transformer, config: Config, alpha: Alpha, tokens: jax
 
 
 def accumulate_gradient(part_loss: PartLoss, params: Params, batch: Batch, keys: jax.Array) -> tuple[Any, Params]:
-    """`jax.value_and_grad` of the sum of `part_loss` over as many parts of the batch as there are `keys`."""
+    """`jax.value_and_grad` of the sum of `part_loss` over all parts of the batch. Each part has one of the `keys`."""
     differentiate = jax.value_and_grad(part_loss, has_aux=True)
     parts = len(keys)
     if parts == 1:
@@ -170,7 +184,7 @@ def accumulate_gradient(part_loss: PartLoss, params: Params, batch: Batch, keys:
     def add_part(total: tuple, part: tuple[Batch, jax.Array]) -> tuple[tuple, None]:
         return jax.tree.map(jnp.add, total, differentiate(params, *part)), None
 
-    # Strided, so that every device that holds a slice of the rows has an equal share of each part.
+    # The split is strided, so that every device with a slice of the rows has an equal share of each part.
     split = jax.tree.map(lambda x: x.reshape(-1, parts, *x.shape[1:]).swapaxes(0, 1), batch)
     first = jax.eval_shape(lambda tree: jax.tree.map(lambda x: x[0], tree), (split, keys))
     shapes = jax.eval_shape(differentiate, params, *first)
@@ -181,7 +195,10 @@ def accumulate_gradient(part_loss: PartLoss, params: Params, batch: Batch, keys:
 def new_weights(
     train: TrainConfig, state: TrainState, updated: Updated, good: jax.Array
 ) -> tuple[Params, optax.OptState, Params | None]:
-    """Parameters, optimiser state and moving average after the update, or those before it where it is not `good`."""
+    """Parameters, optimiser state and moving average after the update.
+
+    If an option has the policy "skip" and `good` is False, the function returns the values from before the update.
+    """
     ema = None if state.ema is None else moved_average(state.ema, updated.params, train.ema_decay, state.step)
     after = updated.params, updated.opt_state, ema
     if "skip" not in (train.nonfinite, train.spike):
@@ -191,7 +208,10 @@ def new_weights(
 
 
 def make_eval_step(model: Transformer, config: Config) -> Callable[[TrainState, Batch], LossSums]:
-    """Loss sums of a validation batch, without dropout, of `TrainState.eval_params` at the state's own alpha."""
+    """Returns a function (state, batch) -> loss sums of a validation batch.
+
+    It uses `TrainState.eval_params` and the alpha of the state, without dropout.
+    """
     alpha = growth.alpha(config.model)
 
     def eval_step(state: TrainState, batch: Batch) -> LossSums:

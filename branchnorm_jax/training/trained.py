@@ -1,4 +1,4 @@
-"""A trained run, as others use it: its vocabulary, network and parameters."""
+"""Loading a trained run: its vocabulary, network and parameters."""
 
 import dataclasses
 from pathlib import Path
@@ -21,7 +21,8 @@ from branchnorm_jax.workdir import Workdir
 def network(config: Config, workdir: Workdir) -> tuple[Tokenizer, Transformer]:
     """Loads the vocabulary and builds the network of a run.
 
-    Raises `UserError` if the workdir holds no run, or another vocabulary than the run was trained with.
+    Raises:
+      UserError: if the workdir has no run, or if its vocabulary is not the one that the run was trained with.
     """
     if not (workdir / "config.json").exists():
         raise UserError(f"{workdir.path}: no training run in this workdir; train first (--mode=train)")
@@ -32,18 +33,23 @@ def network(config: Config, workdir: Workdir) -> tuple[Tokenizer, Transformer]:
 
 
 def restore_model(config: Config, workdir: Workdir, model: Transformer, which: str) -> tuple[Params, Alpha, int]:
-    """Restores parameters, alpha and step from a checkpoint of the run or its "average".
+    """Restores the parameters, alpha and step from a checkpoint of the run or from its "average".
 
-    Raises `UserError` if there is no such checkpoint.
+    Raises:
+      UserError: if there is no such checkpoint.
     """
     checkpoints, name = open_checkpoints(config, workdir, which)
     return checkpoints.restore_params(name, abstract_params(model, make_mesh(config.parallel, 0)))
 
 
 def open_checkpoints(config: Config, workdir: Workdir, which: str) -> tuple[Checkpoints, str]:
-    """Opens the folder that has the checkpoint `which`; returns it with the name of the checkpoint in that folder.
+    """Opens the folder with the checkpoint `which`.
 
-    Raises `UserError` if there is no "average".
+    Returns:
+      The checkpoints in the folder, and the name of the checkpoint in that folder.
+
+    Raises:
+      UserError: if `which` is "average" and there is no average.
     """
     averaged = which == "average"
     folder = workdir / ("average" if averaged else "checkpoints")
@@ -56,7 +62,11 @@ def find_run(option: str, name: str, config: Config) -> tuple[Config, Workdir, s
     """Finds the run that an option names as "workdir" (the best checkpoint) or "workdir:checkpoint".
 
     Returns:
-      Its config, with the devices of `config` instead of those it was trained on; its workdir; its checkpoint.
+      The config of the run, with the `parallel` options of `config` instead of its own; the workdir; the name of the
+      checkpoint.
+
+    Raises:
+      UserError: if the option names no run, or if the folder has no run.
     """
     folder, _, which = name.partition(":")
     if not folder:

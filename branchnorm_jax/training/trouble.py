@@ -1,8 +1,9 @@
-"""Trouble: updates that are not finite or far out of line, and what the run does about them.
+"""Trouble: updates that are not finite or that are spikes, and the reactions of the run.
 
-The compiled update skips itself, because skipping cannot wait for the host: see `acceptable`. The host decides
-everything else from the metrics of the update: `decide` and its siblings return a `Decision`, `plan_rollback` returns
-how to go back. These functions neither log nor change the run; the loop does.
+The compiled update decides itself whether it is skipped, because this decision cannot wait for the host; see
+`acceptable`. The host makes all other decisions from the metrics of the update. The functions `decide`,
+`decide_about_skips` and `decide_about_state` return a `Decision`, and `plan_rollback` returns a `Rollback`. These
+functions do not log or change the run. The loop does both.
 """
 
 import math
@@ -18,16 +19,16 @@ from branchnorm_jax.training.loop_state import LoopState
 from branchnorm_jax.training.watch import largest_update, origin
 
 MAX_ROLLBACKS = 5
-"""Rollbacks in one run; the next trouble ends it."""
+"""Maximal number of rollbacks in one run. The next rollback after them ends the run instead."""
 
 SKIPPED_IN_A_ROW = 10
-"""Consecutive skipped updates that end the run."""
+"""Number of consecutive skipped updates that ends the run."""
 
 WINDOW, SETTLED = 100, 50
-"""Updates that the running statistics average over, and updates before which nothing counts as a spike."""
+"""Number of updates in the running statistics, and number of updates before a value can count as a spike."""
 
 MIN_DEVIATION = (0.02, 0.05)
-"""Smallest standard deviations of the loss (nats) and of the log update that `deviations` divides by."""
+"""Lower bounds on the standard deviations of the loss (nats) and of the log update norm in `deviations`."""
 
 ADVICE = (
     "in a new --workdir, lower train.learning_rate, lengthen train.warmup_steps or model.alpha_steps, or set "
@@ -36,10 +37,10 @@ ADVICE = (
 
 
 class RunningStats(NamedTuple):
-    """Running mean and variance of the loss and of the logarithm of the update's norm.
+    """Running mean and variance of the loss and of log(update norm / learning rate).
 
     Attributes:
-      seen: updates, int32 [].
+      seen: number of updates, int32 [].
       mean: float32 [2].
       variance: float32 [2].
     """
@@ -55,20 +56,24 @@ def initial_stats() -> RunningStats:
 
 
 def standard_deviations(stats: RunningStats) -> jax.Array:
-    """Standard deviations, at least `MIN_DEVIATION`: float32 [2]."""
+    """Standard deviations with the lower bounds `MIN_DEVIATION`, float32 [2]."""
     return jnp.maximum(jnp.sqrt(stats.variance), jnp.array(MIN_DEVIATION))
 
 
 def deviations(stats: RunningStats, values: jax.Array) -> jax.Array:
-    """Standard deviations that `values` [2] lie above their mean; 0 before `SETTLED` updates: float32 [2]."""
+    """Distances of `values` [2] above their running means in standard deviations, float32 [2].
+
+    The result is 0 before `SETTLED` updates.
+    """
     return jnp.where(stats.seen < SETTLED, 0.0, (values - stats.mean) / standard_deviations(stats))
 
 
 def update_stats(stats: RunningStats, values: jax.Array, limit: float) -> RunningStats:
-    """Adds the values [2] of one more update, with weight 1 / min(updates, `WINDOW`).
+    """Adds the `values` [2] of one update to the statistics, with weight 1 / min(updates, `WINDOW`).
 
-    A value more than `limit` deviations too high counts as `limit` deviations: a spike changes the statistics little, a
-    new level changes them over time. Values that are not finite are ignored, as is an update with learning rate 0.
+    A value more than `limit` standard deviations above the mean is clipped to `limit` standard deviations. Therefore a
+    spike changes the statistics only a little, but a lasting new level changes them over time. The function ignores
+    updates with a value that is not finite. This includes updates with learning rate 0.
     """
     seen = stats.seen + 1
     weight = 1 / jnp.minimum(seen, WINDOW).astype(jnp.float32)
@@ -83,7 +88,10 @@ def update_stats(stats: RunningStats, values: jax.Array, limit: float) -> Runnin
 def acceptable(
     train: TrainConfig, loss: jax.Array, grad_norm: jax.Array, update_norm: jax.Array, above: jax.Array
 ) -> jax.Array:
-    """Whether the update is applied, bool []: False if its trouble has the policy "skip". `above`: its `deviations`."""
+    """Whether to apply the update, bool []. It is False if the update has trouble with the policy "skip".
+
+    `above` is the result of `deviations` for this update, float32 [2].
+    """
     good = jnp.bool_(True)
     if train.nonfinite == "skip":
         good &= jnp.isfinite(loss + grad_norm + update_norm)
@@ -93,15 +101,16 @@ def acceptable(
 
 
 class Decision(NamedTuple):
-    """What the run does about one update.
+    """The reaction of the run to one update.
 
     Attributes:
-      action: "go" on, "skip" (the update has skipped itself), "stop" the run, or "rollback".
-      step: the update that is to blame.
+      action: "go" (continue), "skip" (the compiled update has already skipped itself), "stop" (end the run) or
+        "rollback".
+      step: the update that causes the trouble.
       kind: "nonfinite", "spike" or "skipped"; "" without trouble.
-      policy: what the option of that kind says, for events.jsonl. "log" goes on; "skip" stops the run if the state
-        itself is not finite.
-      reason: the trouble in words.
+      policy: the value of the option for this kind, for events.jsonl. With "log" the run continues. With "skip" the run
+        stops if the state itself is not finite.
+      reason: a description of the trouble.
     """
 
     action: Literal["go", "skip", "stop", "rollback"]
@@ -112,18 +121,18 @@ class Decision(NamedTuple):
 
     @property
     def ends(self) -> bool:
-        """Whether the loop cannot go on from the present state."""
+        """Whether the loop cannot continue from the current state."""
         return self.action in ("stop", "rollback")
 
 
 def decide(step: int, metrics: Any, layers: Mapping[str, Any], train: TrainConfig) -> Decision:
-    """Decides about the update made at `step`.
+    """Decides about the update at `step`.
 
     Args:
-      step: of the update.
-      metrics: its `Metrics`, as Python numbers.
-      layers: its layer statistics, on the device or the host; read only if there is trouble.
-      train: the policies and the limit of a spike.
+      step: the step of the update.
+      metrics: the `Metrics` of the update, as Python numbers.
+      layers: the layer statistics of the update, on the device or the host. They are read only if there is trouble.
+      train: the policies and the threshold for a spike.
     """
     kind, fault = find_fault(metrics, train.spike_deviations)
     if not kind:
@@ -135,7 +144,7 @@ def decide(step: int, metrics: Any, layers: Mapping[str, Any], train: TrainConfi
 
 
 def decide_about_skips(step: int, in_a_row: int, layers: Mapping[str, Any]) -> Decision:
-    """Stops the run after `SKIPPED_IN_A_ROW` skipped updates, the last one at `step`."""
+    """Decides to stop the run after `SKIPPED_IN_A_ROW` consecutive skipped updates, the last one at `step`."""
     if in_a_row < SKIPPED_IN_A_ROW:
         return Decision("go", step)
     reason = f"{in_a_row} updates in a row were skipped, the last at step {step}{locate(layers)}"
@@ -143,7 +152,10 @@ def decide_about_skips(step: int, in_a_row: int, layers: Mapping[str, Any]) -> D
 
 
 def decide_about_state(step: int, name: str, value: float, train: TrainConfig) -> Decision:
-    """Decides about a value measured on the state at `step`. If it is not finite, the update before is to blame."""
+    """Decides about a value that is measured on the state at `step`.
+
+    If the value is not finite, the previous update is the cause.
+    """
     blamed = max(step - 1, 0)
     if math.isfinite(value):
         return Decision("go", blamed)
@@ -152,11 +164,11 @@ def decide_about_state(step: int, name: str, value: float, train: TrainConfig) -
 
 
 def find_fault(metrics: Any, limit: float) -> tuple[str, str]:
-    """The kind of trouble that an update shows, and a description; ("", "") if there is none.
+    """The kind of trouble in an update and its description, or ("", "") if there is none.
 
     Args:
-      metrics: its `Metrics`, as Python numbers.
-      limit: standard deviations above the running mean from which a value is a spike.
+      metrics: the `Metrics` of the update, as Python numbers.
+      limit: threshold for a spike, in standard deviations above the running mean.
     """
     for name, value in (
         ("loss", metrics.loss),
@@ -175,17 +187,21 @@ def find_fault(metrics: Any, limit: float) -> tuple[str, str]:
 
 
 def locate(layers: Mapping[str, Any]) -> str:
-    """Where trouble began, or which layer changed most, as words; "" without layer statistics."""
+    """Description of the layer where the trouble began, or else of the layer with the largest relative update.
+
+    It is "" without layer statistics.
+    """
     layers = jax.device_get(layers)
     return origin(layers) or largest_update(layers)
 
 
 class Rollback(NamedTuple):
-    """How the run goes back.
+    """The plan of a rollback.
 
     Attributes:
-      until: the newest checkpoint that may be restored, as a step.
-      left_out: first and last of the updates that are left out on the way back; None if alpha stands still instead.
+      until: the step of the newest checkpoint that may be restored.
+      left_out: the first and the last update that the run leaves out when it repeats them. None if the run holds alpha
+        instead.
     """
 
     until: int
@@ -193,7 +209,12 @@ class Rollback(NamedTuple):
 
 
 def plan_rollback(trouble: Decision, train: TrainConfig, loop_state: LoopState) -> Rollback:
-    """Plans the rollback that `trouble` calls for. Raises `DivergedError` if another one cannot help."""
+    """Plans the rollback for the decision `trouble`.
+
+    Raises:
+      DivergedError: if another rollback cannot help. There were `MAX_ROLLBACKS` rollbacks already, or the run held
+        alpha in the last rollback and the trouble occurred again at the same update or before.
+    """
     if loop_state.rollbacks == MAX_ROLLBACKS:
         text = f"diverged: {trouble.reason}; rolled back {MAX_ROLLBACKS} times already"
         raise DivergedError(text, trouble.step, trouble.kind)

@@ -1,4 +1,4 @@
-"""From gradients to new parameters: learning rates, update in the backward pass, moving average, norms by layer."""
+"""The parameter update: learning rates, update in the backward pass, moving average and norms of the layers."""
 
 import functools
 from collections.abc import Callable, Mapping
@@ -15,37 +15,39 @@ from branchnorm_jax.training.optimizer import moments_of, with_moments
 from branchnorm_jax.training.state import TrainState
 
 Norms = dict[str, jax.Array]
-"""See `norms`."""
+"""The result of `norms`."""
 
 
 class Updated(NamedTuple):
-    """Parameters and optimiser state after an update, with norms as in `norms`."""
+    """Parameters and optimiser state after an update, and norms in the format of `norms`."""
 
     params: Params
     opt_state: optax.OptState
     gradient: Norms
+    """Norms of the gradient."""
     change: Norms
-    """Norms of what was subtracted from the parameters."""
+    """Norms of the update, which is subtracted from the parameters."""
     before: Norms
     """Norms of the parameters before the update."""
 
 
 def moved_average(ema: Params, params: Params, decay: float, step: jax.Array) -> Params:
-    """d ema + (1 - d) params with d = min(decay, (1 + t) / (10 + t)), for the parameters that update t = `step` made.
+    """The moving average after update t = `step`: d ema + (1 - d) params with d = min(decay, (1 + t) / (10 + t)).
 
-    The average begins with the untrained parameters. As in TensorFlow and Marian, the decay grows, so that the average
-    forgets them soon.
+    `params` are the parameters after that update. The average starts from the untrained parameters. As in TensorFlow
+    and Marian, the decay grows over time, so that the average soon forgets the untrained parameters.
     """
     share = jnp.maximum(1 - decay, 9 / (10 + step.astype(jnp.float32)))
     return jax.tree.map(lambda mean, new: mean + share * (new - mean), ema, params)
 
 
 def loss_scale(tokens: jax.Array) -> jax.Array:
-    """The largest power of two up to `tokens`: the loss is multiplied by it, and the gradients are divided by it.
+    """The loss scale: the largest power of two that is not larger than `tokens`.
 
-    The loss is a mean, so each token's part of the gradient is divided by the number of tokens. That is too small for a
-    float16 stream (smallest number: 6e-8), and the encoder of a deep model would receive no gradient. With the scale,
-    gradients have the size of a single token's. Multiplying and dividing by a power of two is exact.
+    The loss is multiplied by the scale, and the gradients are divided by it. The loss is a mean, so the contribution of
+    each token to the gradient is divided by the number of tokens. Such a contribution is too small for a float16
+    residual stream (smallest number: 6e-8), and the encoder of a deep model would receive no gradient. With the scale,
+    gradients have the size of a single token's gradient. Multiplication and division by a power of two are exact.
     """
     return jnp.ldexp(1.0, jnp.frexp(tokens)[1] - 1)
 
@@ -59,9 +61,16 @@ def update(
     rate: jax.Array,
     rates: Mapping[str, jax.Array],
 ) -> Updated:
-    """p - rate x direction for all of `params`; `scaled` is the gradient times `scale`.
+    """Updates all `params`: p - rate x direction.
 
-    `rates` has the learning rates of the stacks, [] or [L]; `rate` is that of everything else.
+    Args:
+      scaled: the gradient multiplied by `scale`.
+      scale: see `loss_scale`.
+      optimizer: computes the directions.
+      opt_state: the optimiser state before the update.
+      params: the parameters before the update.
+      rate: the learning rate of the parameters outside the stacks, [].
+      rates: the learning rates of the stacks, [] or [L] each.
     """
 
     def times(rate: jax.Array, direction: jax.Array) -> jax.Array:
@@ -83,18 +92,19 @@ def differentiate_and_update(
     rate: jax.Array,
     rates: Mapping[str, jax.Array],
 ) -> tuple[tuple[jax.Array, Any], Updated]:
-    """`jax.value_and_grad` and `update` in one, layer by layer: see `stack.run_and_update`.
+    """Combines `jax.value_and_grad` and `update`, layer by layer; see `stack.run_and_update`.
 
     Args:
-      loss: times `scale`, of parameters and, as `updates`, what `Transformer.hidden` takes.
+      loss: the loss multiplied by `scale`, as a function of the parameters and of the keyword argument `updates`, which
+        it passes to `Transformer.hidden`.
       scale: see `loss_scale`.
-      optimizer: one to which every layer is alone.
-      state: before the update.
-      rate: learning rate.
-      rates: those of the stacks, as in `update`.
+      optimizer: an optimiser that treats every layer independently.
+      state: the state before the update.
+      rate: the learning rate.
+      rates: the learning rates of the stacks, as in `update`.
     """
     depths = {stack: depth_of(state.params[stack]) for stack in STACKS}
-    # A layer's learning rate travels with its moments.
+    # The learning rate of a layer is passed along with the moments of the layer.
     moments = {
         stack: ([tree[stack] for tree in moments_of(state.opt_state)], jnp.broadcast_to(rates[stack], depths[stack]))
         for stack in STACKS
@@ -115,7 +125,7 @@ def differentiate_and_update(
         updates = {stack: LayerUpdate(applied(stack), moments[stack], figures[stack]) for stack in STACKS}
         return loss(params, updates=updates)
 
-    # Of the stacks these are no gradients: parameters, moments and norms after the update.
+    # For the stacks, the results are not gradients but the parameters, moments and norms after the update.
     value, (after, moments, figures) = jax.value_and_grad(with_updates, argnums=(0, 1, 2), has_aux=True)(
         state.params, moments, figures
     )
@@ -135,16 +145,16 @@ def differentiate_and_update(
 
 
 def norms(tree: Params) -> Norms:
-    """Norm of each layer, [L], of the stacks; of everything else, []."""
+    """Norms of the parts of `tree`: the norm of each layer, [L], for the stacks; one norm, [], for every other part."""
     return {name: norm_by_layer(part) if name in STACKS else optax.tree.norm(part) for name, part in tree.items()}
 
 
 def total_norm(parts: Norms) -> jax.Array:
-    """Norm over everything that `parts` holds the norms of."""
+    """The norm of the whole tree, given the norms of its parts, float32 []."""
     return jnp.sqrt(sum(jnp.square(norm).sum() for norm in parts.values()))
 
 
 def norm_by_layer(tree: Any) -> jax.Array:
-    """Norm over all leaves [L, ...] together, for each layer: [L]."""
+    """The norm of each layer over all leaves [L, ...] of the tree, [L]."""
     squares = [jnp.square(leaf).reshape(leaf.shape[0], -1).sum(-1) for leaf in jax.tree.leaves(tree)]
     return jnp.sqrt(sum(squares, jnp.zeros(())))

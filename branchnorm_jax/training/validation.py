@@ -1,4 +1,4 @@
-"""Validation of a state: loss on the validation sets, BLEU of its translations, use of the source."""
+"""Validation of a state: the loss on the validation sets, the BLEU score of translations, and the source gain."""
 
 import statistics
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ from branchnorm_jax.training.state import Batch, TrainState
 from branchnorm_jax.training.step import make_eval_step
 
 SOURCE_GAIN_SENTENCES = 128
-"""Validation sentences that `source_gain` is measured on."""
+"""Number of validation sentences for `source_gain`."""
 
 
 class Validator:
@@ -31,23 +31,23 @@ class Validator:
     def __init__(
         self, config: Config, model: Transformer, mesh: Mesh, corpus: Corpus, plans: Sequence[BatchPlan]
     ) -> None:
-        """`plans` has the batches of each of the directions `corpus.validated`."""
+        """`plans` has one batch plan for each translation direction in `corpus.validated`."""
         self.config, self.mesh, self.corpus, self.plans = config, mesh, corpus, plans
         self.translator = Translator(model, corpus.tokenizer, config.decode)
         self.alpha = jax.jit(growth.alpha(config.model))
         self.eval_step = jax.jit(make_eval_step(model, config))
 
     def losses(self, state: TrainState) -> dict[str, LossSums]:
-        """Sums over each validation set, by pair of languages."""
+        """Loss sums of each validation set, by language pair."""
         directions = zip(self.corpus.validated, self.plans, strict=True)
         return {direction.pair: self._loss_sums(state, plan) for direction, plan in directions}
 
     def source_gain(self, state: TrainState) -> float:
-        """Mean of `_source_gain` over the validation sets."""
+        """The mean of `_source_gain` over the validation sets, in nats per target token."""
         return statistics.mean(self._source_gain(state, plan) for plan in self.plans)
 
     def bleu(self, state: TrainState, count: int) -> dict[str, float]:
-        """BLEU of the first `count` sentences, by pair of languages."""
+        """BLEU of the first `count` sentences of each validation set, by language pair."""
         return {direction.pair: self._bleu(state, direction, count) for direction in self.corpus.validated}
 
     def _loss_sums(self, state: TrainState, plan: BatchPlan) -> LossSums:
@@ -55,7 +55,10 @@ class Validator:
         return jax.tree.map(lambda *parts: float(sum(parts)), *jax.device_get(sums))
 
     def _source_gain(self, state: TrainState, plan: BatchPlan) -> float:
-        """nll with the sources of other sentences minus nll with their own, in nats per target token: 0 if unread."""
+        """The nll with shuffled sources minus the nll with the correct sources, in nats per target token.
+
+        The source gain is 0 if the model does not use the source.
+        """
         multiple = self.config.data.row_multiple
         batch = plan.single(max(SOURCE_GAIN_SENTENCES // multiple, 1) * multiple)
         if len(batch.source) % multiple:
@@ -73,6 +76,6 @@ class Validator:
 
 
 def per_token(sums: Sequence[LossSums]) -> dict[str, Any]:
-    """Loss and nll per target token, over all validation sets together."""
+    """The loss and the nll per target token over all validation sets together, in nats."""
     tokens = sum(part.tokens for part in sums)
     return {name: sum(getattr(part, name) for part in sums) / tokens for name in ("loss", "nll")}

@@ -1,4 +1,7 @@
-"""Statistics of the layers in one update, and what they show: where gradients vanish, where trouble began."""
+"""Statistics of the layers in one update, and their diagnosis.
+
+The diagnosis finds vanishing gradients, collapsed stacks, and the layer where trouble began.
+"""
 
 from collections.abc import Mapping
 from typing import Any
@@ -14,15 +17,19 @@ Layers = Mapping[str, Mapping[str, Any]]
 """`Metrics.layers`: stack -> statistic -> array [L]."""
 
 WEAK = 1e-3
-"""A layer whose gradient is less than this share of the largest of its stack learns next to nothing."""
+"""Threshold for a weak layer. Its gradient norm is below this fraction of the largest one in its stack.
+
+Weak layers learn almost nothing.
+"""
 
 WEAK_SHARE = 0.1
-"""Share of weak layers from which on a stack is said to vanish."""
+"""The gradient of a stack vanishes if at least this fraction of its layers is weak."""
 
 COLLAPSED = 0.999
-"""Token similarity above which the output of a stack no longer tells the tokens of a sentence apart.
+"""Threshold for a collapsed stack, a token similarity.
 
-Healthy encoders of 18 layers come up to 0.995 before they start to read the source, and recover.
+Above the threshold, the output of a stack is almost the same vector for all tokens of a sentence. Healthy encoders with
+18 layers reach up to 0.995 before they start to use the source, and then recover.
 """
 
 
@@ -33,26 +40,26 @@ def layer_statistics(
     params: Mapping[str, jax.Array],
     alpha: Alpha | None,
 ) -> dict[str, dict[str, jax.Array]]:
-    """What is worth knowing of every layer in one update, by stack: float32 [L] each.
+    """Statistics of every layer in one update, by stack and name, float32 [L] each.
 
-    - gradient: norm over the layer's parameters.
-    - update: norm of rate x direction, what is subtracted from them, over their own. (If the update was then skipped:
-      what would have been.)
-    - alpha: if it is given.
-    - branch: rms(b F) / rms(a x), the mean of its sub-layers.
-    - cosine: of its input and output, the mean over positions.
-    - sparsity: share of hidden feed-forward units that are exactly 0.
+    - gradient: norm of the gradient with respect to the layer's parameters.
+    - update: norm of the layer's update (rate x direction) divided by the norm of its parameters. The value is the same
+      if the run then skips the update.
+    - alpha: the layer's alpha; only if `alpha` is given.
+    - branch: rms(b F) / rms(a x), the mean over the sub-layers.
+    - cosine: cosine of the layer's input and output, the mean over positions.
+    - sparsity: fraction of hidden feed-forward units that are exactly 0.
     - similarity: cosine of the layer's outputs at two different tokens of a sentence, the mean over all such pairs. At
-      1 the tokens of a sentence are one vector: attention has nothing left to choose from.
+      1 all tokens of a sentence have the same vector, and attention cannot distinguish them.
 
-    Branch, cosine and sparsity are over all positions, padding included; similarity is over real tokens.
+    Branch, cosine and sparsity include all positions, also padding. Similarity includes only real tokens.
 
     Args:
-      watched: what `Transformer.hidden` returns for "watch".
-      gradient: stack -> norm of the loss's gradient by each layer's parameters, [L].
-      update: stack -> norm of what is subtracted from them, [L].
-      params: stack -> their own norm before that, [L].
-      alpha: that of the update, where it differs between layers.
+      watched: the values that `Transformer.hidden` returns for "watch".
+      gradient: stack -> norm of the gradient of the loss with respect to each layer's parameters, [L].
+      update: stack -> norm of each layer's update, which is subtracted from its parameters, [L].
+      params: stack -> norm of each layer's parameters before the update, [L].
+      alpha: alpha of the update if it differs between layers, else None.
     """
 
     def of(stack: str) -> dict[str, jax.Array]:
@@ -70,11 +77,14 @@ def layer_statistics(
 
 
 def weak_layers(gradient: Mapping[str, Any], alpha: Mapping[str, Any] | None = None) -> dict[str, list[int]]:
-    """By stack, the layers (from 1) whose gradient is below `WEAK` of the largest; none where there is no gradient.
+    """The weak layers of each stack, counted from 1: their gradient norm is below `WEAK` times the largest one.
+
+    A stack without any gradient has no weak layers.
 
     Args:
       gradient: stack -> norm of each layer's gradient, [L].
-      alpha: where it differs between layers; those where it is 0 have not begun.
+      alpha: stack -> alpha, if it differs between layers. Layers with alpha 0 have not started to grow and are not
+        weak.
     """
     found = {}
     for stack, values in gradient.items():
@@ -84,7 +94,7 @@ def weak_layers(gradient: Mapping[str, Any], alpha: Mapping[str, Any] | None = N
 
 
 def vanishing(gradient: Mapping[str, Any], alpha: Mapping[str, Any] | None = None) -> str:
-    """Where the gradient vanishes, as words such as "decoder layers 1-312 of 500"; "" if nowhere."""
+    """Description of the layers with vanishing gradients, such as "decoder layers 1-312 of 500"; "" if none."""
     weak = weak_layers(gradient, alpha)
     return " and ".join(
         f"{stack} layers {_ranges(layers)} of {len(gradient[stack])}"
@@ -94,28 +104,29 @@ def vanishing(gradient: Mapping[str, Any], alpha: Mapping[str, Any] | None = Non
 
 
 def collapsed(layers: Layers) -> str:
-    """Which stacks no longer tell tokens apart, as words such as "the encoder (similarity 0.9998)"; "" if none."""
+    """Description of the collapsed stacks, such as "the encoder (similarity 0.9998)"; "" if none."""
     last = {stack: float(found["similarity"][-1]) for stack, found in layers.items()}
     return " and ".join(f"the {stack} (similarity {value:.4f})" for stack, value in last.items() if value > COLLAPSED)
 
 
 def _ranges(numbers: list[int]) -> str:
-    """[1, 2, 3, 7] -> "1-3, 7"."""
+    """Formats increasing numbers as ranges: [1, 2, 3, 7] -> "1-3, 7"."""
     starts = [n for n in numbers if n - 1 not in numbers]
     ends = [n for n in numbers if n + 1 not in numbers]
     return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in zip(starts, ends, strict=True))
 
 
 def largest_update(layers: Layers) -> str:
-    """Which layer's parameters changed most, relatively, as words; "" without statistics."""
+    """Description of the layer with the largest relative update; "" without statistics."""
     found = [(np.max(of["update"]), stack, np.argmax(of["update"])) for stack, of in layers.items()]
     return f", most of it in {max(found)[1]} layer {max(found)[2] + 1}" if found else ""
 
 
 def origin(layers: Layers) -> str:
-    """In which pass and layer the first figure that is not finite arose, as words; "" if no layer shows any.
+    """Description of the pass and the layer of the first value that is not finite; "" if all values are finite.
 
-    Forward, trouble spreads upward from encoder to decoder; backward, downward from decoder to encoder.
+    In the forward pass, trouble spreads upward from the encoder to the decoder. In the backward pass, it spreads
+    downward from the decoder to the encoder.
     """
     for way, statistic, order in (("forward", "branch", 1), ("backward", "gradient", -1)):
         for stack in list(layers)[::order]:

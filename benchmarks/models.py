@@ -1,0 +1,50 @@
+"""Collects trained models into one file: how each was trained, what it cost, and what it scored.
+
+    python -m benchmarks.models deep_models runs/a runs/b ...
+
+Run `--mode=evaluate` on each workdir first.
+"""
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from benchmarks.measure import save
+from branchnorm_jax import config as configs
+from branchnorm_jax.options import Config
+from branchnorm_jax.training.logs import read_lines
+
+VALIDATION = ("step", "loss", "nll", "source_gain")
+
+
+def read(folder: Path) -> dict[str, Any]:
+    """The record of one workdir."""
+    status = json.loads((folder / "status.json").read_text())
+    results = json.loads((folder / "results.json").read_text())
+    default = configs.to_flat(Config())
+    options = configs.to_flat(configs.load(folder / "config.json"))
+    return {
+        "workdir": folder.name,
+        "options": {name: value for name, value in options.items() if value != default[name]},
+        "validation": [
+            {name: line[name] for name in VALIDATION} for line in read_lines(folder / "validation.jsonl", VALIDATION)
+        ],
+        "status": status,
+        "scores": {
+            name: {key: score[key] for key in ("score", "signature")} for name, score in results["test"].items()
+        },
+    }
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("name", help="of the file under benchmarks/results")
+    parser.add_argument("workdirs", nargs="+", type=Path)
+    args = parser.parse_args()
+    save(args.name, {"models": [read(folder) for folder in args.workdirs]})
+
+
+if __name__ == "__main__":
+    main()

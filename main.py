@@ -1,6 +1,6 @@
-"""Front door: `python main.py --config=configs/x.py:18L-18L --workdir=runs/x [--mode=...] [--config.section.name=...]`.
+"""Entry: `python main.py --config=configs/x.py:18L-18L --workdir=runs/x [--mode=...] [--config.section.name=...]`.
 
-The installed package has the same command as `branchnorm`; both are `branchnorm_jax/cli.py`.
+The installed package provides the same command as `branchnorm`. Both run `branchnorm_jax/cli.py`.
 """
 
 from branchnorm_jax.cli import command, main

@@ -1,6 +1,6 @@
-"""The command line, as `python main.py` in a checkout and as `branchnorm` from the installed package.
+"""The command line: `python main.py` in a checkout, `branchnorm` in the installed package.
 
-Flags, start-up and dispatch; what each mode does is in `modes/`.
+This module defines the flags, starts up JAX and dispatches to the modes, which are in `modes/`.
 """
 
 import atexit
@@ -42,7 +42,7 @@ MODES = {
 
 HERE = Path(__file__).resolve().parent
 CONFIGS = HERE / "configs" if (HERE / "configs").is_dir() else HERE.parent / "configs"
-"""The config files of the project: in the installed package, or beside it in a checkout."""
+"""Folder of the project's config files: inside the installed package, or next to the package in a checkout."""
 
 FLAGS = flags.FLAGS
 flags.DEFINE_enum("mode", "train", list(MODES), "; ".join(f"{name}: {text}" for name, text in MODES.items()))
@@ -58,7 +58,7 @@ def command() -> NoReturn:
     """Runs `main` on the command line and ends the process with its exit code."""
     code = main(sys.argv)
     if code:
-        # Threads of the storage library would go on to print what became of each of their files.
+        # os._exit, because threads of the storage library would otherwise go on to report on each of their files.
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
@@ -66,7 +66,7 @@ def command() -> NoReturn:
 
 
 def main(argv: list[str]) -> int:
-    """Runs one mode and returns the exit code; every error a user can meet is one line on stderr."""
+    """Runs one mode and returns the exit code. Prints every error a user can cause as one line on stderr."""
     try:
         config, workdir = parse(argv)
         run(FLAGS.mode, config, workdir)
@@ -80,7 +80,7 @@ def main(argv: list[str]) -> int:
         print("interrupted", file=sys.stderr)
         return 130
     except BrokenPipeError:
-        # The reader of our output went away, as `head` does: nobody is left to tell.
+        # The reader closed the pipe, as `head` does, so the output is discarded silently.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except OSError as error:
         print(f"StorageError: {error}", file=sys.stderr)
@@ -90,7 +90,10 @@ def main(argv: list[str]) -> int:
 
 @contextlib.contextmanager
 def undisturbed() -> Iterator[None]:
-    """A signal ends the process at once: what it raises in the middle of an import comes out as another error."""
+    """Lets signals end the process at once inside the context.
+
+    Use it around imports: an exception raised by a signal handler during an import appears as a different error.
+    """
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
     for number, handler in before.items():
         if handler is not signal.SIG_IGN:
@@ -101,26 +104,34 @@ def undisturbed() -> Iterator[None]:
 
 
 def heed_signals() -> None:
-    """From now on a signal raises."""
+    """Makes SIGTERM and SIGUSR1 raise `Preempted` from now on."""
     sys.unraisablehook = send_again
     for number in (signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, stop)
 
 
 def stop(number: int, frame: FrameType | None) -> None:
-    """What a signal does while there is nothing to save; the training loop has its own answer."""
+    """Signal handler for code that has nothing to save; the training loop installs its own.
+
+    Raises:
+      Preempted: always.
+    """
     raise Preempted(f"stopped by signal {number}", number)
 
 
 def send_again(lost: Any) -> None:
-    """Python drops what is raised in the middle of collecting garbage, also a signal: that one comes once more."""
+    """Sends a signal again if its exception was lost; an unraisable hook.
+
+    Python drops exceptions raised during garbage collection, including those raised by signal handlers.
+    """
     if not isinstance(lost.exc_value, KeyboardInterrupt):
         sys.__unraisablehook__(lost)
         return
     number = lost.exc_value.signal_number if isinstance(lost.exc_value, Preempted) else signal.SIGINT
     signal.signal(signal.SIGALRM, lambda *_: signal.raise_signal(number))
     signal.setitimer(signal.ITIMER_REAL, 0.1)
-    # A process that ends before the alarm ends as the signal asked; Python's shutdown would let the alarm kill it.
+    # If the process exits before the alarm, it still exits with the signal's code. Otherwise the alarm would kill it
+    # during Python's shutdown.
     atexit.register(end_by_signal, number)
 
 
@@ -133,9 +144,12 @@ def end_by_signal(number: int) -> NoReturn:
 
 
 def parse(argv: list[str]) -> tuple[Config, Workdir]:
-    """Flags -> validated config and workdir.
+    """Parses the flags; returns the validated config and the workdir.
 
-    Without --config the workdir's own config is used; without --workdir it is runs/<name of the config>.
+    The default of --config is the saved config of the workdir. The default of --workdir is runs/<name of the config>.
+
+    Raises:
+      UserError: if a flag, an option or the config file is invalid.
     """
     early = flags.FlagValues()
     for name in ("config", "workdir", "mode"):
@@ -172,7 +186,7 @@ def parse(argv: list[str]) -> tuple[Config, Workdir]:
             given = set(config_flags.get_override_values(FLAGS["config"]))
             options = configs.with_one_length(FLAGS.config, given)
             if FLAGS.mode == "sweep":
-                # Recommendations are its runs' own: each has its method.
+                # Each run of a sweep has its own method and therefore its own recommended options.
                 configs.record_chosen(options, given)
             else:
                 options = configs.with_recommended(options, get_recipe(options.model.method).recommended)
@@ -192,10 +206,12 @@ def parse(argv: list[str]) -> tuple[Config, Workdir]:
 
 
 def find_config(given: str) -> str:
-    """`given` with the path of its file: "numerals:6L-6L" is one of the project's, "my/x.py:6L-6L" any other.
+    """Returns `given` with the path of its config file.
+
+    "numerals:6L-6L" names a config of the project. "my/x.py:6L-6L" names any other file.
 
     Raises:
-      UserError: if there is no such file, or the project has none of this name.
+      UserError: if the file does not exist, or the project has no config of this name.
     """
     name, colon, depth = given.partition(":")
     path = Path(name) if name.endswith(".py") or Path(name).name != name else CONFIGS / f"{name}.py"
@@ -205,13 +221,13 @@ def find_config(given: str) -> str:
 
 
 def config_names() -> str:
-    """What --config takes beside a path."""
+    """Returns a text that lists the names that --config accepts besides a path."""
     names = sorted(path.stem for path in CONFIGS.glob("*.py") if path.stem != "saved")
     return f"those of the project are {', '.join(names)}"
 
 
 def import_configs() -> None:
-    """Lets config files build on those of the project with `from configs import numerals`, also outside of a checkout.
+    """Lets config files use `from configs import numerals`, even outside a checkout.
 
     The wheel has no top-level package `configs`, because other projects may install one.
     """
@@ -221,7 +237,10 @@ def import_configs() -> None:
 
 
 def check_names(argv: list[str]) -> None:
-    """Raises `UserError`, with the nearest valid name, for the first --config.section.name that does not exist."""
+    """Raises `UserError`, with the nearest valid name, for the first --config.section.name that does not exist.
+
+    Also raises `UserError` if --config is given twice, or if --config.section names no option.
+    """
     known = {name for name, _ in fields()}
     if sum(re.match(r"--?config(=|$)", argument) is not None for argument in argv) > 1:
         raise UserError(
@@ -237,7 +256,7 @@ def check_names(argv: list[str]) -> None:
 
 
 def run(mode: str, config: Config, workdir: Workdir) -> None:
-    """Dispatches; heavy packages are imported only here, so that mistakes are told at once."""
+    """Runs the mode. Imports heavy packages only here, so that mistakes in the flags are reported at once."""
     if mode == "help":
         print("\n".join(f"--mode={name:10} {text}" for name, text in MODES.items()) + "\n\n" + configs.help_text())
         return

@@ -1,8 +1,8 @@
-"""From a config file and a command line to a checked `Config`.
+"""Builds a validated `Config` from a config file and a command line.
 
 `default_config()` turns the options of `options.py` into the locked `ConfigDict` that the files under `configs/` return
 and that command-line flags override; `from_config_dict()` turns the result into a typed, validated, frozen `Config`.
-Below `main.py` nobody sees a `ConfigDict`.
+Code outside the command line uses `Config` and never a `ConfigDict`.
 """
 
 import dataclasses
@@ -21,10 +21,10 @@ from branchnorm_jax.options import Config, fields
 
 
 class Section(ml_collections.ConfigDict):
-    """A section of options that records which of them were assigned, at whatever value."""
+    """A section of options that records which options were assigned, even if to their defaults."""
 
     def __init__(self, defaults: Mapping[str, Any] | None = None) -> None:
-        # ConfigDict takes ordinary attributes for options.
+        # ConfigDict would treat an ordinary attribute as an option.
         object.__setattr__(self, "assigned", set())
         super().__init__(defaults)
         self.assigned.clear()
@@ -40,7 +40,7 @@ class Section(ml_collections.ConfigDict):
 
 
 def default_config(depth: str = "") -> ml_collections.ConfigDict:
-    """The locked `ConfigDict` of all defaults, in sections that record what is assigned to them.
+    """Returns the locked `ConfigDict` of all defaults. Its sections record assignments.
 
     Args:
       depth: depth in the papers' notation, "18L-18L" (encoder-decoder); "" keeps the default.
@@ -53,7 +53,7 @@ def default_config(depth: str = "") -> ml_collections.ConfigDict:
 
 
 def set_depth(config: ml_collections.ConfigDict, depth: str) -> None:
-    """Sets the depths of encoder and decoder from "18L-18L"; "" leaves them. Raises `UserError` for anything else."""
+    """Sets the depths of encoder and decoder from "18L-18L"; "" keeps them. Raises `UserError` for other text."""
     if not depth:
         return
     match = re.fullmatch(r"(\d+)L?-(\d+)L?", depth)
@@ -63,11 +63,11 @@ def set_depth(config: ml_collections.ConfigDict, depth: str) -> None:
 
 
 def with_one_length(config: ml_collections.ConfigDict, given: set[str]) -> ml_collections.ConfigDict:
-    """Lets an explicit train.epochs replace the config file's train.steps, and the other way round.
+    """Lets an explicit train.epochs replace the config file's train.steps, and vice versa.
 
     Args:
       config: all options.
-      given: names of those that the command line set. If both lengths are among them, both stay: that is an error.
+      given: names of the options that the command line set. If it set both lengths, both stay, which is an error.
     """
     for name, other in (("steps", "epochs"), ("epochs", "steps")):
         if f"train.{name}" in given and f"train.{other}" not in given and config.train[name]:
@@ -76,9 +76,9 @@ def with_one_length(config: ml_collections.ConfigDict, given: set[str]) -> ml_co
 
 
 def assigned(config: ml_collections.ConfigDict) -> set[str]:
-    """Names of the options that a config file or the command line set, also those set to their defaults.
+    """Returns the names of the options that a config file or the command line set, even if to their defaults.
 
-    In a section that was not made by `default_config`, as in the config of an earlier run, these are all options.
+    If `default_config` did not create a section, as in the config of an earlier run, all its options count as set.
     """
     return {
         f"{section}.{name}"
@@ -88,7 +88,7 @@ def assigned(config: ml_collections.ConfigDict) -> set[str]:
 
 
 def with_recommended(config: ml_collections.ConfigDict, recommended: Mapping[str, Any]) -> ml_collections.ConfigDict:
-    """Sets the options that a method's authors recommend, except those that are `assigned` already.
+    """Sets the options that a method's authors recommend, except those already `assigned`.
 
     Args:
       config: all options.
@@ -102,11 +102,11 @@ def with_recommended(config: ml_collections.ConfigDict, recommended: Mapping[str
 
 
 def record_chosen(config: ml_collections.ConfigDict, given: set[str]) -> None:
-    """Keeps in `sweep.chosen` which options the runs of a sweep must not change to what is recommended.
+    """Stores in `sweep.chosen` the options that the runs of a sweep must not replace by recommended values.
 
     Args:
       config: all options.
-      given: names of those that the command line set; an earlier call of the same sweep recorded the others.
+      given: names of the options that the command line set; an earlier call of the same sweep recorded the others.
     """
     if config.sweep.recommended:
         earlier = {*config.sweep.chosen.split(",")} - {""}
@@ -114,7 +114,7 @@ def record_chosen(config: ml_collections.ConfigDict, given: set[str]) -> None:
 
 
 def nearest_name(name: str) -> str:
-    """The valid option that resembles `name` most, as a hint for an error message; "" if none does."""
+    """Returns the valid option most similar to `name`, as a hint for an error message; "" if none is similar."""
     section, _, option = name.rpartition(".")
 
     def likeness(known: str) -> float:
@@ -127,7 +127,11 @@ def nearest_name(name: str) -> str:
 
 
 def from_config_dict(config_dict: ml_collections.ConfigDict | dict[str, Any]) -> Config:
-    """Typed, validated and frozen. Raises `UserError` for an unknown name, a wrong type or a value out of range."""
+    """Returns a typed, validated and frozen `Config`.
+
+    Raises:
+      UserError: for an unknown name, a wrong type or a value out of range.
+    """
     values = config_dict.to_dict() if isinstance(config_dict, ml_collections.ConfigDict) else config_dict
     sections: dict[str, dict[str, Any]] = {name: {} for name in vars(Config())}
     known = dict(fields())
@@ -167,7 +171,7 @@ def _checked(name: str, field: dataclasses.Field[Any], value: Any) -> Any:
 
 
 def _validate(config: Config) -> None:
-    """The rules that tie several options together."""
+    """Checks the rules that involve several options. Raises `UserError` if one is broken."""
     model, data, train = config.model, config.data, config.train
     if train.update_in_backward:
         _validate_update_in_backward(config)
@@ -216,7 +220,7 @@ def _validate(config: Config) -> None:
 
 
 def _validate_directions(config: Config) -> None:
-    """The pairs of languages."""
+    """Checks the language pairs. Raises `UserError` if they are invalid."""
     data = config.data
     if not data.pairs and data.source_lang == data.target_lang:
         raise UserError(f"config: data.source_lang and data.target_lang are both {data.source_lang!r}")
@@ -225,7 +229,7 @@ def _validate_directions(config: Config) -> None:
         if pairs and not data.pairs:
             raise UserError(f"config: {name} is for runs of several pairs, and data.pairs is empty")
         directions = [(direction.source_lang, direction.target_lang) for direction in data.directions(pairs)]
-        code = r"[a-z]\w*"  # as de, zh_tw, pt_BR: the hyphen stands between the two
+        code = r"[a-z]\w*"  # such as de, zh_tw, pt_BR; a hyphen separates the two languages
         wrong = [
             pair for pair in directions if pair[0] == pair[1] or not all(re.fullmatch(code, lang) for lang in pair)
         ]
@@ -242,7 +246,10 @@ def _validate_directions(config: Config) -> None:
 
 
 def _validate_update_in_backward(config: Config) -> None:
-    """Each layer's gradient is gone before the next one's is there."""
+    """Checks the options that `train.update_in_backward` requires. Raises `UserError` if one does not fit.
+
+    That option discards the gradient of each layer before the gradient of the next layer is computed.
+    """
     model, train = config.model, config.train
     for name, value, allowed in (
         ("model.remat", model.remat, ("full", "nested", "auto")),
@@ -265,12 +272,18 @@ def _validate_update_in_backward(config: Config) -> None:
 
 
 def to_flat(config: Config) -> dict[str, Any]:
-    """{"section.name": value} in the order of this file."""
+    """Returns {"section.name": value} in the order of `options.py`."""
     return {name: getattr(getattr(config, name.split(".")[0]), field.name) for name, field in fields()}
 
 
 def difference(a: Config, b: Config, *, free: bool) -> list[str]:
-    """The options in which two configs differ: "section.name: x -> y". `free`: also those that a resume may change."""
+    """Lists the options that differ between two configs, as "section.name: x -> y".
+
+    Args:
+      a: the old config.
+      b: the new config.
+      free: also list the options that a resume may change.
+    """
     left, right = to_flat(a), to_flat(b)
     return [
         f"{name}: {left[name]!r} -> {right[name]!r}"
@@ -280,16 +293,16 @@ def difference(a: Config, b: Config, *, free: bool) -> list[str]:
 
 
 def to_json(config: Config) -> str:
-    """The content of `config.json`."""
+    """Returns the content of `config.json`."""
     return json.dumps(dataclasses.asdict(config), indent=2) + "\n"
 
 
 RENAMED = {("model", "alpha_order", "uniform"): "equal"}
-"""(section, option, value) that earlier versions saved -> the value's present name."""
+"""(section, option, value) saved by earlier versions -> the current name of the value."""
 
 
 def load(path: Path) -> Config:
-    """Reads what `to_json` wrote. Raises `UserError` if the file is missing or not a config."""
+    """Reads a config that `to_json` wrote. Raises `UserError` if the file is missing or not a config."""
     try:
         values = json.loads(path.read_text())
         if not isinstance(values, dict) or not values.keys() >= {"model", "data", "train"}:
@@ -305,9 +318,9 @@ def load(path: Path) -> Config:
 
 
 def help_text() -> str:
-    """A table of every option with its default, unit and meaning: what `--mode=help` prints.
+    """Returns the text of `--mode=help`: a table of every option with its default, unit and meaning.
 
-    The common options come first, the others by section.
+    The common options come first. The other options follow by section.
     """
     lines = ["Common options:"]
     section = ""

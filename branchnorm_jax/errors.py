@@ -1,4 +1,4 @@
-"""Errors reported to the user; `cli.py` turns each into one line on stderr and an exit code.
+"""Errors reported to the user; `cli.py` prints each as one line on stderr and sets the exit code.
 
 | exit code | meaning                                   | class                |
 |-----------|-------------------------------------------|----------------------|

@@ -1,4 +1,4 @@
-"""Files that are locked, and files and directories that are replaced atomically."""
+"""File locks, and atomic replacement of files and directories."""
 
 import contextlib
 import errno
@@ -16,7 +16,7 @@ from branchnorm_jax.errors import StorageError, UserError
 def lock(file: IO[Any], held: str) -> None:
     """Locks a file until it is closed. Raises `UserError` with the message `held` if another process has locked it.
 
-    File systems that have no locks leave the file unlocked.
+    On file systems without locks, the file stays unlocked.
     """
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -27,7 +27,10 @@ def lock(file: IO[Any], held: str) -> None:
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Replaces the content of a file: readers see the old text or the new one, also after a crash, never a part."""
+    """Replaces the content of a file atomically.
+
+    Readers see the complete old text or the complete new text, even after a crash.
+    """
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         temporary.write_text(text, encoding="utf-8")
@@ -38,13 +41,13 @@ def write_atomically(path: Path, text: str) -> None:
 
 @contextlib.contextmanager
 def atomic_directory(final: Path) -> Iterator[Path]:
-    """Yields a temporary directory that replaces `final` if the block succeeds, and is deleted otherwise.
+    """Yields a temporary directory, which replaces `final` if the block succeeds and is deleted otherwise.
 
-    Readers of `final` see the old directory, none, or the complete new one. A process that is killed in the block
-    leaves the temporary directory behind.
+    Readers of `final` see the old directory, no directory, or the complete new directory. If the process is killed in
+    the block, the temporary directory remains.
 
     Raises:
-      StorageError: for any `OSError` in the block or of its own.
+      StorageError: if the block or the replacement raises `OSError`.
     """
     temporary = final.with_name(f".{final.name}.{uuid.uuid4().hex}.tmp")
     try:

@@ -1,4 +1,4 @@
-"""The folder of one run: where its files lie, and whether what lies there fits what is asked now."""
+"""The folder of one run: paths of its files, and checks that they match the current config and data."""
 
 import contextlib
 import dataclasses
@@ -28,7 +28,7 @@ class Workdir:
         return self.path / name
 
     def create(self) -> None:
-        """Makes the folder. Raises `UserError` if it cannot be made or written to."""
+        """Creates the folder. Raises `UserError` if it cannot be created or written to."""
         probe = self.path / f".probe.{os.getpid()}"
         try:
             self.path.mkdir(parents=True, exist_ok=True)
@@ -46,14 +46,14 @@ class Workdir:
 
     @property
     def last_step(self) -> int:
-        """Step of the newest finished checkpoint; -1 without any."""
+        """Step of the newest finished checkpoint; -1 if there is none."""
         folder = self / "checkpoints"
         entries = folder.iterdir() if folder.is_dir() else ()
         return max((int(entry.name) for entry in entries if entry.name.isdecimal()), default=-1)
 
     @property
     def has_checkpoints(self) -> bool:
-        """Whether anything was trained here: a finished checkpoint exists."""
+        """Whether the run has a finished checkpoint."""
         return self.last_step >= 0
 
     def need_space(self, needed: int) -> None:
@@ -67,15 +67,15 @@ class Workdir:
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
-        """Holds the workdir against a second training. Raises `UserError` if another process holds it."""
+        """Locks the workdir during training. Raises `UserError` if another process has locked it."""
         with (self.path / ".lock").open("w") as file:
             lock(file, f"{self.path}: another process is training in this workdir")
             yield
 
     def check_config(self, config: Config) -> None:
-        """Raises `UserError` with the differences if the run was made with another config.
+        """Raises `UserError` that lists the differences if the run has another config.
 
-        Options that no trained number depends on may differ. A workdir without a config is a new run.
+        Options that do not affect the trained parameters may differ. A workdir without a config is a new run.
         """
         path = self / "config.json"
         if path.exists():
@@ -87,9 +87,12 @@ class Workdir:
                 )
 
     def agree_on_config(self, config: Config) -> None:
-        """Checks the config against that of the run so far, then saves it.
+        """Checks the config against the saved config of the run, then saves it.
 
-        Until the first checkpoint nothing is lost by another config: then the run starts over.
+        Before the first checkpoint any config is accepted, because the run starts over and loses nothing.
+
+        Raises:
+          UserError: if the configs differ, or if `train.steps` is below the step of the run.
         """
         if not self.has_checkpoints:
             path = self / "config.json"
@@ -107,7 +110,14 @@ class Workdir:
         write_atomically(self / "config.json", configs.to_json(config))
 
     def agree_on_data(self, identity: dict[str, str]) -> None:
-        """The same for what the run learns from: hashes of corpus and vocabulary by name."""
+        """Checks the training data against the saved hashes of the run, then saves the hashes.
+
+        Args:
+          identity: name -> hash, for the corpus and the vocabulary.
+
+        Raises:
+          UserError: if a hash changed, or the saved hashes cannot be read.
+        """
         path = self / "data.json"
         if path.exists():
             known = self.data_identity()
@@ -124,7 +134,7 @@ class Workdir:
         write_atomically(path, json.dumps(identity, indent=2) + "\n")
 
     def data_identity(self) -> dict[str, str]:
-        """The hashes that `agree_on_data` saved. Raises `UserError` if they are missing or broken."""
+        """Returns the hashes that `agree_on_data` saved. Raises `UserError` if they are missing or broken."""
         path = self / "data.json"
         try:
             known = json.loads(path.read_text())

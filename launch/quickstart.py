@@ -1,7 +1,8 @@
-"""Train on the built-in corpus, evaluate, show: `make quickstart` calls it as `quickstart.py <workdir> [options...]`.
+"""Trains on the built-in corpus, evaluates and shows translations: `quickstart.py <workdir> [options...]`.
 
-The options go to training as they are, for example `--config.data.target_lang=fr`. A second call with the same workdir
-resumes, so it is quick. A failing step ends this script with that step's exit code.
+`make quickstart` runs this script. The options are passed to training unchanged, for example
+`--config.data.target_lang=fr`. A second call with the same workdir resumes and is therefore quick. If a step fails, the
+script ends with the exit code of that step.
 """
 
 import json
@@ -18,10 +19,10 @@ SHOWN = 5
 
 
 def run_main(*options: str) -> None:
-    """Runs main.py with this interpreter; leaves with its exit code if that is not 0 (128 + n after signal n)."""
+    """Runs main.py with this interpreter. Exits with its exit code if it is not 0 (128 + n after signal n)."""
     command = [sys.executable, str(ROOT / "main.py"), *options]
     process = subprocess.Popen(command)
-    # main.py saves before it stops, and only it knows when that is done. Ctrl-C reaches both processes by itself.
+    # Wait for main.py, which saves before it stops. SIGTERM is forwarded; Ctrl-C reaches both processes anyway.
     signal.signal(signal.SIGINT, lambda *_: None)
     signal.signal(signal.SIGTERM, lambda number, _: process.send_signal(number))
     code = process.wait()
@@ -33,7 +34,7 @@ def run_main(*options: str) -> None:
 
 
 def held_out(workdir: Path) -> list[tuple[str, str, str]]:
-    """(source, reference, hypothesis) of a few test sentences, spread evenly over the test set."""
+    """Returns (source, reference, hypothesis) of `SHOWN` test sentences, spread evenly over the test set."""
     texts = [
         (workdir / "evaluation" / f"test.{kind}").read_text(encoding="utf-8").split("\n")[:-1]
         for kind in ("source", "reference", "hypothesis")
@@ -43,7 +44,7 @@ def held_out(workdir: Path) -> list[tuple[str, str, str]]:
 
 
 def main() -> None:
-    """Trains and evaluates, then prints translations, the command for one's own text, and the score."""
+    """Trains and evaluates, then prints translations, a command to translate other text, and the score."""
     workdir, *options = sys.argv[1:]
     started = time.monotonic()
     run_main(f"--config={ROOT / 'configs' / 'numerals.py'}", f"--workdir={workdir}", *options)

@@ -1,4 +1,7 @@
-"""The walls of the house: who may import whom, what a file looks like, what must not be in it."""
+"""Checks the architecture: allowed imports, module docstrings, function sizes, forbidden paths.
+
+A room is a subpackage of the package, or a module that lies directly in the package.
+"""
 
 import ast
 import re
@@ -12,7 +15,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = "branchnorm_jax"
 
-# room -> the rooms it may use. All may also use those of FOR_ALL.
+# room -> rooms it may import. Every room may also import those of FOR_ALL.
 MAY_IMPORT = {
     "errors": set(),
     "options": set(),
@@ -29,7 +32,7 @@ MAY_IMPORT = {
     "evaluation": {"files"},
     "training": {"evaluation", "decoding", "model", "data", "parallel", "config", "files", "workdir"},
     "analysis": {"training", "evaluation", "decoding", "model", "data", "parallel", "config", "workdir"},
-    # What the modes do: only cli.py may use it.
+    # Only cli.py may import the modes.
     "modes": {
         *("analysis", "training", "evaluation", "decoding", "model", "data", "parallel", "export", "serving"),
         *("config", "files", "workdir"),
@@ -38,23 +41,23 @@ MAY_IMPORT = {
 }
 FOR_ALL = {"options", "errors", "tokens"}
 
-# room -> packages of others that it must not use anywhere.
+# room -> external packages that it must not import anywhere.
 MUST_NOT_IMPORT = {
     "data": {"jax", "jaxlib", "flax", "optax", "orbax"},
     "model": {"os", "io", "pathlib", "shutil", "time", "datetime"},
 }
 
-# Only inside a function: slow to import, or not installed everywhere.
+# Imported only inside functions, because they are slow to import or not installed everywhere.
 HEAVY = {
     *("tensorflow", "tensorflow_datasets", "matplotlib", "ctranslate2", "torch", "transformers", "tensorboardX"),
     "uvicorn",
 }
 
-# What a function may have at most. Blank lines, comments and the signature count as lines, its docstring does not; self
-# and cls do not count as parameters. A nested function counts on its own and as part of the function around it.
+# Limits of a function. Blank lines, comments and the signature count as lines; the docstring does not. self and cls do
+# not count as parameters. A nested function counts by itself and as part of the enclosing function.
 MOST_LINES, MOST_PARAMETERS = 60, 8
 
-# Functions that are over a limit today. Shorten one, then take it off the list; add none.
+# Functions that exceed a limit today. After shortening one, remove it from this list. Do not add any.
 TOO_LARGE = {
     "branchnorm_jax/analysis/plan.py:make_plan",
     "branchnorm_jax/export/huggingface.py:write",
@@ -74,13 +77,13 @@ def name_of(path: Path) -> str:
 
 
 def room_of(path: Path) -> str:
-    """Folder of the package, or the module's name for the files that lie directly in it."""
+    """Returns the subpackage of a file, or the module's name if it lies directly in the package."""
     parts = path.relative_to(ROOT / PACKAGE).with_suffix("").parts
     return parts[0]
 
 
 def imports(tree: ast.Module, package: list[str]) -> Iterator[tuple[str, bool]]:
-    """(dotted name, inside a function) of everything that a module of `package` imports, `from a import b` as "a.b"."""
+    """Yields (dotted name, inside a function) of every import of a module of `package`; `from a import b` as "a.b"."""
 
     def walk(node: ast.AST, inside: bool) -> Iterator[tuple[str, bool]]:
         if isinstance(node, ast.Import):
@@ -97,7 +100,7 @@ def imports(tree: ast.Module, package: list[str]) -> Iterator[tuple[str, bool]]:
 
 
 def faults(source: str, path: Path) -> list[str]:
-    """What the file at `path` with this text imports against the rules."""
+    """Returns the forbidden imports of a file at `path` with this text."""
     room = room_of(path)
     if room == "__init__":
         allowed = set()
@@ -176,12 +179,12 @@ def test_a_file_says_what_it_is(path):
 
 
 def size_of(node: ast.stmt) -> int:
-    """Lines from the first to the last."""
+    """Returns the number of source lines of a node."""
     return (node.end_lineno or node.lineno) - node.lineno + 1
 
 
 def too_large(source: str) -> Iterator[str]:
-    """Names of the functions over a limit, as Class.method for methods."""
+    """Yields the names of the functions that exceed a limit; methods as Class.method."""
 
     def walk(node: ast.AST, prefix: str) -> Iterator[str]:
         for child in ast.iter_child_nodes(node):

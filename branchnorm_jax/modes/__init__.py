@@ -1,4 +1,4 @@
-"""What each `--mode` of main.py does: rooms put together, no mathematics. No room imports this folder."""
+"""Implements each `--mode` of main.py by combining the other subpackages, none of which imports this one."""
 
 from branchnorm_jax.modes.average import average
 from branchnorm_jax.modes.compare import compare

@@ -1,4 +1,4 @@
-"""--mode=average: the mean of the parameters of several checkpoints."""
+"""--mode=average: averages the parameters of several checkpoints."""
 
 from typing import Any
 
@@ -14,9 +14,9 @@ from branchnorm_jax.workdir import Workdir
 
 
 def average(config: Config, workdir: Workdir) -> None:
-    """The mean of the parameters of several checkpoints, added up in float64: <workdir>/average.
+    """Writes the mean of the parameters of several checkpoints, computed in float64, to <workdir>/average.
 
-    `decode.checkpoint=average` uses it. BranchNorm's alpha is the mean of theirs, too.
+    `decode.checkpoint=average` selects the result. BranchNorm's alpha is averaged in the same way.
     """
     workdir.check_config(config)
     _, model = network(config, workdir)

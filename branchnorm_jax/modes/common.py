@@ -1,4 +1,4 @@
-"""What several modes need: a trained model, and lines from a stream."""
+"""Code shared by several modes: loading a trained model, and reading lines from a stream."""
 
 import itertools
 import os
@@ -21,7 +21,7 @@ from branchnorm_jax.workdir import Workdir
 
 
 class Trained(NamedTuple):
-    """A checkpoint ready for use: parameters, their step and alpha_t, and a translator around them."""
+    """A checkpoint ready for use: a translator, the parameters, alpha_t and the step."""
 
     translator: Translator
     params: Params
@@ -30,13 +30,17 @@ class Trained(NamedTuple):
 
     @property
     def checksums(self) -> list[list[int]]:
-        """What tells the models that vote from any others."""
+        """Checksums of the leaves of each model of the ensemble, which identify the models."""
         others = ((other.params, other.alpha) for other in self.translator.others)
         return [checksums(weights).tolist() for weights in ((self.params, self.alpha), *others)]
 
 
 def load(config: Config, workdir: Workdir) -> Trained:
-    """The checkpoint that `decode.checkpoint` names. Raises `UserError` if the workdir holds none."""
+    """Loads the checkpoint that `decode.checkpoint` names, and the other models of `decode.ensemble`.
+
+    Raises:
+      UserError: if the workdir has no such checkpoint, or a model of the ensemble does not fit.
+    """
     tokenizer, model = network(config, workdir)
     params, alpha, step = restore_model(config, workdir, model, config.decode.checkpoint)
     paths = filter(None, map(str.strip, config.decode.ensemble.split(",")))
@@ -50,10 +54,10 @@ def load(config: Config, workdir: Workdir) -> Trained:
 
 
 def member(path: str, tokenizer: Tokenizer, config: Config) -> Member:
-    """A model of an ensemble: the checkpoint "workdir" (its best) or "workdir:checkpoint".
+    """Loads a model of an ensemble from "workdir" (its best checkpoint) or "workdir:checkpoint".
 
     Raises:
-      UserError: if there is none, its vocabulary is not `tokenizer`, or its language tags come elsewhere.
+      UserError: if the checkpoint does not exist, or if its vocabulary is not `tokenizer`'s or its `data.tags` differ.
     """
     theirs, workdir, which = find_run("decode.ensemble", path, config)
     its_tokenizer, model = network(theirs, workdir)
@@ -70,12 +74,13 @@ def member(path: str, tokenizer: Tokenizer, config: Config) -> Member:
 
 
 def read_chunks(stream: BinaryIO | None, name: str, most: int) -> Iterator[list[str]]:
-    """Lines of a stream in lists: a file's `most` at a time; a pipe's or terminal's as soon as they are there.
+    """Yields the lines of a stream in lists of at most `most`.
 
-    A byte-order mark at the beginning of the stream is left out.
+    Lines of a file come `most` at a time. Lines of a pipe or a terminal come as soon as they are available. A
+    byte-order mark at the beginning of the stream is removed.
 
     Raises:
-      UserError: for what is not UTF-8, naming the line, or a stream that cannot be read.
+      UserError: if a line is not UTF-8 (the message gives its number), or if the stream cannot be read.
     """
     if stream is None:
         raise UserError(f"{name} is closed; give the text with < file or through a pipe")
@@ -95,20 +100,23 @@ def read_chunks(stream: BinaryIO | None, name: str, most: int) -> Iterator[list[
 
 
 def lines_ahead(stream: BinaryIO | None) -> int:
-    """Lines that a file still has, which is then where it was; 0 for what cannot be read twice, or not at all."""
+    """Returns the number of unread lines of a file and keeps its position.
+
+    Returns 0 for a stream that cannot be read twice, or not at all.
+    """
     if stream is None or not stat.S_ISREG(_mode(stream)):
         return 0
     try:
         here = stream.tell()
         count = sum(1 for _ in stream)
         stream.seek(here)
-    except OSError:  # `read_chunks` says where.
+    except OSError:  # `read_chunks` reports it.
         return 0
     return count
 
 
 def _read_at_once(stream: BinaryIO, most: int) -> Iterator[list[bytes | OSError]]:
-    """A file's lines, `most` at a time."""
+    """Yields the lines of a file, `most` at a time. A read error takes the place of a line."""
     while True:
         try:
             lines: list[bytes | OSError] = list(itertools.islice(stream, most))
@@ -120,13 +128,14 @@ def _read_at_once(stream: BinaryIO, most: int) -> Iterator[list[bytes | OSError]
 
 
 def _read_as_it_comes(stream: BinaryIO, most: int) -> Iterator[list[bytes | OSError]]:
-    """What is there of the lines of a pipe or terminal, at most `most`; waits for the first.
+    """Yields the available lines of a pipe or a terminal, at most `most` at a time; waits for the first.
 
-    No more than the next `most` are read ahead: who writes faster waits, and a pipe of any size fits into memory.
+    A thread reads at most `most` lines ahead. A faster writer has to wait, so a pipe of any length fits into memory. A
+    read error takes the place of a line.
     """
     queue: Queue[bytes | OSError | None] = Queue(most)
 
-    # A file of its own: whoever closes one that another thread waits at must wait, too.
+    # A duplicate, because closing a file blocks while another thread waits to read from it.
     descriptor = os.dup(stream.fileno())
 
     def read() -> None:

@@ -1,4 +1,4 @@
-"""--mode=compare: two or more systems on one test set."""
+"""--mode=compare: compares two or more systems on one test set."""
 
 from pathlib import Path
 
@@ -12,7 +12,7 @@ from branchnorm_jax.workdir import Workdir
 
 
 def compare(config: Config, workdir: Workdir) -> None:
-    """Compares the systems of `compare.systems`: a table, compare.json and compare.html in the workdir."""
+    """Compares the systems of `compare.systems`; prints a table, writes compare.json and compare.html."""
     split, reference = config.compare.split, config.compare.reference
     if not config.compare.systems:
         raise UserError("compare: nothing to compare; give compare.systems=runs/a,runs/b, or files of translations")
@@ -35,7 +35,7 @@ def compare(config: Config, workdir: Workdir) -> None:
             if written(other, split, "reference") != theirs:
                 raise UserError(f"compare: {other} was evaluated with other references than {first}")
         references = theirs if references is None else references
-        # Of several pairs the split is called test.en-de, and that one may never have been trained.
+        # With several pairs, the split is named like test.en-de. That pair may not be a trained one.
         data = load_config(first / "config.json").data.directions(split.partition(".")[2])[0]
         language = data.target_lang
         logs.say(f"counting the words of the training text of {first}")
@@ -51,7 +51,11 @@ def compare(config: Config, workdir: Workdir) -> None:
 
 
 def written(workdir: Path, split: str, side: str) -> list[str]:
-    """The lines that `evaluate` wrote: side is "source", "reference" or "hypothesis"."""
+    """Returns the lines that `evaluate` wrote; side is "source", "reference" or "hypothesis".
+
+    Raises:
+      UserError: if the split was not evaluated in this workdir.
+    """
     path = workdir / "evaluation" / f"{split}.{side}"
     if not path.exists():
         there = ", ".join(sorted(found.stem for found in path.parent.glob(f"*.{side}"))) or "nothing"

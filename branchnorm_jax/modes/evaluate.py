@@ -14,10 +14,10 @@ from branchnorm_jax.workdir import Workdir
 
 
 def evaluate(config: Config, workdir: Workdir) -> None:
-    """Translates the splits of `evaluate.splits`, scores them, writes results.json and evaluation/.
+    """Translates the splits of `evaluate.splits`, scores them, and writes results.json and evaluation/.
 
-    With several pairs of languages every one of them, or those of `evaluate.pairs`, also pairs never trained; what is
-    called "test" is then the mean over "test.en-de", "test.fr-de" and so on.
+    A run with several language pairs evaluates all of them, or those of `evaluate.pairs`, which may include pairs that
+    were never trained. The score "test" is then the mean over "test.en-de", "test.fr-de" and so on.
     """
     workdir.check_config(config)
     workdir.create()
@@ -25,7 +25,7 @@ def evaluate(config: Config, workdir: Workdir) -> None:
     asked = list(itertools.product(config.evaluate.split_names, data.directions(config.evaluate.pairs)))
     tags = [trained.translator.tokenizer.tags(data, direction.target_lang) for _, direction in asked]
     for split, direction in asked:
-        # Before the first translation, so that a mistake in the last one is told at once.
+        # Before the first translation, so that a missing file of the last split is reported at once.
         next(read_pairs(direction, split), None)
     comet = [load_comet(config.evaluate.comet)] if config.evaluate.comet else []
     decode = {"checkpoint": config.decode.checkpoint, "ensemble": config.decode.ensemble, **config.decode.search}

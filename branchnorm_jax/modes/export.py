@@ -1,4 +1,4 @@
-"""--mode=export: the model in the format of another engine."""
+"""--mode=export: writes the model in the format of another engine."""
 
 import dataclasses
 import itertools
@@ -18,15 +18,15 @@ from branchnorm_jax.training import logs
 from branchnorm_jax.workdir import Workdir
 
 TOLERANCE = 1e-3
-"""Of an exported model: how much a token's log-probability may differ from ours."""
+"""Largest accepted difference between the log-probabilities of a token in the exported model and in ours."""
 
 
 def export(config: Config, workdir: Workdir) -> None:
-    """Writes the model in the format of another engine, and compares log-probabilities where that is installed.
+    """Writes the model in the format of another engine; compares log-probabilities if that engine is installed.
 
     Raises:
-      UserError: if the method is not to be had there.
-      MismatchError: if a token's log-probability differs by more than `TOLERANCE`, unless the weights were quantised.
+      UserError: if the engine does not support the method, or an option does not fit.
+      MismatchError: if a token's log-probability differs by more than `TOLERANCE`, unless the weights are quantised.
     """
     workdir.check_config(config)
     e = config.export
@@ -74,11 +74,13 @@ def export(config: Config, workdir: Workdir) -> None:
 
 
 def check_export(config: Config, trained: Trained, folder: Path, longest: int) -> None:
-    """Force-decodes the first validation pairs here and there, both in float32, if both sides fit into `longest`.
+    """Compares log-probabilities of the first validation pairs in our model and in the exported one, both in float32.
+
+    Both models force-decode the targets. Pairs with a side of more than `longest` tokens are skipped.
 
     Raises:
-      UserError: if none of them does.
-      MismatchError: as `export` says.
+      UserError: if no pair fits into `longest` tokens.
+      MismatchError: see `export`.
     """
     e, tokenizer, model = config.export, trained.translator.tokenizer, trained.translator.model
     exact = dataclasses.replace(model, config=dataclasses.replace(model.config, dtype="float32", carry_dtype="float32"))
@@ -111,7 +113,7 @@ def check_export(config: Config, trained: Trained, folder: Path, longest: int) -
     except UserError as error:
         logs.say(f"not compared: {error}")
         return
-    # Words that get no probability have another very small one on each side.
+    # Each engine gives the unused tokens a different, very small probability.
     used = ~np.isin(np.concatenate(targets), model.unused)
     apart = float(np.abs(np.concatenate(ours) - np.concatenate(theirs))[used].max())
     logs.say(f"largest difference of a token's log-probability over {len(fitting)} validation pairs: {apart:.2e}")

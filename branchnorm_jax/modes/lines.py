@@ -1,4 +1,4 @@
-"""Modes translate and score: lines in, lines out, in the same order."""
+"""--mode=translate and --mode=score: process lines and print the results in the order of the input."""
 
 import contextlib
 import json
@@ -18,14 +18,14 @@ from branchnorm_jax.training import logs
 from branchnorm_jax.workdir import Workdir
 
 CHUNK = 2000
-"""Lines of a file that are sorted by length and translated together: what a kill can lose."""
+"""Number of lines of a file that are sorted by length and translated together; a kill loses at most one chunk."""
 
 
 def translate(config: Config, workdir: Workdir) -> None:
     """Translates `decode.input` to `decode.output`, or stdin to stdout.
 
-    A file is translated in chunks sorted by length, a pipe or a terminal line by line as they come. What was written of
-    an output file before a kill is kept.
+    A file is translated in chunks, each sorted by length. Lines of a pipe or a terminal are translated as they arrive.
+    If the process is killed, the lines already written to an output file are kept.
     """
     workdir.check_config(config)
     d = config.decode
@@ -41,13 +41,16 @@ def translate(config: Config, workdir: Workdir) -> None:
 
 
 def check_files(source: Path, target: Path) -> None:
-    """Raises `UserError` for what would only be noticed after the model was loaded, or too late."""
+    """Raises `UserError` if the paths are invalid.
+
+    The check runs before the model is loaded, because these mistakes would otherwise appear late.
+    """
     if not source.is_file():
         raise UserError("config: decode.output needs decode.input, a file: what is not one cannot be read again")
     if not target.absolute().parent.is_dir():
         raise UserError(f"decode.output={target}: there is no such folder")
     if target.exists() and not target.is_file():
-        # The finished file takes its place, also that of a device.
+        # The finished file would replace whatever is at this path, even a device.
         raise UserError(f"decode.output={target}: this is no file; without decode.output stdout gets the translations")
     if target.exists() and target.samefile(source):
         raise UserError(f"decode.output={target}: this is decode.input, too")
@@ -55,7 +58,11 @@ def check_files(source: Path, target: Path) -> None:
 
 @contextlib.contextmanager
 def opened(path: str) -> Iterator[tuple[BinaryIO | None, str]]:
-    """A file, or stdin where there is none, and what to call it. Raises `UserError` if it cannot be opened."""
+    """Opens a file, or stdin if `path` is empty; yields the stream and its name.
+
+    Raises:
+      UserError: if the file cannot be opened.
+    """
     if not path:
         yield (sys.stdin.buffer if sys.stdin else None), "stdin"
         return
@@ -70,7 +77,15 @@ def opened(path: str) -> Iterator[tuple[BinaryIO | None, str]]:
 def translated(
     config: Config, trained: Trained, chunks: Iterator[list[str]], done: int, total: int
 ) -> Iterator[list[str]]:
-    """What is printed for each chunk of lines, before which `done` lines came, of `total`; 0: nobody knows."""
+    """Translates chunks of lines; yields the output lines of each chunk.
+
+    Args:
+      config: options of the run.
+      trained: the model.
+      chunks: lists of source lines.
+      done: number of lines before the first chunk.
+      total: number of lines of the input; 0 if unknown.
+    """
     languages = Languages(config.data, trained.translator.tokenizer)
     for lines in chunks:
         sources, tags = languages.asked(lines, config.decode.target_lang, done + 1)
@@ -98,11 +113,12 @@ def translated(
 
 
 def translate_file(config: Config, trained: Trained, source: Path, target: Path) -> None:
-    """Goes on where an earlier translation of the same file in the same way stopped; `target` appears when complete.
+    """Translates a file; resumes an earlier translation of the same file with the same models and options.
 
-    Until then the lines are in `<target>.part`, and beside it what they were made of.
+    `target` is created when the translation is complete. Until then the lines are in `<target>.part`, and
+    `<target>.part.json` records the file, the models and the options that they were made with.
     """
-    target = target.resolve()  # A link stays one.
+    target = target.resolve()  # Replaces the file behind a link, not the link.
     part, record = (target.with_name(target.name + suffix) for suffix in (".part", ".part.json"))
     stat = source.stat()
     made_of = config.decode.search
@@ -134,7 +150,7 @@ def translate_file(config: Config, trained: Trained, source: Path, target: Path)
 
 
 def read_record(path: Path) -> dict[str, Any]:
-    """What a part was made of; nothing if it does not say."""
+    """Reads the record of a partial translation; returns {} if it is missing or invalid."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -144,7 +160,11 @@ def read_record(path: Path) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def writable(path: Path) -> Iterator[BinaryIO]:
-    """A file that nobody else appends to. Raises `UserError` if it cannot be opened, or another process has it."""
+    """Opens a file for appending and locks it.
+
+    Raises:
+      UserError: if the file cannot be opened, or another process has locked or just finished it.
+    """
     with contextlib.ExitStack() as stack:
         try:
             file = stack.enter_context(open(path, "ab"))
@@ -157,22 +177,28 @@ def writable(path: Path) -> Iterator[BinaryIO]:
 
 
 def finished_lines(path: Path) -> int:
-    """Line feeds in a file."""
+    """Returns the number of line feeds in a file."""
     with open(path, "rb") as file:
         return sum(line.endswith(b"\n") for line in file)
 
 
 def end_of_line(path: Path, count: int) -> int:
-    """Bytes of the first `count` lines."""
+    """Returns the number of bytes in the first `count` lines."""
     with open(path, "rb") as file:
         return sum(len(line) for line, _ in zip(file, range(count), strict=False))
 
 
 def pairs_of(lines: list[str], done: int, second: str, name: str) -> list[tuple[str, str]]:
-    """The two fields of each line, before which `done` came; of a blank line, empty ones.
+    """Splits each line at the tab into two fields. A blank line gives two empty fields.
+
+    Args:
+      lines: the lines.
+      done: number of lines before them, for error messages.
+      second: description of the second field, for error messages.
+      name: name of the input, for error messages.
 
     Raises:
-      UserError: if there are not two.
+      UserError: if a line does not have two fields.
     """
     pairs = []
     for number, line in enumerate(lines, start=done + 1):
@@ -184,11 +210,17 @@ def pairs_of(lines: list[str], done: int, second: str, name: str) -> list[tuple[
 
 
 def format_hypotheses(index: int, hypotheses: list[Translation], config: DecodeConfig) -> list[str]:
-    """What is printed for a line, of which `index` came before.
+    """Formats the output for one source line.
 
-    The best translation; with n-best "line ||| text ||| score" for each, lines counted from 0 as Moses does. With
-    `decode.token_scores` pieces and their log-probabilities follow: "text ||| piece:-0.12 ...", and with
-    `decode.alignments` pairs of source and target piece: "text ||| 0-0 2-1 ...".
+    The output is the best translation. With n-best it is "line ||| text ||| score" for each hypothesis, with lines
+    counted from 0 as in Moses. With `decode.token_scores` the pieces and their log-probabilities follow:
+    "text ||| piece:-0.12 ...". With `decode.alignments` the aligned pairs of source and target piece follow:
+    "text ||| 0-0 2-1 ...".
+
+    Args:
+      index: number of source lines before this one.
+      hypotheses: the translations, best first.
+      config: decoding options.
     """
     printed = []
     for found in hypotheses:
@@ -202,7 +234,10 @@ def format_hypotheses(index: int, hypotheses: list[Translation], config: DecodeC
 
 
 def score(config: Config, workdir: Workdir) -> None:
-    """Prints "log-probability<TAB>tokens" for each line "source<TAB>target": natural logarithm, with EOS."""
+    """Prints "log-probability<TAB>tokens" for each line "source<TAB>target".
+
+    The logarithm is natural. Both numbers include EOS.
+    """
     workdir.check_config(config)
     trained = load(config, workdir)
     languages = Languages(config.data, trained.translator.tokenizer)

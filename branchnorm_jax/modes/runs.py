@@ -1,4 +1,4 @@
-"""Modes that train, or look before and after a training."""
+"""Modes that train models, and modes that examine a run before or after training."""
 
 import dataclasses
 import time
@@ -32,11 +32,11 @@ from branchnorm_jax.workdir import Workdir
 
 DOCS = Path(__file__).parent.parent.parent / "docs"
 ANALYZED = 8
-"""Sentences that signals are measured on."""
+"""Number of sentences used to measure signals."""
 
 
 def train(config: Config, workdir: Workdir) -> None:
-    """Trains; says beforehand if the devices at hand may have too little memory."""
+    """Trains a model. First warns if the available devices may have too little memory."""
     check_names(config)
     memory = devices.memory()
     config = planning.fitting(config, memory)
@@ -46,7 +46,7 @@ def train(config: Config, workdir: Workdir) -> None:
 
 
 def methods(config: Config, workdir: Workdir) -> None:
-    """Prints the table of all methods; in a checkout also writes it to docs/methods.md."""
+    """Prints the table of all methods. In a checkout, also writes it to docs/methods.md."""
     table = methods_table.rows()
     print(methods_table.to_text(table))
     path, text = DOCS / "methods.md", methods_table.to_markdown(table)
@@ -56,7 +56,7 @@ def methods(config: Config, workdir: Workdir) -> None:
 
 
 def plan(config: Config, workdir: Workdir) -> None:
-    """Prints what the run will cost and writes it to plan.json."""
+    """Predicts the cost of the run, prints it and writes it to plan.json."""
     check_names(config)
     with logs.progress_bar(len(planning.remat_choices(config)), 0, "choice", "plan") as bar:
         found = planning.make_plan(config, bar.update)
@@ -68,7 +68,10 @@ def plan(config: Config, workdir: Workdir) -> None:
 
 
 def preflight(config: Config, workdir: Workdir) -> None:
-    """A time lapse of the run at its real depth, narrow, and a verdict: preflight.json, preflight.png."""
+    """Makes a time lapse of the run at its real depth and a reduced width, and gives a verdict.
+
+    Writes preflight.json and preflight.png.
+    """
     check_names(config)
     workdir.create()
     corpus = corpus_of(config, workdir)
@@ -93,11 +96,13 @@ def preflight(config: Config, workdir: Workdir) -> None:
 
 
 def analyze(config: Config, workdir: Workdir) -> None:
-    """Draws the run's curves, and how signals pass the model: that of its checkpoint, or untrained ones, to compare.
+    """Draws the run's curves and how signals pass through the model.
 
-    Untrained models are those of `analyze.methods`; text and vocabulary are the run's, made here if need be.
+    The model is the run's checkpoint. If there is no checkpoint, or `analyze.methods` is set, untrained models of these
+    methods (default: the method of the run) are compared instead. The text and the vocabulary are those of the run, and
+    are prepared here if missing.
     """
-    figures.pyplot()  # Before anything is measured, so that a missing package is told at once.
+    figures.pyplot()  # Before the measurements, so that a missing package is reported at once.
     trained = None
     if workdir.has_checkpoints and not config.analyze.methods:
         workdir.check_config(config)
@@ -138,18 +143,19 @@ def analyze(config: Config, workdir: Workdir) -> None:
 
 
 def holds_lines(path: Path) -> bool:
-    """Whether anything was logged there."""
+    """Returns whether the file exists and is not empty."""
     return path.exists() and path.stat().st_size > 0
 
 
 def sweep(config: Config, workdir: Workdir) -> None:
-    """Trains and evaluates every run of `sweep.grid` in a folder of its own; goes on where it was stopped.
+    """Trains and evaluates every run of `sweep.grid` in its own folder; resumes an interrupted sweep.
 
-    After each run: sweep.csv (every run), sweep.md (the table), sweep.png. A run that diverges is one of the results.
+    After each run it writes sweep.csv (every run), sweep.md (the table) and sweep.png. A run that diverges counts as a
+    result.
     """
     if workdir.has_checkpoints:
         raise UserError(f"{workdir.path}: this is the workdir of a training; give the sweep a --workdir of its own")
-    # Before the first run, so that a mistake in the last one is told at once.
+    # Before the first run, so that a mistake in the last run is reported at once.
     memory, runs = devices.memory(), {}
     for name, (run, chosen) in sweeping.plan_runs(config).items():
         check_names(chosen)

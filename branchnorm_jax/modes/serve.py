@@ -1,4 +1,4 @@
-"""Mode serve: a trained model behind HTTP."""
+"""--mode=serve: serves a trained model over HTTP."""
 
 import contextlib
 import dataclasses
@@ -22,7 +22,10 @@ from branchnorm_jax.workdir import Workdir
 
 
 def serve(config: Config, workdir: Workdir) -> None:
-    """Answers requests until a signal comes; then those that came before it, and the signal takes its course."""
+    """Answers requests until a signal arrives.
+
+    The server then answers the requests that arrived before the signal, and lets the signal take effect.
+    """
     with needs_extra("serve", "serve"):
         import uvicorn
 
@@ -33,7 +36,7 @@ def serve(config: Config, workdir: Workdir) -> None:
         trained = load(config, workdir)
         translator = dataclasses.replace(trained.translator, rounding=coarse)
         languages = Languages(config.data, translator.tokenizer)
-        # Small programs are kept, too, so that the next start compiles nothing.
+        # Caches small programs too, so that the next start compiles nothing.
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
         if longest := min(config.serve.warm_up_length, config.decode.max_input_length):
             logs.say(f"compiling for lines of up to {longest} tokens (serve.warm_up_length)")
@@ -55,7 +58,11 @@ def serve(config: Config, workdir: Workdir) -> None:
 
 @contextlib.contextmanager
 def listening(host: str, port: int) -> Iterator[socket.socket]:
-    """A socket where clients may wait already until a server lets them in. Raises `UserError` if it cannot be had."""
+    """Yields a listening socket. Clients that connect before the server starts wait until it accepts them.
+
+    Raises:
+      UserError: if the socket cannot be created.
+    """
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
         listener = socket.create_server(address[:2], family=family)
@@ -70,13 +77,13 @@ def listening(host: str, port: int) -> Iterator[socket.socket]:
 
 
 def url(listener: socket.socket) -> str:
-    """Where a browser finds it."""
+    """Returns the URL of the socket."""
     host, port, *_ = listener.getsockname()
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def about(config: Config, step: int, languages: Languages) -> dict[str, Any]:
-    """What GET /health tells of the model, the search and the limits of requests."""
+    """Returns what GET /health reports about the model, the search and the limits of requests."""
     m, s = config.model, config.serve
     return {
         "method": m.method,

@@ -39,7 +39,7 @@ TINY = (
     "--config.decode.max_length_a=1.0",
     "--config.decode.max_length_b=4",
 )
-"""Options of a run of seconds; what comes later on a command line wins."""
+"""Options for a run of a few seconds. Later options on a command line take precedence."""
 
 HASTY = (
     *TINY,
@@ -49,7 +49,7 @@ HASTY = (
     "--config.decode.beam_size=1",
     "--config.decode.max_length_a=0.1",
 )
-"""Where neither the batches nor the translations matter."""
+"""Options for tests in which neither the batches nor the translations matter."""
 
 
 LONG = (
@@ -63,29 +63,29 @@ LONG = (
 
 
 def pytest_configure() -> None:
-    """Where tests run in the background Ctrl-C is ignored, and processes that they start would inherit that."""
+    """Restores Ctrl-C: background tests ignore it, and the processes that they start would inherit this."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Workers take whole files in this order: the longest first, so that none of them runs alone at the end."""
+    """Puts the longest files first. Workers take whole files, so no long file runs alone at the end."""
     items.sort(key=lambda item: item.path.name not in LONG)
 
 
 @pytest.fixture(scope="session")
 def session_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What all workers of a test session share."""
+    """The folder that all workers of a test session share."""
     own = tmp_path_factory.getbasetemp()
     return own.parent if "PYTEST_XDIST_WORKER" in os.environ else own
 
 
 @pytest.fixture(scope="session", autouse=True)
 def compile_cache(session_folder: Path) -> None:
-    """Compiles each program once per test session, in this process, in other workers and in those that they start."""
+    """Compiles each program once per test session, for all workers and for the processes that they start."""
     folder = str(session_folder / "compile_cache")
     os.environ["JAX_COMPILATION_CACHE_DIR"] = folder
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
-    # What is tested in this process runs for milliseconds; processes of main.py compile as a user's do.
+    # Programs in this process run for milliseconds, so they need no optimization. main.py compiles as for a user.
     jax.config.update("jax_disable_most_optimizations", True)
     jax.config.update("jax_compilation_cache_dir", folder)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
@@ -93,13 +93,13 @@ def compile_cache(session_folder: Path) -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def forget_programs() -> Iterator[None]:
-    """Frees what a test file compiled: thousands of programs use up the memory maps that a process may have."""
+    """Frees the programs of a test file: thousands of programs exhaust the memory maps of a process."""
     yield
     jax.clear_caches()
 
 
 def start_main(*options: str, devices: int = 1, **kwargs: Any) -> subprocess.Popen[str]:
-    """main.py as a process of its own, from the repository root."""
+    """Starts main.py in its own process, from the repository root."""
     environment = os.environ | {
         "JAX_PLATFORMS": "cpu",
         "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
@@ -123,18 +123,18 @@ def run_main(*options: str, stdin: str = "", devices: int = 1) -> subprocess.Com
 
 
 def read_status(workdir: Path) -> dict[str, Any]:
-    """status.json."""
+    """Returns the contents of status.json."""
     return json.loads((workdir / "status.json").read_text())
 
 
 def read_metrics(workdir: Path) -> list[dict[str, Any]]:
-    """metrics.jsonl without the wall times, the only thing in it that may differ between equal runs."""
+    """Returns metrics.jsonl without the wall times, the only values that may differ between equal runs."""
     lines = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
     return [{name: value for name, value in line.items() if name != "seconds"} for line in lines]
 
 
 def kill_when(process: subprocess.Popen[str], ready: Callable[[], bool], number: signal.Signals) -> None:
-    """Sends a signal as soon as `ready`; fails if the process ends or two minutes pass before."""
+    """Sends a signal once `ready` returns True; fails if the process ends or two minutes pass first."""
     for _ in range(12000):
         if ready():
             process.send_signal(number)
@@ -147,7 +147,7 @@ def kill_when(process: subprocess.Popen[str], ready: Callable[[], bool], number:
 
 @pytest.fixture(scope="session")
 def trained(session_folder: Path) -> Path:
-    """The workdir of a finished tiny run, made once: tests read it or copy it, and leave it as it is."""
+    """The workdir of a finished tiny run, created once. Tests read or copy it and never change it."""
     workdir, made = session_folder / "trained", session_folder / "trained.made"
     with (session_folder / "trained.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)

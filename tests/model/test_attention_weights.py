@@ -1,4 +1,4 @@
-"""The attention weights that the decoder reports, against NumPy in float64."""
+"""Compares the attention weights that the decoder reports with NumPy in float64."""
 
 import dataclasses
 import functools
@@ -25,14 +25,14 @@ def model_of(**changes: Any) -> Transformer:
 
 
 def attention(model: Transformer, params: Any, weights: Any, alpha: Any = ALPHA) -> np.ndarray:
-    """[B, T, S] for weights of the layers."""
+    """Returns the attention weights [B, T, S] for the given weights of the layers."""
     found = model.attention(params, jnp.asarray(SOURCE), jnp.asarray(TARGET), jnp.asarray(alpha), jnp.asarray(weights))
     return np.asarray(found)
 
 
 @pytest.mark.parametrize("method", every_method())
 def test_attention_of_every_method(method: str) -> None:
-    """A sum over layers with weights of which no two are alike, so no layer can be taken for another."""
+    """The weights of the layers all differ, so the sum changes if two layers are swapped."""
     weights = np.array([0.5, 0.3, 0.2])
     with jax.enable_x64(True):
         model = model_of(method=method, dtype="float64", carry_dtype="float64")
@@ -78,7 +78,7 @@ def test_a_layer_whose_branches_are_not_computed_reports_its_attention_all_the_s
 
 
 def test_memory_does_not_grow_with_depth() -> None:
-    """Of the compiled program, parameters apart."""
+    """Compares the temporary memory of the compiled programs, without parameters."""
 
     def temporary(layers: int) -> int:
         model = model_of(decoder_layers=layers, encoder_layers=1, scan=True)

@@ -18,7 +18,7 @@ def test_rate_and_scale(rate: float, width: int) -> None:
     x = jnp.ones((1000, width))
     y = np.asarray(dropout(x, rate, jax.random.key(0)))
     kept = y != 0
-    # Five standard errors of a binomial share.
+    # Five standard errors of a binomial proportion.
     assert abs(kept.mean() - (1 - rate)) < 5 * np.sqrt(rate * (1 - rate) / x.size)
     np.testing.assert_allclose(y[kept], 1 / (1 - rate), rtol=1e-6)
     np.testing.assert_allclose(np.unique(y[kept]).size, 1)
@@ -34,17 +34,17 @@ def test_neighbours_are_independent(axis: int, distance: int) -> None:
 
 
 def test_masks_of_related_keys_are_independent() -> None:
-    """Steps, layers and sites fold small numbers into one key; neither these masks nor their permutations agree."""
+    """Steps, layers and sites fold small numbers into one key; their masks are neither correlated nor permutations."""
     keys = [jax.random.fold_in(jax.random.key(0), index) for index in range(40)]
     kept = np.stack([np.asarray(dropout(jnp.ones(4096), 0.5, key)) != 0 for key in keys])
     shares = np.corrcoef(kept)[np.triu_indices(40, 1)]
     assert np.abs(shares).max() < 5 / np.sqrt(4096)
-    # A mask whose elements were only moved would have the same number of ones in each.
+    # Permutations of one mask would all have the same number of ones.
     assert len(set(kept.sum(1))) > 20
 
 
 def test_bits_are_uniform() -> None:
-    """Each of the 32 bits, and each of 256 values of each byte, as often as the others."""
+    """Each of the 32 bits is set half of the time, and each byte takes its 256 values equally often."""
     bits = np.asarray(random_bits(jax.random.key(3), (1000, 1000)))
     for place in range(32):
         assert abs(((bits >> place) & 1).mean() - 0.5) < 5 * 0.5 / np.sqrt(bits.size)
@@ -74,7 +74,7 @@ def test_a_bfloat16_branch_is_scaled_exactly() -> None:
     x, one = jax.random.normal(jax.random.key(0), (2, 5, 16)), jnp.ones(())
     layer, mask = LayerInput(Coefficients(one, one, one, one > 0)), jnp.ones((2, 1, 5), bool)
     params = block.init(jax.random.key(1), Stream(x), layer, mask)["params"]
-    # Attention alone: without a feed-forward bias and weights the second sub-layer adds nothing.
+    # Tests attention alone: with zero weights and bias, the feed-forward sub-layer adds nothing.
     params["ffn"]["fc2"] = jax.tree.map(jnp.zeros_like, params["ffn"]["fc2"])
     plain, dropped = (
         block.apply({"params": params}, Stream(x), layer._replace(key=key), mask)[0].x - x

@@ -1,4 +1,4 @@
-"""alpha by layer and update against the formulas of BranchNorm and Progressive Residual Warmup; rules of depth."""
+"""alpha per layer and update against the formulas of BranchNorm and Progressive Residual Warmup; depth rules."""
 
 # ruff: noqa: E741 - l is the layer, as in the papers
 
@@ -30,7 +30,7 @@ def clip(x: float) -> float:
     return min(max(x, 0.0), 1.0)
 
 
-# As the paper prints them, with its T, the first layer's, and l from 1.
+# As printed in the paper: T is the first layer's warm-up, and l starts at 1.
 PRORES: dict[str, Callable[[float, int, int, float], float]] = {
     "equal": lambda t, l, L, T: min(t / (T * L), 1),
     "linear": lambda t, l, L, T: min(t / (T * l), 1),
@@ -60,7 +60,7 @@ def test_every_order_has_a_formula() -> None:
 
 
 def test_equal_is_branchnorms_alpha_bit_for_bit() -> None:
-    """min(1, t / T) in float32, in every layer."""
+    """alpha is min(1, t / T) in float32 in every layer."""
     alpha = jax.jit(growth.alpha(ModelConfig(alpha_steps=T, alpha_order="equal", alpha_start="0", alpha_end="1")))
     paper = jax.jit(lambda t: jnp.minimum(1.0, t.astype(jnp.float32) / T))
     for t in range(T + 6):
@@ -121,7 +121,7 @@ def test_alpha_may_not_shrink() -> None:
     ],
 )
 def test_whether_some_layers_wait(options: dict[str, Any], closed: bool) -> None:
-    """That is: at some update one layer's alpha is 0 and another's is not."""
+    """Some layers wait if there is an update where one layer's alpha is 0 and another's is not."""
     config = ModelConfig(encoder_layers=6, decoder_layers=4, alpha_steps=T, **options)
     assert growth.starts_closed(config) == closed
     found = np.concatenate(list(by_update(**options).values()), axis=1)

@@ -1,4 +1,4 @@
-"""Laws that tie the methods to each other and to closed forms: each would fail if the algebra were wrong."""
+"""Laws that relate the methods to each other and to closed forms. Each law fails if the algebra is wrong."""
 
 import dataclasses
 import math
@@ -30,7 +30,7 @@ def small(method: str, **changes: Any) -> Transformer:
 
 
 def drawn(model: Transformer) -> Any:
-    """Random parameters of the model's shapes, norms around 1."""
+    """Random parameters with the model's shapes; the scales of norms are around 1."""
     rng = np.random.default_rng(0)
 
     def draw(path: Any, leaf: jax.ShapeDtypeStruct) -> jax.Array:
@@ -48,7 +48,7 @@ def both(model: Transformer, params: Any) -> tuple[np.ndarray, np.ndarray]:
 
 
 def embedded(model: Transformer, params: Any, stack: str, tokens: jax.Array) -> jax.Array:
-    """What a stack begins with, [B, T, D]."""
+    """Returns the input of a stack, [B, T, D]."""
     segments = source_segments(tokens) if stack == "encoder" else target_segments(tokens)
     return model._embed(params, stack, tokens, model.positions(tokens.shape[1])[segments.positions], None)
 
@@ -77,7 +77,7 @@ WITHOUT: dict[str, tuple[str, dict[str, Any], str]] = {
 def test_method_without_what_makes_it_special(law: str, monkeypatch: pytest.MonkeyPatch) -> None:
     method, changes, plain = WITHOUT[law]
     changed = small(register(monkeypatch, dataclasses.replace(METHODS[method], **changes)))
-    # The plain methods leave alone what only the special one learns.
+    # The plain methods ignore the parameters that only the special method learns.
     params = drawn(small(method))
     for ours, theirs in zip(both(changed, params), both(small(plain), params), strict=True):
         np.testing.assert_array_equal(ours, theirs)
@@ -108,7 +108,7 @@ def test_residual_dual_is_post_ln_plus_the_norm_of_the_sum() -> None:
 
 @pytest.mark.parametrize("method", ["rezero", "skipinit", "fixup"])
 def test_a_stack_that_starts_as_the_identity(method: str) -> None:
-    """Output = embedding, exactly, and the Jacobian of the encoder has singular values 1 alone."""
+    """The output equals the embedding exactly, and all singular values of the encoder's Jacobian are 1."""
     model = small(method, shared_embeddings="none", encoder_layers=12)
     params = model.init(KEY)
     np.testing.assert_array_equal(model.encode(params, SOURCE, ALPHA), embedded(model, params, "encoder", SOURCE))
@@ -135,7 +135,7 @@ def test_scale_norm_is_rms_norm_with_one_gain() -> None:
 
 @pytest.mark.parametrize(("method", "learned"), [("pre_scale_norm", 1), ("residual_dual", 1), ("post_ln", 0)])
 def test_scale_norm_fixed_learns_one_g(method: str, learned: int) -> None:
-    """That of the norm before the logits, where the method has one: Table 7 of Transformers without Tears, O(1)."""
+    """It is in the norm before the logits, if the method has one: Table 7 of Transformers without Tears, O(1)."""
     params = small(method, norm="scale_norm_fixed").abstract_params()
     names = [[entry.key for entry in path] for path, _ in jax.tree_util.tree_leaves_with_path(params)]
     assert [name for name in names if name[-1] == "scale"] == [["decoder_norm", "scale"]] * learned
@@ -256,7 +256,7 @@ def test_unused_words_get_no_probability_and_no_smoothing() -> None:
     full = Transformer(dataclasses.replace(SMALL, method="post_ln"), 30, 30)
     logits = full(params, SOURCE, TARGET, ALPHA)
     np.testing.assert_allclose(probabilities[..., used], jax.nn.softmax(logits[..., used]), atol=1e-6)
-    # The loss is that of a vocabulary without them.
+    # The loss equals the loss with a vocabulary that lacks the unused words.
     targets, weights = jnp.array([[5, 9]]), jnp.ones((1, 2))
     x = full.hidden(params, SOURCE, TARGET, ALPHA)[0][:1, :2]
     smaller = full.output(params)._replace(

@@ -1,4 +1,4 @@
-"""The smoothed loss and its gradient against their definition in NumPy; its floor; what it holds."""
+"""The smoothed loss and its gradient against their definition in NumPy; its minimum; its peak memory."""
 
 from typing import Any
 
@@ -22,7 +22,7 @@ def explicit(
     weights: np.ndarray,
     eps: float,
 ) -> tuple[float, float, tuple[np.ndarray, np.ndarray, np.ndarray]]:
-    """Loss, nll, and the gradient by x, table and bias, in float64. The log-probability of an unused word is -50."""
+    """Loss, nll, and the gradients for x, table and bias, in float64. Unused words have log-probability -50."""
     logits = np.where(used, x @ table.T + bias, -np.inf)
     log_p = logits - logits.max(-1, keepdims=True)
     log_p -= np.log(np.exp(log_p).sum(-1, keepdims=True))
@@ -52,7 +52,7 @@ def explicit(
 def test_equals_its_definition(
     seed: int, eps: float, length: int, positions: int, width: int, shards: int, with_bias: bool
 ) -> None:
-    """In blocks of any size, whether they divide the length or not, and also for words without probability."""
+    """Covers all block sizes, also those that do not divide the length, and words without probability."""
     random = np.random.default_rng(seed)
     words, rows = 11, 4
     x, table = random.normal(size=(rows, length, width)), random.normal(size=(words, width))
@@ -80,7 +80,7 @@ def test_equals_its_definition(
 
 
 def test_the_explicit_gradient_is_that_of_the_explicit_loss() -> None:
-    """By finite differences: the reference, too, wants a reference."""
+    """Checks the reference itself with finite differences."""
     random = np.random.default_rng(0)
     x, table, bias = random.normal(size=(1, 2, 3)), random.normal(size=(5, 3)), random.normal(size=5)
     used, targets, weights = np.array([1, 1, 0, 1, 1], bool), np.array([[2, 1]]), np.ones((1, 2))
@@ -91,7 +91,7 @@ def test_the_explicit_gradient_is_that_of_the_explicit_loss() -> None:
 
 
 def test_bfloat16_products_with_float32_sums() -> None:
-    """Close to float32, in blocks, with gradients in the types of what they belong to."""
+    """The results in blocks are close to float32, and each gradient has the dtype of its argument."""
     keys = jax.random.split(jax.random.key(0), 3)
     x, table = jax.random.normal(keys[0], (2, 8, 16)), jax.random.normal(keys[1], (50, 16)) / 4
     targets, weights = jax.random.randint(keys[2], (2, 8), 0, 50), jnp.ones((2, 8))
@@ -110,7 +110,7 @@ def test_bfloat16_products_with_float32_sums() -> None:
 
 
 def of_logits(logits: np.ndarray, targets: list[int], eps: float, used: np.ndarray | None = None) -> LossSums:
-    """The loss of given logits [n, V]: x is a row of them, W the identity."""
+    """The loss of given logits [n, V]: they form one row of x, and W is the identity."""
     words = logits.shape[-1]
     output = Output(jnp.eye(words), None, jnp.asarray(np.ones(words, bool) if used is None else used))
     x = jnp.asarray(logits, jnp.float32)[None]
@@ -119,7 +119,7 @@ def of_logits(logits: np.ndarray, targets: list[int], eps: float, used: np.ndarr
 
 @pytest.mark.parametrize(("vocabulary", "floor"), [(10_000, 1.246107), (32_768, 1.364801), (40_000, 1.384744)], ids=str)
 def test_floor_of_the_smoothed_loss(vocabulary: int, floor: float) -> None:
-    """A model that predicts q itself reaches the entropy of q, no less."""
+    """The loss of a model that predicts q itself is the entropy of q, which is the minimum."""
     q = np.full(vocabulary, 0.1 / (vocabulary - 1))
     q[7] = 0.9
     output = Output(jnp.log(jnp.asarray(q, jnp.float32))[:, None], None, jnp.ones(vocabulary, bool))
@@ -146,7 +146,7 @@ def test_large_logits_stay_exact() -> None:
 
 
 def test_it_holds_one_block_of_logits() -> None:
-    """Compiled: 512 positions, 4000 words; all logits are 8 MB, a block is 1 MB."""
+    """Compiled for 512 positions and 4000 words: all logits take 8 MB, one block takes 1 MB."""
     x, table, used = jnp.zeros((16, 32, 8)), jnp.zeros((4000, 8)), jnp.ones(4000, bool)
     targets, weights = jnp.zeros((16, 32), int), jnp.ones((16, 32))
 

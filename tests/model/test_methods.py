@@ -18,7 +18,7 @@ from branchnorm_jax.options import ModelConfig
 
 init = jax.jit(Transformer.init, static_argnums=0)
 
-# N-M, alpha and beta of the encoder, alpha and beta of the decoder.
+# Columns: N, M, encoder alpha, encoder beta, decoder alpha, decoder beta.
 DEEPNORM = [
     (6, 6, 1.417938, 0.496989, 2.059767, 0.343295),
     (12, 12, 1.760878, 0.400198, 2.449490, 0.288675),
@@ -84,7 +84,7 @@ def test_fixup_gains(layers: int, attention: float, feed_forward: float) -> None
 
 
 def test_admin_without_profiling() -> None:
-    """n = 200 and 300 sub-layers of 100L-100L, 12 and 18 of 6L-6L."""
+    """100L-100L has n = 200 and 300 sub-layers in encoder and decoder; 6L-6L has 12 and 18."""
     np.testing.assert_allclose(by.admin_log(Depth(100, 100)), (6.0746, 7.1931), atol=5e-5)
     np.testing.assert_allclose(by.admin_log(Depth(6, 6)), (2.0170, 2.3351), atol=5e-5)
     np.testing.assert_allclose(by.admin_constant(Depth(6, 6)), (12**0.5, 18**0.5))
@@ -103,7 +103,7 @@ COUNTS = {
     "admin": (44_153_856, 132_461_568, 735_897_600),
     "dlcl": (44_152_930, 132_455_122, 735_868_850),
     "sandwich": (44_171_264, 132_509_696, 736_155_648),
-    # Derived: a vector [D] per sub-layer; a scalar per sub-layer and no norms; two norms per sub-layer.
+    # Derived: one vector [D] per sub-layer; one scalar per sub-layer and no norms; two norms per sub-layer.
     "layerscale": tuple(count + 2048 + 512 * 5 * n for count, n in zip(PLAIN, (6, 18, 100), strict=True)),
     "skipinit": tuple(count - 1024 * 5 * n + 5 * n for count, n in zip(PLAIN, (6, 18, 100), strict=True)),
     "keel": tuple(count + 1024 * 5 * n for count, n in zip(PLAIN, (6, 18, 100), strict=True)),
@@ -118,7 +118,7 @@ COUNTS = {
 
 
 def test_every_method_is_counted() -> None:
-    """Variants have the parameters of the method whose name they extend."""
+    """A variant has the same parameters as the method that its name extends."""
     for method in set(METHODS) - set(COUNTS):
         assert any(method.startswith(known) for known in COUNTS) or method in ("small_init", "pre_scale_norm")
 
@@ -180,7 +180,7 @@ def test_embedding_tables(sharing: str, tables: int) -> None:
 )
 def test_initial_statistics(base: str, matrix: str, d_in: int, d_out: int, bound: float | None, std: float) -> None:
     draw = np.asarray(get_base(base).kernel[matrix](jax.random.key(1), (d_in, d_out), d_in, d_out))
-    # The standard error of a standard deviation from n values is about std / sqrt(2n): 5 of them.
+    # The standard error of a standard deviation from n values is about std / sqrt(2n); 5 of them are allowed.
     np.testing.assert_allclose(draw.std(), std, rtol=5 / np.sqrt(2 * draw.size))
     assert abs(draw.mean()) < 5 * std / np.sqrt(draw.size)
     if bound is not None:
@@ -195,7 +195,7 @@ def test_fairseq_biases_are_random_but_for_the_output_projection() -> None:
 
 
 def gains(method: str, layers: int) -> dict[str, tuple[float, float]]:
-    """What the papers say: std of encoder and decoder weights over those of Xavier, by sub-layer and matrix."""
+    """From the papers: std of encoder and decoder weights relative to Xavier, by sub-layer and matrix."""
     n = layers
     everywhere = [f"{sub}/{matrix}" for sub in ("self", "cross") for matrix in "qkvo"] + ["ffn/fc1", "ffn/fc2"]
     found = dict.fromkeys(everywhere, (1.0, 1.0))
@@ -222,7 +222,7 @@ def gains(method: str, layers: int) -> dict[str, tuple[float, float]]:
     "method", ["post_ln", "deepnorm", "branchnorm", "mixnorm", "sub_ln", "t_fixup", "fixup", "b2t", "admin", "dlcl"]
 )
 def test_initial_weights_of_the_model(method: str) -> None:
-    """Monte Carlo: the std of every role in both stacks, within 5 standard errors."""
+    """Monte Carlo: the std of every matrix role in both stacks is within 5 standard errors."""
     layers, d, f = 18, 64, 256
     config = ModelConfig(
         method=method, encoder_layers=layers, decoder_layers=layers, width=d, heads=4, ffn_width=f, activation="swiglu"
@@ -251,7 +251,7 @@ def test_depth_scaled_initialisation_is_by_layer(method: str, power: float) -> N
         for layer in range(kernel.shape[0]):
             expected = (layer + 1) ** power * 64**-0.5
             np.testing.assert_allclose(kernel[layer].std(), expected, rtol=5 / np.sqrt(2 * kernel[layer].size))
-    # U(-b, b) has b = sqrt(6 / (d_in + d_out)): fused [D, 3D] in self-attention, [D, D] in cross-attention.
+    # U(-b, b) has b = sqrt(6 / (d_in + d_out)); kernels are fused [D, 3D] in self-attention, [D, D] in cross-attention.
     for sub, fans in (("self", 4 * 64), ("cross", 2 * 64)):
         for matrix in "qkv":
             largest = np.abs(params["decoder"][sub][matrix]["kernel"]).max((1, 2))

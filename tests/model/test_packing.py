@@ -70,7 +70,7 @@ def test_each_sentence_gets_the_output_it_gets_alone() -> None:
 @settings(max_examples=20, deadline=None)
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=5), st.integers(0, 3), st.integers(0, 3))
 def test_segments(lengths: list[int], left: int, right: int) -> None:
-    """Against counting: sentence n of the row, word by word; padding on either side is not there."""
+    """Compares segment ids and position ids with word-by-word counts; padding on either side does not count."""
     tokens = [token for length in lengths for token in [7] * (length - 1) + [EOS]]
     sentence = [n for n, length in enumerate(lengths, start=1) for _ in range(length)]
     position = [place for length in lengths for place in range(length)]

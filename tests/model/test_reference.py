@@ -16,14 +16,14 @@ from tests.reference.algebra import every_method
 SOURCE = np.array([[5, 6, 7, 1, 0, 0], [9, 8, 7, 6, 5, 1]])
 TARGET = np.array([[1, 4, 5, 6, 3], [1, 7, 8, 9, 3]])
 ALPHA = 0.3
-# Deep enough that a quarter of the encoder is a layer, and different on the two sides.
+# A quarter of the encoder contains at least one layer, and the two stacks differ in depth.
 SIZES: dict[str, Any] = dict(encoder_layers=5, decoder_layers=2, width=8, ffn_width=12, heads=2, dropout=0.0)
-# Operation by operation, which needs no compiling: that the scan gives the same is a test of its own.
+# Runs operation by operation, which needs no compilation. Another test compares the loop with the scan.
 SIZES["scan"] = False
 
 
 def away_from_start(model: Transformer, dtype: str) -> Any:
-    """Parameters of the model's shapes, random around 0 for matrices, and for all else away from both 0 and 1."""
+    """Random parameters of the model's shapes: matrices around 0, all others away from both 0 and 1."""
     rng = np.random.default_rng(0)
 
     def draw(path: Any, leaf: jax.ShapeDtypeStruct) -> np.ndarray:
@@ -40,9 +40,9 @@ def outputs(model: Transformer, params: Any) -> tuple[jax.Array, jax.Array]:
 
 
 def expected(method: str, params: Any, kind: str = "layer_norm") -> tuple[np.ndarray, np.ndarray]:
-    """The same by the reference."""
+    """Encoder and decoder output of the reference."""
     positions = np.arange(6)[:, None] / 10000 ** (2 * np.arange(4) / 8)
-    positions = np.concatenate([np.sin(positions), np.cos(positions)], -1).astype(np.float32)  # as the model keeps it
+    positions = np.concatenate([np.sin(positions), np.cos(positions)], -1).astype(np.float32)  # as in the model
     table = params["embedding"]["shared"]
     source_x, target_x = (table[ids] * np.sqrt(8) + positions[: ids.shape[1]] for ids in (SOURCE, TARGET))
     return reference.forward(method, params, source_x, target_x, SOURCE != 0, heads=2, alpha=ALPHA, kind=kind)
@@ -52,9 +52,10 @@ TOLERANCE = {"float64": 1e-9, "float32": 1e-5}
 
 
 def errors(method: str, dtype: str, kind: str = "layer_norm") -> dict[str, float]:
-    """Largest differences from the reference, over the largest value: of both outputs, and of the gradient.
+    """Largest errors of both outputs and of the gradient against the reference.
 
-    The gradient's is along one random direction per leaf, where the reference takes a complex step.
+    Errors of the outputs are relative to the largest value, errors of the gradient to its norm. The gradient is
+    compared along one random direction per leaf, where the reference takes a complex step.
     """
     real = SOURCE != 0
     rng = np.random.default_rng(1)

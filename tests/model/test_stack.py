@@ -1,4 +1,4 @@
-"""Every way to run a stack against a plain loop; what each keeps for the backward pass; the size of groups."""
+"""Every way to run a stack against a plain loop; what each keeps for the backward pass; the group size."""
 
 from typing import Any
 
@@ -16,7 +16,7 @@ from branchnorm_jax.options import ModelConfig, fields
 
 
 def layer(x: jax.Array, given: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-    """A small residual layer [B, D] that returns its gain, too."""
+    """A small residual layer [B, D] with a scalar output beside the stream."""
     matrix, gain = given
     hidden = checkpoint_name(jnp.tanh(x @ matrix), "branch")
     return x + gain * jnp.sin(hidden), gain * hidden.sum()
@@ -28,7 +28,7 @@ def stacked(depth: int, width: int = 4) -> tuple[jax.Array, jax.Array]:
 
 
 def results(depth: int, **how: Any) -> tuple[Any, Any, Any]:
-    """Output, outputs by layer, and the gradient of a scalar of both."""
+    """Output, outputs by layer, and the gradient of a scalar function of both."""
 
     def scalar(x: jax.Array, layers: Any) -> tuple[jax.Array, Any]:
         out, by_layer = run_stack(layer, x, layers, **how)
@@ -59,7 +59,7 @@ def test_all_ways_are_a_loop(way: dict[str, Any]) -> None:
 
 
 def kept(remat: str, depth: int = 64, group: int = 0) -> int:
-    """Numbers that the forward pass hands to the backward pass, parameters apart."""
+    """Count of the numbers that the forward pass stores for the backward pass, without parameters."""
     x, layers = jnp.ones((3, 4)), stacked(depth)
     saved = jax.vjp(lambda x: run_stack(layer, x, layers, remat=remat, group=group)[0], x)[1]
     known = [id(leaf) for leaf in jax.tree.leaves(layers)]
@@ -79,7 +79,7 @@ DEPTH, CARRY = 16, 3 * 7 * 16
 
 
 def carries_kept(method: str, remat: str) -> float:
-    """Numbers that a real encoder of 16 layers keeps for its backward pass, in carries; parameters and masks apart."""
+    """Size of what an encoder of 16 layers keeps for its backward pass, in carries, without parameters and masks."""
     config = ModelConfig(
         method=method, encoder_layers=DEPTH, decoder_layers=1, width=16, ffn_width=32, heads=2, remat=remat, group=4
     )
@@ -89,18 +89,19 @@ def carries_kept(method: str, remat: str) -> float:
         return jax.vjp(lambda params: model.encode(params, source, jnp.ones(())), params)[1]
 
     leaves = jax.tree.leaves(jax.eval_shape(kept, model.abstract_params()))
-    # No parameter has a multiple of 3 x 7 numbers.
+    # The size of no parameter is a multiple of 3 x 7.
     return sum(leaf.size for leaf in leaves if leaf.dtype == jnp.float32 and leaf.size % CARRY == 0) / CARRY
 
 
 @pytest.mark.parametrize("method", ["post_ln", "branchnorm", "residual_dual", "b2t", "dlcl", "dlcl_post"])
 def test_what_real_layers_keep(method: str) -> None:
-    """The second carry of a dual stream is linear and not kept; DLCL keeps what its norms need, but not all sums."""
+    """The second carry of a dual stream is linear and not kept. DLCL keeps what its norms need, but not all sums."""
     kept = {remat: carries_kept(method, remat) / DEPTH for remat in REMAT}
     assert 1 <= kept["full"] < (5.5 if method.startswith("dlcl") else 1.2)
-    # q, k, v, context and two branches.
+    # Also keeps q, k, v, the context and two branches.
     assert kept["full"] + 5 <= kept["save_branches"] <= kept["full"] + 6
-    # Of scores and hidden layer (2 here) the outputs, of a norm what it multiplies; but not the branches.
+    # Also keeps the outputs of the scores and of the hidden layer (2 carries here) and what each norm multiplies,
+    # but not the branches.
     assert kept["save_branches"] + 4 <= kept["none"] <= kept["save_branches"] + 5.5
     assert kept["nested"] == pytest.approx(kept["full"]) if method.startswith("dlcl") else kept["nested"] < 0.5
 
@@ -112,7 +113,7 @@ def test_the_best_group_is_near_the_least_memory(depth: int, carry: float, layer
 
     g = best_group(depth, carry, layer)
     assert 1 <= g <= depth
-    # A factor of 1.5 beside the minimum of x + 1/x costs (1.5 + 1 / 1.5) / 2, and rounding to whole numbers a little.
+    # At 1.5 times its minimiser, x + 1/x is (1.5 + 1 / 1.5) / 2 times its minimum; rounding adds a little.
     assert needed(g) <= 1.1 * min(needed(other) for other in range(1, depth + 1))
 
 
@@ -125,5 +126,5 @@ def test_the_option_offers_every_choice_and_a_typo_is_none_of_them() -> None:
 def test_a_group_divides_the_depth_where_it_can() -> None:
     assert best_group(500, 1.0, 0.0) == 20
     assert best_group(36, 1.0, 0.0) == 6
-    # No divisor of a prime is near its root.
+    # A prime has no divisor near its square root.
     assert best_group(499, 1.0, 0.0) == 22

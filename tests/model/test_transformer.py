@@ -22,7 +22,7 @@ SOURCE = jnp.array([[5, 6, 7, 1, 0, 0], [9, 8, 7, 6, 5, 1]])
 TARGET = jnp.array([[1, 4, 5, 6, 0], [1, 7, 8, 9, 3]])
 ONE = jnp.float32(1.0)
 
-# Compiled once per model and shape: a model is its config, so it can be a static argument.
+# Compiled once per model and shape. A model equals its config, so it can be a static argument.
 init = jax.jit(Transformer.init, static_argnums=0)
 forward = jax.jit(Transformer.__call__, static_argnums=0)
 encode = jax.jit(Transformer.encode, static_argnums=0)
@@ -178,7 +178,7 @@ def test_one_alpha_per_layer() -> None:
     params = randomised(init(model, KEY))
     same = encode(model, params, SOURCE, jnp.full(3, 0.3))
     np.testing.assert_array_equal(same, encode(model, params, SOURCE, jnp.float32(0.3)))
-    # A layer of scale 0 normalises an input that its predecessor normalised: with neutral norms it can be left out.
+    # A layer with alpha 0 normalises an input that is already normalised. With neutral norms it can be left out.
     params = init(model, KEY)
     skipped = encode(model, params, SOURCE, jnp.array([0.3, 0.0, 0.7]))
     without = params | {"encoder": jax.tree.map(lambda leaf: leaf[jnp.array([0, 2])], params["encoder"])}
@@ -191,7 +191,7 @@ RATES = dict(dropout=0.2, attention_dropout=0.1, activation_dropout=0.1)
 
 @pytest.mark.slow
 def test_loop_scan_and_remat_draw_the_same_masks_and_give_the_same_numbers() -> None:
-    """Losses and gradients; XLA fuses a loop's layers differently, so equality is up to rounding."""
+    """Compares losses and gradients. XLA fuses the layers of a loop differently, so they agree up to rounding."""
     method = "branchnorm"
     depth = dict(encoder_layers=3, decoder_layers=1)
     alpha, key = jnp.float32(0.4), jax.random.key(5)
@@ -296,7 +296,7 @@ def test_layer_norm_equals_pytorch_far_from_zero() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["branchnorm", "mixnorm", "mixnorm_anneal"])
 def test_branches_whose_alpha_is_0_are_left_out_and_nothing_changes(method: str) -> None:
-    """Output, gradient and cached decoding, whether a closed branch is multiplied by 0 or not computed."""
+    """Output, gradient and cached decoding agree whether a closed branch is multiplied by 0 or not computed."""
     alpha = {"encoder": jnp.array([0.3, 0.0, 0.7]), "decoder": jnp.array([0.0, 0.5])}
     rates = dict(encoder_layers=3, decoder_layers=2, method=method, **RATES)
     computed, skipped = small(**rates), small(**rates, alpha_order="bottom_up")
@@ -323,7 +323,7 @@ def test_branches_whose_alpha_is_0_are_left_out_and_nothing_changes(method: str)
 
 
 def test_closed_branches_are_not_computed() -> None:
-    """Or else weights that are not a number would be seen in the output."""
+    """If they were computed, their NaN weights would make the output NaN."""
     alpha = {"encoder": jnp.array([0.3, 0.0, 0.7]), "decoder": jnp.array([0.0, 0.5])}
     model = small(method="branchnorm", encoder_layers=3, decoder_layers=2, alpha_order="top_down")
     params = init(model, KEY)

@@ -24,7 +24,7 @@ TRAIN = TrainConfig(keep_last=2, keep_best=1)
 
 
 def state(step: int) -> TrainState:
-    """One whose parameters are all its step."""
+    """A state in which every parameter equals its step."""
     params = jax.tree.map(lambda leaf: jnp.full(leaf.shape, float(step)), MODEL.abstract_params())
     return dataclasses.replace(first_state(params, make_optimizer(TRAIN)), step=jnp.int32(step))
 
@@ -42,7 +42,7 @@ def save(checkpoints: Checkpoints, scores: dict[int, float | None]) -> None:
 @pytest.mark.parametrize("reopened", [False, True])
 def test_the_best_is_kept_and_found(tmp_path: Path, reopened: bool) -> None:
     scores = {1: 0.5, 2: 0.9, 3: 0.1, 4: None, 5: 0.3}
-    if reopened:  # as a resumed run does, which only knows what is on disk
+    if reopened:  # like a resumed run, which knows only what is on disk
         for step, score in scores.items():
             save(opened(tmp_path), {step: score})
     else:
@@ -73,7 +73,7 @@ def test_without_validations_the_last_is_taken(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("saved", [jnp.float32(0.25), {"encoder": jnp.full(1, 0.25), "decoder": jnp.full(1, 0.25)}])
 def test_alpha_of_older_checkpoints_is_one_number(saved: Any, tmp_path: Path) -> None:
-    """It is read as alpha of every layer."""
+    """The number is read as the alpha of every layer."""
     Checkpoints(tmp_path, TrainConfig(), print).save_params(3, MODEL.init(jax.random.key(0)), saved, {})
     _, alpha, _ = Checkpoints(tmp_path, TrainConfig(), print, read_only=True).restore_params(
         "last", MODEL.abstract_params()
@@ -83,7 +83,7 @@ def test_alpha_of_older_checkpoints_is_one_number(saved: Any, tmp_path: Path) ->
 
 
 class Usual(NamedTuple):
-    """`RunningStats` as commit 038f142 had it."""
+    """`RunningStats` as of commit 038f142."""
 
     seen: Any
     mean: Any
@@ -91,7 +91,7 @@ class Usual(NamedTuple):
 
 
 def test_a_checkpoint_of_an_older_revision_is_restored(tmp_path: Path) -> None:
-    """Written by Orbax alone, with the names that commit 038f142 used."""
+    """The test writes the checkpoint with Orbax alone, using the names of commit 038f142."""
     now = state(7)
     training = {
         "step": jnp.int32(7),

@@ -1,4 +1,4 @@
-"""The moving average of the parameters: its numbers, and that it is what others see of a run."""
+"""The moving average of the parameters: its values, and its use by validation and by readers of a run."""
 
 import dataclasses
 import json
@@ -56,9 +56,10 @@ def flat(tree: Any) -> np.ndarray:
     ],
 )
 def test_closed_form(model: dict[str, Any], train: dict[str, Any], empty: tuple[int, ...]) -> None:
-    """sum_k share_k prod_(j > k) (1 - share_j) theta_k over the parameters of all times, the first ones' share 1.
+    """The average is sum_k share_k prod_(j > k) (1 - share_j) theta_k over all updates k.
 
-    The loss of an `empty` batch, 0 / 0, is not finite: its update is skipped, and has no share.
+    The initial parameters have share 1. The loss of an `empty` batch is 0 / 0, which is not finite: its update is
+    skipped and has share 0.
     """
     config = Config(model=dataclasses.replace(MODEL, **model), train=dataclasses.replace(TRAIN, **train))
     step, state = fresh(config)
@@ -72,14 +73,14 @@ def test_closed_form(model: dict[str, Any], train: dict[str, Any], empty: tuple[
     left = np.append(np.cumprod(1 - np.array(shares[:0:-1]))[::-1], 1.0)
     expected = (np.array(shares) * left) @ np.array(thetas)
     assert (shares[1], shares[-1]) == (0.9, 0.5)
-    # Three roundings an update, of which each later update leaves half.
+    # Each update rounds three times, and each later update halves these errors.
     bound = 6 * np.finfo(np.float32).eps * np.abs(thetas).max()
     np.testing.assert_allclose(flat(state.ema), expected, rtol=0, atol=bound)
     assert np.abs(expected - thetas[-1]).max() > 1000 * bound
 
 
 def test_without_it_the_state_is_what_it_was() -> None:
-    """No leaf more, and the same digest."""
+    """The state has no additional leaf and the same digest."""
     config = Config(model=MODEL, train=dataclasses.replace(TRAIN, ema_decay=0.0))
     state = fresh(config)[1]
     averaged = fresh(Config(model=MODEL, train=TRAIN))[1]
@@ -141,7 +142,7 @@ def test_resumed_bit_for_bit(straight: Workdir, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_it_is_what_validates_and_what_others_read(straight: Workdir) -> None:
-    """And not the parameters that training goes on from."""
+    """Validation and restored models use the average, not the parameters that training continues from."""
     _, model = network(RUN, straight)
     state = state_of(straight)
     assert state.ema is not None
@@ -165,7 +166,7 @@ def test_it_is_what_validates_and_what_others_read(straight: Workdir) -> None:
 
 @pytest.mark.slow
 def test_nothing_else_is_needed_to_translate(straight: Workdir) -> None:
-    """The run's own translations, which BLEU is of, are those of the restored model."""
+    """The run computes BLEU from its own translations, which equal the translations of the restored model."""
     run = loop.Run(RUN, straight, prepare(RUN.data, straight.path, logs.say))
     run.state = dataclasses.replace(run.state, params={})
     (bleu,) = run.validator.bleu(run.state, 2).values()

@@ -1,4 +1,4 @@
-"""The whole matrix: every method trains, saves, resumes, decodes with a cache, and is the same as loop and as scan."""
+"""Every method trains, saves, resumes, decodes with a cache, and gives the same results as loop and as scan."""
 
 import dataclasses
 from collections.abc import Callable
@@ -31,7 +31,7 @@ Step = Callable[[TrainState, Batch], tuple[TrainState, Metrics]]
 
 
 def batch() -> Batch:
-    """Sixteen sentences to be learnt by heart; some are padded."""
+    """Sixteen sentences to memorise; some are padded."""
     rng = np.random.default_rng(0)
     source, target = rng.integers(3, 20, (2, 16, 6))
     source[:, -1] = target[:, -1] = 1
@@ -62,27 +62,27 @@ def make(method: str) -> tuple[Config, Transformer, Any, Any]:
 
 
 class Found(NamedTuple):
-    """What became of one method."""
+    """The results for one method."""
 
     losses: list[float]
-    """nll of 50 updates on one batch."""
+    """The nll of each of 50 updates on one batch."""
     resumes: bool
-    """A checkpoint of update 25 goes on to the same digest."""
+    """Whether training from the checkpoint of update 25 ends with the same digest."""
     cache_error: float
-    """Of logits decoded with a cache, against teacher forcing, over the largest logit."""
+    """Largest difference of cached logits from teacher forcing, relative to the largest logit."""
     loss_error: float
-    """Of a loop over the layers against the scan, relative."""
+    """Relative difference in loss between a loop over the layers and the scan."""
     gradient_error: float
-    """The same, over the gradient's norm."""
+    """Largest difference in gradient between loop and scan, relative to the gradient norm."""
 
     @property
     def learns(self) -> bool:
-        """Every loss is finite, and the last ones are at least a tenth below the first."""
+        """Whether every loss is finite and the last five are on average at least 10% below the first five."""
         return bool(np.isfinite(self.losses).all() and np.mean(self.losses[-5:]) < 0.9 * np.mean(self.losses[:5]))
 
 
 def try_method(method: str, directory: Path) -> Found:
-    """Trains, saves, resumes, decodes, and goes layer by layer."""
+    """Trains, saves, resumes and decodes, and compares the loop with the scan."""
     config, model, optimizer, abstract = make(method)
     data = batch()
     fresh = state = init_state(model, optimizer, make_mesh(ParallelConfig(), 0), 0, data)
@@ -100,7 +100,7 @@ def try_method(method: str, directory: Path) -> Found:
     resumed = restored[0]
     for _ in range(25):
         resumed, _ = train_step(resumed, data)
-    # Without jit nothing needs to be compiled, and nothing is fused.
+    # Without jit there is no compilation and no fusion.
     loop = dataclasses.replace(model, config=dataclasses.replace(model.config, scan=False))
     loop_step = make_train_step(loop, optimizer, config)
     return Found(
@@ -112,7 +112,7 @@ def try_method(method: str, directory: Path) -> Found:
 
 
 def cache_error(model: Transformer, params: Any, data: Batch) -> float:
-    """Token by token with a cache, layers together and apart, against teacher forcing, while alpha grows."""
+    """Compares cached decoding, with stacked and unstacked layers, with teacher forcing while alpha grows."""
     alpha = growth.alpha(model.config)(jnp.int32(13))
     inputs = decoder_inputs(data.target)
     expected = model(params, data.source, inputs, alpha)
@@ -122,9 +122,9 @@ def cache_error(model: Transformer, params: Any, data: Batch) -> float:
 
 
 def loop_errors(scan: Step, loop: Step, fresh: TrainState, data: Batch) -> tuple[float, float]:
-    """Loss and gradient of an update with the same dropout masks.
+    """Errors in loss and gradient between loop and scan, for one update with the same dropout masks.
 
-    The first moments of a fresh optimiser are the gradient times 1 - b1.
+    After one update of a fresh optimiser, the first moments equal the gradient times 1 - b1.
     """
     whole = fresh.step.sharding
     at = dataclasses.replace(fresh, step=jax.device_put(jnp.int32(7), whole), clock=jax.device_put(jnp.int32(7), whole))
@@ -148,7 +148,7 @@ def test_method(method: str, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_new_method_is_one_row(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Nothing but the table is touched: a scalar gate on the branch that grows with alpha and is learned per layer."""
+    """Only the table changes. The branch weight grows with alpha, and the skip weight is learned per layer."""
     recipe = Recipe(
         equation="x' = RMS(a x + alpha_t LN(F(x))), a learned from 1 / sqrt(l)",
         citation="this test",

@@ -1,4 +1,4 @@
-"""A run that begins with what another has learned."""
+"""A run that starts from the vocabulary, parameters and alpha of another run."""
 
 import dataclasses
 import json
@@ -27,7 +27,7 @@ from branchnorm_jax.workdir import Workdir
 
 
 def child_of(parent: Path, which: str = "last", model: dict[str, Any] | None = None, **train: Any) -> Config:
-    """The parent's config, with other text and fresh training; nothing is learned unless `train` says so."""
+    """The parent's config with other text and fresh training. The learning rate is 0 unless `train` sets it."""
     config = configs.load(parent / "config.json")
     still = {"steps": 2, "learning_rate": 0.0, "warmup_init": 0.0}
     return dataclasses.replace(
@@ -44,7 +44,7 @@ def read(workdir: Path, name: str) -> list[dict[str, Any]]:
 
 @pytest.mark.slow
 def test_it_begins_with_vocabulary_parameters_and_alpha(trained: Path, tmp_path: Path) -> None:
-    """After 10 updates of T = 40 alpha is 0.25, and goes on from there with T = 400; a rate of 0 changes nothing."""
+    """After 10 updates with T = 40, alpha is 0.25. It continues there with T = 400. Rate 0 changes no parameter."""
     theirs = configs.load(trained / "config.json")
     theirs = dataclasses.replace(
         theirs,
@@ -67,7 +67,7 @@ def test_it_begins_with_vocabulary_parameters_and_alpha(trained: Path, tmp_path:
 
 @pytest.mark.slow
 def test_it_learns_from_where_the_parent_stood(trained: Path, tmp_path: Path) -> None:
-    """The same text: the first loss is about the parent's last, not an untrained model's; the last is below it."""
+    """On the same text, the first loss is near the parent's last loss, and the child's last loss is below it."""
     config = dataclasses.replace(
         child_of(trained, steps=40, learning_rate=5e-3, eval_every=10),
         data=configs.load(trained / "config.json").data,
@@ -91,7 +91,7 @@ def test_the_parent_may_go_once_there_is_a_checkpoint(trained: Path, tmp_path: P
 
 @pytest.mark.slow
 def test_a_vocabulary_of_before_gives_way(trained: Path, tmp_path: Path) -> None:
-    """What `prepare` made for a plan or preflight is not what the parent's parameters are of."""
+    """A vocabulary that `prepare` made earlier, for a plan or preflight, does not fit the parent's parameters."""
     config, child = child_of(trained), Workdir(tmp_path / "child")
     child.create()
     other = dataclasses.replace(config.data, vocab_size=200)
@@ -178,7 +178,7 @@ def test_what_cannot_be_begun_with(trained: Path, tmp_path: Path) -> None:
     clock=st.integers(0, 1000),
 )
 def test_the_clock_of_an_alpha(schedule: str, order: str, steps: int, clock: int) -> None:
-    """It is the first clock of that alpha: the same one, but where alpha does not grow from one to the next."""
+    """Returns the first clock with this alpha. It is an earlier clock only where alpha is constant in between."""
     model = ModelConfig(
         encoder_layers=3, decoder_layers=5, alpha_schedule=schedule, alpha_order=order, alpha_steps=steps
     )
@@ -189,6 +189,6 @@ def test_the_clock_of_an_alpha(schedule: str, order: str, steps: int, clock: int
 
 
 def test_a_clock_of_another_schedule() -> None:
-    """Half way of T = 1000 is half way of T = 100."""
+    """Halfway through T = 1000 is halfway through T = 100."""
     alpha = growth.alpha(ModelConfig(alpha_steps=1000))(jnp.int32(500))
     assert schedules.clock_at(ModelConfig(alpha_steps=100), alpha) == 50

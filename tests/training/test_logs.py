@@ -1,4 +1,4 @@
-"""Files of lines: what was written is read, what is broken is said."""
+"""JSON Lines files: written lines are read back, and broken lines are reported."""
 
 import json
 from pathlib import Path

@@ -69,7 +69,7 @@ def test_other_optimizers_equal_pytorch(name: str, theirs: Any) -> None:
 
 
 def test_lamb_takes_a_ratio_per_layer() -> None:
-    """|p| / |u| with u of AdamW, for each layer's matrix; 1 for what is zero."""
+    """The ratio is |p| / |u| per layer and matrix, where u is AdamW's update; it is 1 for parameters of norm 0."""
     params = {"encoder": {"kernel": RANDOM.normal(size=(3, 4, 5)), "branch": np.zeros(3)}, "embedding": np.ones((2, 4))}
     params = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float32), params)
     params["encoder"]["kernel"] *= jnp.array([1.0, 10.0, 100.0])[:, None, None]
@@ -108,7 +108,7 @@ def test_clipping_is_by_the_global_norm() -> None:
     optimizer = make_optimizer(TrainConfig(clip_norm=1.0, adam_b1=0.0, adam_b2=0.0, adam_eps=1.0, weight_decay=0.0))
     gradient = {"a": jnp.array([3.0, 0.0]), "b": jnp.array([4.0])}
     directions, _ = optimizer.update(gradient, optimizer.init(gradient), gradient)
-    # With b1 = b2 = 0 and eps = 1 the direction of g is g / (|g| + 1), so the clipped gradient shows.
+    # With b1 = b2 = 0 and eps = 1, the direction of g is g / (|g| + 1), which reveals the clipped gradient.
     np.testing.assert_allclose(directions["a"][0], 0.6 / 1.6, rtol=1e-6)
     np.testing.assert_allclose(directions["b"][0], 0.8 / 1.8, rtol=1e-6)
 

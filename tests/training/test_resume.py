@@ -1,4 +1,4 @@
-"""Killed runs, with real processes and real signals: nothing is lost and nothing differs."""
+"""Killed runs, with real processes and signals, lose nothing and end with identical results."""
 
 import random
 import signal
@@ -14,7 +14,7 @@ from tests.conftest import ROOT, TINY, kill_when, read_metrics, read_status, run
 
 
 def logged(workdir: Path, steps: int) -> Callable[[], bool]:
-    """Asks whether the run has logged that many updates."""
+    """Returns a function that tells whether the run has logged `steps` updates."""
     path = workdir / "metrics.jsonl"
     return lambda: path.exists() and len(path.read_bytes().splitlines()) >= steps
 
@@ -68,7 +68,7 @@ def test_ctrl_c_saves_and_leaves_with_its_own_code(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_ends_a_translation_whenever_it_comes(trained: Path, number: signal.Signals) -> None:
-    """Also while a checkpoint is read, which then is not taken for damaged."""
+    """Also holds while a checkpoint is read: the interrupted checkpoint is not reported as damaged."""
     for tenths in range(4, 60, 7):
         process = start_main("--mode=translate", f"--workdir={trained}", stdin=subprocess.PIPE)
         time.sleep(tenths / 10)
@@ -77,14 +77,14 @@ def test_a_signal_ends_a_translation_whenever_it_comes(trained: Path, number: si
             _, error = process.communicate(timeout=60)
         finally:
             process.kill()
-        # At the very start it is Python's own answer, or the system's.
+        # At the very start, the signal gets the default response of Python or of the operating system.
         assert process.returncode in (128 + number, -number), (tenths, error)
         assert "damaged" not in error
         assert tenths < 10 or "Traceback" not in error
 
 
 def test_a_signal_lost_just_before_the_end_decides_the_exit_code() -> None:
-    """The alarm that repeats it would come while Python shuts down, and kill the process."""
+    """The alarm that repeats the signal would arrive while Python shuts down, and kill the process."""
     code = """
 import gc, signal
 from branchnorm_jax import cli
@@ -152,7 +152,7 @@ def test_damaged_checkpoints_fall_back_and_say_so(
     subprocess.run(["cp", "-r", trained, workdir], check=True)
     newest = max((workdir / "checkpoints").iterdir(), key=lambda folder: int(folder.name))
     assert newest.name == "120"
-    # The data file: one bit of an array, which the storage library itself does not notice.
+    # Flips one bit of an array in the data file, which the storage library itself does not notice.
     data = max((newest / "params").rglob("*"), key=lambda file: file.stat().st_size if file.is_file() else 0)
     content = bytearray(data.read_bytes())
     content[len(content) // 2] ^= 0x10
@@ -175,7 +175,7 @@ os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
 
 @pytest.mark.slow
 def test_a_save_that_fails_ends_the_run_and_keeps_what_was_saved(trained: Path, tmp_path: Path) -> None:
-    """The operating system refuses files of more than 45 kB, as a full disk refuses any: arrays, but not logs."""
+    """The operating system refuses files above 45 kB: arrays, but not logs. A full disk refuses all files."""
     workdir = tmp_path / "run"
     subprocess.run(["cp", "-r", trained, workdir], check=True)
     longer = (*TINY, f"--workdir={workdir}", "--config.train.steps=150", "--config.train.log_every=10")
@@ -183,7 +183,7 @@ def test_a_save_that_fails_ends_the_run_and_keeps_what_was_saved(trained: Path, 
         [sys.executable, "-c", SMALL_FILES, "main.py", *longer], cwd=ROOT, capture_output=True, text=True
     )
     assert refused.returncode == 5, refused.stderr
-    # The storage library's own threads may have printed before it.
+    # The threads of the storage library may print before this message.
     assert "could not be written" in refused.stderr.strip().splitlines()[-1]
     assert read_status(workdir)["status"] == "failed"
     resumed = run_main(*longer)

@@ -1,4 +1,4 @@
-"""Learning rates and alpha at the values that the papers' code gives."""
+"""Compares learning rates and alpha with the values from the papers' code."""
 
 import dataclasses
 from collections.abc import Callable
@@ -120,7 +120,7 @@ def test_alpha_of_one_step_is_one_after_the_first_update() -> None:
 
 
 def test_range_test_is_geometric() -> None:
-    """A tenth of the way of three decades multiplies by 10^0.3."""
+    """One tenth of the way through three decades multiplies the rate by 10^0.3."""
     train = TrainConfig(schedule="range_test", learning_rate=1e-2, warmup_steps=100, warmup_init=1e-5)
     found = at(schedules.learning_rate(train, 8), 0, 10, 50, 100)
     np.testing.assert_allclose(found, [1e-5, 1e-5 * 10**0.3, 10**-3.5, 1e-2], rtol=1e-5)
@@ -132,7 +132,7 @@ def test_unknown_schedule() -> None:
 
 
 def test_adaptive_alpha_waits_while_a_layer_has_no_gradient() -> None:
-    """Grows by 1 / T, stays for `alpha_hold` updates after each update with a weak layer, and is 1 at the most."""
+    """alpha grows by 1 / T, stays for `alpha_hold` updates after each one with a weak layer, and is at most 1."""
     model = ModelConfig(alpha_schedule="adaptive", alpha_steps=4, alpha_floor=0.1, alpha_hold=3)
     tick, alpha = jax.jit(schedules.tick(model)), top_layer(model)
     good, weak, lost = ([1.0, 0.1], [1.0, 0.09], [float("nan"), 1.0])
@@ -165,12 +165,12 @@ def test_the_papers_schedules_do_not_listen_but_may_be_held(held: int, clock: in
     ],
 )
 def test_ranks_of_staggered_orders(order: str, layers: int, expected: list[int]) -> None:
-    """With a stagger of 1/2 the layer of rank r starts at r T / 2."""
+    """With a stagger of 1/2, the layer of rank r starts at r T / 2."""
     assert ranks(order, layers) == expected
 
 
 def ranks(order: str, layers: int) -> list[int]:
-    """The order in which the encoder's layers start, seen in their alphas: 0 is the first."""
+    """Ranks of the encoder's layers by the start of their alpha; 0 starts first."""
     total = 1000
     model = ModelConfig(encoder_layers=layers, decoder_layers=2, alpha_steps=total, alpha_order=order)
     schedule: Any = jax.vmap(growth.alpha(model))
@@ -190,7 +190,7 @@ def ranks(order: str, layers: int) -> list[int]:
     shape=st.sampled_from(["linear", "exp", "sigmoid"]),
 )
 def test_staggered_alpha(layers: int, total: int, stagger: float, order: str, shape: str) -> None:
-    """0 at first, 1 at T, never falling, in the order of the ranks; without stagger the schedule of all."""
+    """alpha is 0 at first and 1 at T, never falls and follows the ranks. Without stagger all layers are equal."""
     model = ModelConfig(
         encoder_layers=layers,
         decoder_layers=3,
@@ -203,7 +203,7 @@ def test_staggered_alpha(layers: int, total: int, stagger: float, order: str, sh
     by_step = np.asarray(schedule(jnp.arange(total + 2))["encoder"])
     assert by_step.shape == (total + 2, layers)
     assert (by_step[0] == 0).all() and (by_step[total:] == 1).all()
-    # But for the last digit of a float32.
+    # The tolerance covers the last digit of a float32.
     assert (np.diff(by_step, axis=0) >= -1e-6).all()
     first_to_last = np.argsort(ranks(order, layers))
     assert (np.diff(by_step[:, first_to_last], axis=1) <= 1e-6).all()
@@ -225,7 +225,7 @@ def test_adaptive_alpha_does_not_ask_layers_that_wait() -> None:
         alpha_hold=3,
     )
     tick, alpha = schedules.tick(model), growth.alpha(model)
-    # At u = 2 of 8 the layers of rank 0 and 1/3 have begun.
+    # At u = 2 of 8, the layers of ranks 0 and 1/3 have started.
     assert [float(x) > 0 for x in alpha(jnp.int32(2))["encoder"]] == [True, True, False, False]
     for gradient, expected in (([1.0, 0.5, 0.0, 0.0], 3), ([1.0, 0.01, 0.0, 0.0], 2)):
         layers = {"encoder": jnp.ones(4), "decoder": jnp.array(gradient)}
@@ -233,7 +233,7 @@ def test_adaptive_alpha_does_not_ask_layers_that_wait() -> None:
 
 
 def test_rates_of_layers_follow_alpha_and_the_encoders_factor() -> None:
-    """rate x alpha_l^p, in the encoder times its factor for the first updates."""
+    """The rate is rate x alpha_l^p. The encoder multiplies it by its own factor for the first updates."""
     alpha = {"encoder": jnp.array([0.2, 0.5]), "decoder": jnp.array([0.0, 0.3, 1.0])}
     config = Config(
         model=ModelConfig(encoder_layers=2, decoder_layers=3),

@@ -1,4 +1,4 @@
-"""The update: one compilation per shape, the same on one device and on eight, parts that add up."""
+"""The update: one compilation per shape, equal results on one and eight devices, gradient accumulation."""
 
 import dataclasses
 import json
@@ -34,7 +34,7 @@ CONFIG = Config(
 
 
 def batches(count: int) -> list[TextBatch]:
-    """Sentences of 3 to 9 tokens in two shapes, the target the source reversed."""
+    """Sentences of 2 to 9 words and EOS, in two shapes. Each target is its source reversed."""
     random = np.random.default_rng(0)
     found = []
     for index in range(count):
@@ -49,19 +49,19 @@ def batches(count: int) -> list[TextBatch]:
 
 
 class Ran(NamedTuple):
-    """What became of some updates."""
+    """The results of a few updates."""
 
     losses: list[float]
-    """And norms of the gradients, in turn."""
+    """Losses and gradient norms, alternating."""
     layers: Any
-    """`Metrics.layers` of the last one."""
+    """`Metrics.layers` of the last update."""
     state: Any
     compiled: int
-    """How often the update was compiled."""
+    """Number of compilations of the update."""
 
 
 def run(config: Config, count: int = 20, words: int = 40) -> Ran:
-    """`count` updates of a network with a vocabulary of `words`."""
+    """Runs `count` updates of a network with a vocabulary of `words`."""
     mesh = make_mesh(config.parallel, config.data.row_multiple // config.train.accumulation)
     model, optimizer = Transformer(config.model, words, words), make_optimizer(config.train)
     first = Batch(*to_devices(mesh, batches(1)[0]))
@@ -87,7 +87,7 @@ def test_one_compilation_per_shape_while_alpha_changes_at_every_step() -> None:
 
 @pytest.mark.slow
 def test_accumulation_gives_the_same_update() -> None:
-    """Without dropout, whose bits depend on the shape of a part."""
+    """Dropout is off, because its bits depend on the shape of a part."""
     model = dataclasses.replace(CONFIG.model, dropout=0.0, attention_dropout=0.0)
     config = dataclasses.replace(CONFIG, model=model)
     whole = run(config, 6)
@@ -122,7 +122,7 @@ def test_digest_covers_parameters_and_optimiser() -> None:
     assert sha256(state) != sha256(moved)
 
 
-# So many words that the loss is made in several blocks of 1 MB; each update in two parts.
+# Enough words for the loss to need several blocks of 1 MB. Each update has two parts.
 MANY_WORDS = 20_000
 IN_BLOCKS = dataclasses.replace(
     CONFIG,
@@ -146,7 +146,7 @@ print(json.dumps({"losses": ran.losses, "layers": layers, "compiled": ran.compil
 
 @pytest.mark.slow
 def test_eight_devices_give_the_numbers_of_one() -> None:
-    """A 4 x 2 mesh of data and model parallelism, dropout on."""
+    """Uses a 4 x 2 mesh of data and model parallelism, with dropout."""
     one = run(CONFIG)
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=8"}
     done = subprocess.run(
@@ -162,14 +162,14 @@ def test_eight_devices_give_the_numbers_of_one() -> None:
     )
     np.testing.assert_allclose(eight["blocks"], run(IN_BLOCKS, 1, MANY_WORDS).losses, rtol=1e-5)
     assert eight["compiled"] == 2
-    # Each device holds half of the feed-forward's columns.
+    # Each device holds half of the feed-forward columns.
     assert eight["shard"] == 2 * 16 * 32 // 2
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("floor", "grows"), [(0.0, True), (1.0, False)])
 def test_adaptive_alpha_in_training(floor: float, grows: bool) -> None:
-    """With a floor of 0 it is linear; with a floor of 1 it never begins."""
+    """With a floor of 0 alpha grows linearly; with a floor of 1 it never starts to grow."""
 
     def last(kind: str) -> Any:
         model = dataclasses.replace(CONFIG.model, alpha_schedule=kind, alpha_floor=floor)
@@ -192,7 +192,7 @@ def test_loss_scale(tokens: int) -> None:
 
 @pytest.mark.slow
 def test_a_float16_stream_carries_gradients_however_many_tokens_share_the_loss() -> None:
-    """The deep encoder's, against those of a float32 stream, when a batch is repeated 64 times."""
+    """Compares the deep encoder's gradients in float16 and float32 streams, for one batch repeated 64 times."""
     deep = dataclasses.replace(CONFIG.model, encoder_layers=40, decoder_layers=40, method="deepnorm", dropout=0.0)
     words = batches(1)[0]
     many = Batch(*(jnp.tile(jnp.asarray(side), (64, 1)) for side in words))
@@ -203,7 +203,7 @@ def test_a_float16_stream_carries_gradients_however_many_tokens_share_the_loss()
         network, optimizer = Transformer(model, 40, 40), make_optimizer(config.train)
         state = init_state(network, optimizer, make_mesh(ParallelConfig(), 0), 0, many)
         after, _ = jax.jit(make_train_step(network, optimizer, config))(state, many)
-        # The first moments of a first update are the gradient times 1 - b1.
+        # After the first update, the first moments equal the gradient times 1 - b1.
         moments = jax.tree.leaves(optax.tree.get(after.opt_state, "mu")["encoder"])
         return np.concatenate([np.ravel(leaf) for leaf in moments])
 

@@ -1,4 +1,4 @@
-"""Spikes and figures that are not finite: what is noticed, and what is done then."""
+"""Spikes and non-finite values: how the loop detects them and how it reacts."""
 
 import dataclasses
 import json
@@ -45,12 +45,12 @@ CONFIG = Config(
 )
 POLICIES = [(30.0, "spike"), pytest.param(float("nan"), "nonfinite", marks=pytest.mark.slow)]
 BAD = 65
-"""The update that has trouble: late enough to know what is usual."""
+"""The update with the bad batch: late enough for the running statistics to be known."""
 
 
 @pytest.fixture(scope="module")
 def poison(tmp_path_factory: pytest.TempPathFactory) -> int:
-    """What tells the batch of update `BAD` from all others: the sum of its words."""
+    """The sum of the words in the batch of update `BAD`, which identifies this batch."""
     corpus = prepare(CONFIG.data, tmp_path_factory.mktemp("corpus"), print)
     plan, _ = make_plans(CONFIG.data, corpus.train, corpus.valid, CONFIG.train.batch_tokens, CONFIG.train.seed)
     sums = [int(plan.batch_at(step).source.sum()) for step in range(80)]
@@ -60,7 +60,7 @@ def poison(tmp_path_factory: pytest.TempPathFactory) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Poisoned(Transformer):
-    """A network whose output is multiplied by `factor` for the batch whose words sum up to `poison`."""
+    """A network that multiplies its output by `factor` if the words of the batch sum to `poison`."""
 
     poison: int = 0
     factor: float = 1.0
@@ -71,7 +71,7 @@ class Poisoned(Transformer):
 
 
 def run(directory: Path, poison: int, factor: float, monkeypatch: pytest.MonkeyPatch, **options: Any) -> dict[str, Any]:
-    """A training with one bad batch: its status, with what it logged."""
+    """Trains with one bad batch. Returns the status, the metrics and the events of the run."""
 
     def make_model(*arguments: Any) -> Transformer:
         sound = real(*arguments)
@@ -126,7 +126,7 @@ def test_a_spike_can_end_the_run(poison: int, tmp_path: Path, monkeypatch: pytes
 def test_its_update_can_be_skipped(
     factor: float, policy: str, poison: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The record stays; the loss goes on as if the batch had not been there."""
+    """The log keeps the update; the loss continues as if the batch had not been there."""
     found = run(tmp_path / "sick", poison, factor, monkeypatch, **{policy: "skip"})
     well = run(tmp_path / "well", poison, 1.0, monkeypatch)
     assert (found["status"], found["skipped_updates"]) == ("done", 1)
@@ -141,7 +141,7 @@ def test_its_update_can_be_skipped(
 def test_it_can_be_rolled_back_and_its_batches_left_out(
     factor: float, policy: str, poison: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Back to the checkpoint before the batches to blame, over the same updates as before, past those."""
+    """The run returns to the checkpoint before the blamed batches, repeats the updates before them and skips them."""
     found = run(tmp_path / "sick", poison, factor, monkeypatch, **{policy: "rollback"})
     well = run(tmp_path / "well", poison, 1.0, monkeypatch)
     assert (found["status"], found["rollbacks"]) == ("done", 1)
@@ -160,7 +160,7 @@ def test_it_can_be_rolled_back_and_its_batches_left_out(
 
 @pytest.mark.slow
 def test_or_alpha_stands(poison: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """From the checkpoint on, until `rollback_updates` after the trouble. If it comes again, that is the end."""
+    """alpha is held from the checkpoint to `rollback_updates` after the trouble. If it recurs, the run ends."""
     model = dataclasses.replace(CONFIG.model, alpha_steps=160)
     monkeypatch.setattr("tests.training.test_trouble.CONFIG", dataclasses.replace(CONFIG, model=model))
     found = run(tmp_path, poison, float("nan"), monkeypatch, nonfinite="rollback", rollback="alpha")
@@ -220,7 +220,7 @@ def test_the_reason_names_the_layer() -> None:
 
 @pytest.mark.parametrize(("policy", "action"), [("stop", "stop"), ("skip", "stop"), ("rollback", "rollback")])
 def test_a_state_that_is_not_finite_cannot_be_skipped(policy: str, action: str) -> None:
-    """The update before it is to blame."""
+    """The decision blames the update before this state."""
     train = dataclasses.replace(CONFIG.train, nonfinite=policy)
     decision = trouble.decide_about_state(20, "validation loss", math.nan, train)
     assert (decision.action, decision.policy, decision.step) == (action, policy, 19)
@@ -246,7 +246,7 @@ def test_a_rollback_leaves_out_the_batches_to_blame_or_holds_alpha() -> None:
 
 
 def told(figures: np.ndarray, limit: float = 8.0) -> tuple[np.ndarray, trouble.RunningStats]:
-    """Deviations of each of a series of (loss, log update), and what is usual after it."""
+    """Deviations for each element of a series of (loss, log update), and the running statistics after it."""
 
     def step(usual: trouble.RunningStats, now: jax.Array) -> tuple[trouble.RunningStats, jax.Array]:
         return trouble.update_stats(usual, now, limit), trouble.deviations(usual, now)
@@ -263,7 +263,7 @@ def test_what_is_usual_is_the_mean_and_variance_of_the_last_updates() -> None:
 
 
 def test_few_false_alarms_and_every_jump() -> None:
-    """Noise and a falling loss raise no alarm in 20,000 updates; a doubled update does, at once."""
+    """Noise and a falling loss raise no alarm in 20,000 updates; a doubled update raises one at once."""
     steps = np.arange(20_000)
     noise = np.random.default_rng(1).normal(0, 1, (len(steps), 2))
     calm = np.stack([2 + 6 * np.exp(-steps / 2000) + 0.05 * noise[:, 0], -1 + 0.02 * noise[:, 1]], 1)
@@ -278,7 +278,7 @@ def test_few_false_alarms_and_every_jump() -> None:
 @settings(deadline=None, max_examples=30)
 @given(level=st.floats(1, 1e4), seed=st.integers(0, 100))
 def test_a_new_level_becomes_usual(level: float, seed: int) -> None:
-    """Every spike counts as one of `limit` deviations: so after some, what stays is no spike any more."""
+    """Each spike enters the statistics as `limit` deviations, so after some updates a lasting level is no spike."""
     noise = np.random.default_rng(seed).normal(0, 0.05, (3000, 2))
     noise[200:, 0] += level
     above, _ = told(noise)
@@ -294,7 +294,7 @@ def test_what_is_not_finite_is_forgotten() -> None:
 
 
 def test_a_rate_of_0_does_not_count() -> None:
-    """Updates of nothing would make any other one look small for hundreds of updates."""
+    """If updates of size 0 counted, every other update would look small for hundreds of updates."""
     figures = np.random.default_rng(3).normal((3.0, -1.0), 0.05, (60, 2))
     figures[0, 1] = -np.inf
     figures[59, 1] += np.log(2)
@@ -315,7 +315,7 @@ def test_a_rollback_needs_checkpoints(train: dict[str, Any], said: str) -> None:
 
 @pytest.mark.slow
 def test_a_rollback_goes_past_newer_checkpoints(poison: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Trouble at 65, blamed on updates 58 to 65: back to 50, and 60 is written anew."""
+    """Trouble at 65 is blamed on updates 58 to 65: the run returns to checkpoint 50 and rewrites checkpoint 60."""
     found = run(tmp_path, poison, float("nan"), monkeypatch, nonfinite="rollback", rollback_updates=8)
     assert (found["status"], found["rollbacks"]) == ("done", 1)
     assert found["events"][1]["to"] == 50

@@ -1,4 +1,4 @@
-"""Layers that are updated in the backward pass against the update of all at once."""
+"""Compares updating each layer in the backward pass with updating all layers at once."""
 
 import dataclasses
 from typing import Any
@@ -34,7 +34,7 @@ def compiled(model: ModelConfig, train: TrainConfig) -> tuple[Any, TrainState]:
 
 
 def train(model: ModelConfig, train: TrainConfig) -> tuple[TrainState, Metrics]:
-    """The state after 20 updates, and what the last one reports."""
+    """The state after 20 updates, and the metrics of the last update."""
     step, state = compiled(model, train)
     for _ in range(20):
         state, metrics = step(state, BATCH)
@@ -53,10 +53,10 @@ def train(model: ModelConfig, train: TrainConfig) -> tuple[TrainState, Metrics]:
     ],
 )
 def test_it_makes_the_same_updates(method: str, optimizer: str, remat: str, changes: dict[str, Any]) -> None:
-    """Twenty updates with dropout: every parameter, moment and figure, layer by layer.
+    """Runs 20 updates with dropout and compares every parameter, moment and metric, layer by layer.
 
-    Adam divides by the gradient's own size, so it makes updates of the rounding of gradients that are 0 in theory, as
-    those of the keys' biases are. With an epsilon above that rounding what is left is rounding.
+    Adam divides by the size of the gradient. Some gradients are 0 in theory, as for the biases of the keys, and Adam
+    turns their rounding errors into updates. With an epsilon above these errors, only rounding differences remain.
     """
     model = dataclasses.replace(MODEL, method=method, remat=remat, **changes)
     power = 2.0 if changes.get("alpha_order") else 0.0
@@ -77,7 +77,7 @@ def test_it_makes_the_same_updates(method: str, optimizer: str, remat: str, chan
 
 @pytest.mark.slow
 def test_it_needs_no_room_for_gradients() -> None:
-    """Peak of the compiled update: parameters and moments, 12 bytes each, instead of 16."""
+    """The compiled update peaks at 12 bytes per parameter, for parameters and moments, instead of 16."""
     wide = dataclasses.replace(MODEL, width=64, ffn_width=256, encoder_layers=12, decoder_layers=12, remat="full")
 
     def peak(backward: bool) -> int:
@@ -118,7 +118,7 @@ def test_layers_that_depend_on_all_others_are_refused() -> None:
 
 @pytest.mark.slow
 def test_in_float64_it_is_exact() -> None:
-    """Far below one unit in the last place of a float32, Adam's usual epsilon and all."""
+    """Differences are far below one unit in the last place of a float32, with Adam's usual epsilon."""
     with jax.enable_x64(True):
         model = dataclasses.replace(MODEL, dtype="float64", carry_dtype="float64", dropout=0.0, attention_dropout=0.0)
 

@@ -1,4 +1,4 @@
-"""ValDecay in the loop: the learning rate of every update, and the update that the run stops at, in closed form."""
+"""ValDecay in the loop: the learning rate of every update and the last update of the run, in closed form."""
 
 import json
 import math
@@ -37,7 +37,7 @@ CONFIG = Config(
 def test_it_decays_after_the_warm_up_alone_and_stops_below_the_smallest_rate(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every validation is worse than those before: the rate is peak x factor^k after the k-th one past the warm-up."""
+    """Every validation is worse than the last. After the k-th one past the warm-up, the rate is peak x factor^k."""
     monkeypatch.setattr(schedules, "val_decay", lambda scores, patience: True)
     loop.train(CONFIG, Workdir(tmp_path))
 

@@ -1,4 +1,4 @@
-"""Statistics of the layers against their definitions, and the file and picture that a run makes of them."""
+"""Statistics of the layers against their definitions, and the file and figure that a run makes from them."""
 
 import dataclasses
 import functools
@@ -62,12 +62,12 @@ def test_gradient_and_update_of_every_layer() -> None:
             np.testing.assert_allclose(
                 metrics.layers[stack]["update"][index], norm(change) / norm(before.params), rtol=1e-3
             )
-            # The first moment of a first update is the gradient times 1 - b1.
+            # After the first update, the first moments equal the gradient times 1 - b1.
             np.testing.assert_allclose(metrics.layers[stack]["gradient"][index], norm(moments) / 0.1, rtol=1e-4)
 
 
 def test_branch_cosine_and_sparsity_of_the_encoder() -> None:
-    """Sub-layer by sub-layer in NumPy."""
+    """Computes the expected values sub-layer by sub-layer in NumPy."""
     before, _, metrics, model = one_update(CONFIG)
     exact = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), before.params)
     mask = np.asarray(BATCH.source != 0)[:, None]
@@ -92,7 +92,7 @@ def test_branch_cosine_and_sparsity_of_the_encoder() -> None:
 
 
 def test_similarity_is_the_mean_cosine_of_pairs_within_a_sentence() -> None:
-    """Two sentences and padding in a row; for the encoder's mask and for the decoder's, pair by pair in NumPy."""
+    """Rows hold one or two sentences and padding. NumPy computes each pair, for the encoder and decoder masks."""
     inputs = jnp.array([[1, 5, 6, 1, 7, 8, 9, 0], [1, 4, 3, 2, 0, 0, 0, 0]])
     segments = target_segments(inputs)
     x = np.random.default_rng(0).normal(0.5, 1, (2, 8, 6)).astype(np.float32)
@@ -119,7 +119,7 @@ def test_similarity_is_the_mean_cosine_of_pairs_within_a_sentence() -> None:
     ],
 )
 def test_a_stack_whose_tokens_are_all_alike_has_collapsed(last: dict[str, float], said: str) -> None:
-    """Only its output counts: layers below may be alike for a while."""
+    """Only the output of a stack counts: in lower layers, tokens may be alike for a while."""
     layers = {stack: {"similarity": np.array([1.0, value])} for stack, value in last.items()}
     assert collapsed(layers) == said
 
@@ -135,7 +135,7 @@ def test_accumulation_averages_its_parts() -> None:
 
 
 def test_updates_of_the_layers_are_multiplied_by_a_power_of_alpha() -> None:
-    """By the alpha of each layer, and nothing else differs: gradients, moments and the other parameters."""
+    """The factor uses the alpha of each layer. Gradients, moments and other parameters do not change."""
     model = dataclasses.replace(MODEL, method="branchnorm", alpha_steps=8, alpha_order="linear")
     network = Transformer(model, 12, 12)
     optimizer = make_optimizer(CONFIG.train)
@@ -179,10 +179,10 @@ def test_a_run_logs_and_draws_its_layers(tmp_path: Path) -> None:
         for stack in ("encoder", "decoder"):
             assert {len(values) for values in line[stack].values()} == {config[f"{stack}_layers"]}
             assert set(line[stack]) == {"gradient", "update", "branch", "cosine", "sparsity", "similarity"}
-    # BranchNorm's branches are closed in the first update, and open later.
+    # BranchNorm's branches are closed in the first update and open later.
     assert set(lines[0]["encoder"]["branch"]) == {0.0}
     assert min(lines[-1]["encoder"]["branch"]) > 0
-    # What is not finite is null in the file, and drawn.
+    # Non-finite values are null in the file, and the plot accepts them.
     lines[1]["encoder"]["gradient"] = [None] * config["encoder_layers"]
     (tmp_path / "layers.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     assert draw_layers(Workdir(tmp_path)).read_bytes().startswith(b"\x89PNG")
@@ -193,7 +193,7 @@ def test_what_is_not_finite_is_null() -> None:
 
 
 class Poisoned(Transformer):
-    """A network whose decoder's output is not a number for batches that begin with word 11."""
+    """A network that returns NaN as decoder output for batches that begin with word 11."""
 
     def hidden(self, params: Any, source_BS: jax.Array, *arguments: Any, **options: Any) -> Any:
         x, by_layer = super().hidden(params, source_BS, *arguments, **options)
@@ -212,7 +212,7 @@ def test_a_skipped_update_changes_nothing_but_the_step() -> None:
     assert int(same.step) == 2
     jax.tree.map(np.testing.assert_array_equal, same.params, good.params)
     jax.tree.map(np.testing.assert_array_equal, same.opt_state, good.opt_state)
-    # And the first update was that of a step which does not look.
+    # The first update equals the update of a step without this check.
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), good.params, one_update(CONFIG)[1].params)
 
 
@@ -239,7 +239,7 @@ def test_where_trouble_began(broken: dict[tuple[str, str], list[int]], said: str
 
 @pytest.mark.slow
 def test_a_run_that_skips_all_updates_ends(tmp_path: Path) -> None:
-    """At this learning rate no update is a finite one."""
+    """At this learning rate no update is finite."""
     done = run_main(
         *HASTY,
         f"--workdir={tmp_path}",

@@ -1,4 +1,4 @@
-"""The encoder-decoder Transformer: pure functions of a parameter tree, which `parameters.py` makes."""
+"""The encoder-decoder Transformer: pure functions of a parameter tree (see `parameters.py`)."""
 
 import dataclasses
 import functools
@@ -32,14 +32,14 @@ from branchnorm_jax.options import ModelConfig
 class Transformer:
     """A Transformer of any depth and method.
 
-    Methods without a schedule ignore `alpha`, which may also be one number for all layers.
+    Methods without a schedule ignore `alpha`, which may also be a single number for all layers.
 
     Attributes:
       config: the network's options.
       source_vocab: rows of the source embedding.
       target_vocab: rows of the target embedding.
-      unused: target words that get no probability.
-      tags: language tags, whose ids are the first after UNK.
+      unused: target words with probability 0.
+      tags: number of language tags, whose ids follow UNK.
     """
 
     config: ModelConfig
@@ -65,7 +65,7 @@ class Transformer:
         return init_parameters(self.config, self.recipe, self.source_vocab, self.target_vocab, key)
 
     def abstract_params(self) -> Params:
-        """Shapes and dtypes of the parameters; nothing is allocated."""
+        """Shapes and dtypes of the parameters, without allocating them."""
         return jax.eval_shape(self.init, jax.random.key(0))
 
     # Forward
@@ -84,8 +84,8 @@ class Transformer:
           params: the parameters.
           source_BS: token ids.
           alpha: alpha_t.
-          key: switches dropout on.
-          probes: [N, B, S, D], added to the layers' inputs: with zeros, the gradient by them is that of the stream.
+          key: random key of dropout; None switches dropout off.
+          probes: [N, B, S, D], added to the layers' inputs. The gradient by zeros is that by the residual stream.
         """
         taps = Taps() if probes is None else Taps({"encoder": probes})
         return self.run_tokens(params, "encoder", source_BS, source_segments(source_BS), None, alpha, key, taps)[0]
@@ -114,10 +114,10 @@ class Transformer:
         key: jax.Array | None = None,
         taps: Taps = Taps(),  # noqa: B008
     ) -> tuple[jax.Array, Any]:
-        """Token ids through a whole stack: its output [B, T, D], and what `taps` record, stacked over layers.
+        """Runs token ids through a stack. Returns its output [B, T, D], and the records of `taps`, stacked over layers.
 
-        Tokens see those of their own sentence, in the decoder none that come later. `memory` is the encoder's output
-        and its segments, for the decoder.
+        Tokens attend to tokens of their own sentence; in the decoder, not to later ones. `memory` is the encoder's
+        output and its segments, for the decoder.
         """
         key = _fold(key, STACKS.index(stack))
         mask_BTT = same_sentence(segments, segments)
@@ -147,7 +147,7 @@ class Transformer:
         key: jax.Array | None = None,
         taps: Taps = Taps(),  # noqa: B008
     ) -> tuple[jax.Array, dict[str, Any]]:
-        """The decoder's output [B, T, D] in the compute type (teacher forcing), and what `taps` record, by stack."""
+        """The decoder's output [B, T, D] in the compute type (teacher forcing), and the records of `taps` by stack."""
         segments = source_segments(source_BS)
         memory_BSD, encoder = self.run_tokens(params, "encoder", source_BS, segments, None, alpha, key, taps)
         memory, target = (memory_BSD, segments), target_segments(inputs_BT)
@@ -191,11 +191,11 @@ class Transformer:
         """
         if self.recipe.combines:
             return params
-        # Compiled: slice by slice it would take longer than a short search.
+        # Compiled, because slicing one leaf at a time would take longer than a short search.
         return params | {"decoder": jax.jit(unstack)(params["decoder"])}
 
     def start_cache(self, params: Params, memory_BSD: jax.Array, slots: int) -> Caches:
-        """Empty room for `slots` tokens of each sentence, and the source's keys and values."""
+        """A cache with `slots` empty slots for each sentence, and with the source's keys and values."""
         layers, room = params["decoder"], empty(self.config, len(memory_BSD), slots)
         attention = make_attention(self.config, self.recipe, "cross")
 
@@ -219,8 +219,8 @@ class Transformer:
     ) -> tuple[jax.Array, Caches]:
         """Logits [B, Q, V] of what follows the current tokens of the Q hypotheses of each sentence.
 
-        Hypotheses share a sentence's slots, so that nothing moves when one of them branches: `seen_BQN` says which
-        slots hold the tokens before its current one.
+        The hypotheses of a sentence share its slots, so nothing moves when one of them branches. `seen_BQN` selects the
+        slots with the tokens before a hypothesis's current one.
 
         Args:
           params: the parameters.
@@ -228,8 +228,8 @@ class Transformer:
           source_mask_B1S: True at real source tokens.
           tokens_BQ: the current tokens.
           positions_B1D: their rows of `positions`.
-          seen_BQN: True where a hypothesis looks.
-          slot: the current tokens are written to so many slots from here on.
+          seen_BQN: True at the slots that a hypothesis attends to.
+          slot: the first of the Q slots that the current tokens are written to.
           alpha: alpha_t.
         """
         x_BQD = self._embed(params, "decoder", tokens_BQ, positions_B1D, None)
@@ -258,10 +258,10 @@ class Transformer:
         per_layer: Any = None,
         taps: Taps = Taps(),  # noqa: B008
     ) -> tuple[jax.Array, Any]:
-        """Runs embeddings x [B, T, D] through the layers of a stack and what follows them.
+        """Runs embeddings x [B, T, D] through the layers of a stack and its final norm.
 
-        `arguments` maps a layer's entry of `per_layer` to what its block takes beside stream and `LayerInput`. Returns
-        the stack's output, and what `taps` record, or its blocks' outputs, stacked over layers.
+        `arguments` maps a layer's entry of `per_layer` to its block's arguments after stream and `LayerInput`. Returns
+        the stack's output, and the records of `taps` or the blocks' outputs, stacked over layers.
         """
         c, recipe, update = self.config, self.recipe, taps.updates.get(stack)
         layer = self._layer(stack, arguments, taps)
@@ -273,7 +273,7 @@ class Transformer:
         attention = None if taps.attention is None else jnp.zeros(arguments(per_layer)[2].shape)
         if recipe.combines:
             assert update is None, "a layer whose input all others share in cannot be updated alone"
-            # The sums of all layers are a linear carry, which need not be kept: the layers alone are made again.
+            # The sums over layers are a linear carry, which the backward pass does not need: it only recomputes layers.
             kept = remembering(layer, "full" if remat == "nested" else remat)
             run = functools.partial(run, remat="none")
             start = Stream(x, attention=attention)
@@ -314,7 +314,7 @@ class Transformer:
         awake: Layer = functools.partial(apply, self._block(stack))
         if self.recipe.branch.end is None or taps.attention is not None or not starts_closed(self.config):
             return awake
-        # A branch whose factor is 0 has no part in any number, and no gradient.
+        # A branch with b = 0 affects no number and has no gradient.
         asleep = functools.partial(apply, self._block(stack, asleep=True))
 
         def either(stream: Stream, scanned: tuple[Params, LayerInput, Any]) -> tuple[Stream, Any]:
@@ -323,7 +323,7 @@ class Transformer:
         return either
 
     def _end(self, params: Params, stack: str, stream: Stream) -> jax.Array:
-        """What follows the last layer."""
+        """The final norm, or whatever the recipe has after the last layer."""
         recipe = self.recipe
         if not recipe.final:
             return stream.x
@@ -377,9 +377,9 @@ def _fold(key: jax.Array | None, index: int) -> jax.Array | None:
 
 
 def _ready_after(x: jax.Array, slot: jax.Array) -> jax.Array:
-    """`slot`, which XLA can only know once `x` is computed.
+    """Returns `slot` with an artificial dependency on `x`.
 
-    The caches are then written after all layers have read them. Without the dependency XLA copies every cache of
-    unstacked layers, twice at each step.
+    XLA then writes the caches after all layers have read them. Without the dependency it copies every cache of
+    unstacked layers twice at each step.
     """
     return jnp.minimum(slot, slot + (x[0, 0, 0] > 0))

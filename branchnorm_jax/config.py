@@ -242,7 +242,10 @@ def _validate_directions(config: Config) -> None:
         )
     targets = {direction.target_lang for direction in data.directions()}
     if data.tags == "none" and len(targets) > 1:
-        raise UserError(f"config: data.tags=none: without a tag, who is to know which of {', '.join(sorted(targets))}?")
+        raise UserError(
+            f"config: data.tags=none: without tags the model cannot know which of {', '.join(sorted(targets))} to "
+            "translate to; set data.tags=source or data.tags=target"
+        )
 
 
 def _validate_update_in_backward(config: Config) -> None:

@@ -129,7 +129,7 @@ def translate_file(config: Config, trained: Trained, source: Path, target: Path)
         done, before = finished_lines(part), read_record(record)
         if done and before != made_of:
             changed = ", ".join(name for name in made_of if before.get(name) != made_of[name])
-            logs.say(f"{part}: {done:,} lines begin anew, made with other {changed if before else 'options'}")
+            logs.say(f"{part}: {done:,} lines are translated again: made with other {changed if before else 'options'}")
             done = 0
         done = done // config.decode.nbest // CHUNK * CHUNK
         file.truncate(end_of_line(part, done * config.decode.nbest))

@@ -74,7 +74,8 @@ def test_a_killed_translation_goes_on(trained: Path, tmp_path: Path, monkeypatch
     lines.translate_file(options(trained, **(decode | {"min_length": 3, "length_penalty": 0.5})), run, source, other)
     assert calls == 3 + 4
     assert (
-        f"{part}: {4 * nbest} lines begin anew, made with other length_penalty, min_length" in capsys.readouterr().err
+        f"{part}: {4 * nbest} lines are translated again: made with other length_penalty, min_length"
+        in capsys.readouterr().err
     )
 
 

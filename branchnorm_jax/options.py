@@ -74,17 +74,10 @@ class ModelConfig:
         "order in which the layers grow: all together (equal: BranchNorm), an order of ProRes, or one layer after "
         "another with alpha_stagger (bottom_up, top_down, progressive); branches with alpha = 0 are not computed",
         choices=(
-            *("equal", "linear", "linear_sqrt", "linear_square", "reverse", "stagewise_0", "stagewise_L"),
-            *(
-                "stagewise_sqrt_L",
-                "stagewise_sqrt_l",
-                "fix_L",
-                "fix_sqrt_L",
-                "fix_sqrt_l",
-                "bottom_up",
-                "top_down",
-                "progressive",
-            ),
+            *("equal", "linear", "linear_sqrt", "linear_square", "reverse"),
+            *("stagewise_0", "stagewise_L", "stagewise_sqrt_L", "stagewise_sqrt_l"),
+            *("fix_L", "fix_sqrt_L", "fix_sqrt_l"),
+            *("bottom_up", "top_down", "progressive"),
         ),
     )
     alpha_start: str = option(

@@ -1,4 +1,4 @@
-"""A Transformer of 200 layers that translates, on two CPU cores: 100L-100L on the built-in corpus.
+"""A Transformer of 200 layers that translates, trained on a CPU: 100L-100L on the built-in corpus.
 
     python main.py --config=configs/numerals_deep.py --workdir=runs/numerals_deep
     python main.py --mode=evaluate --workdir=runs/numerals_deep

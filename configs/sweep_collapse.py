@@ -9,23 +9,19 @@ be measured afterwards. Results: docs/results.md.
 
 import ml_collections
 
-from configs import sweep_depth
+from configs import numerals_deep
 
 
 def get_config(depth: str = "") -> ml_collections.ConfigDict:
-    """The corpus, width and batches of `sweep_depth.py`, twice as many updates; alpha ends with the warm-up."""
-    config = sweep_depth.get_config(depth or "18L-18L")
-    config.model.alpha_steps = 200
-    # Rows of 64 positions instead of 128: at width 64 attention is most of the work.
-    config.data.row_multiple = 16
+    """The training of `numerals_deep.py`, watched more closely; all checkpoints are kept."""
+    config = numerals_deep.get_config(depth or "18L-18L")
     config.train.steps = 1200
     config.train.watch_every = 20
-    config.train.eval_every = 100
-    config.train.checkpoint_every = 100
     config.train.keep_last = 12
     config.sweep.grid = (
         "method=branchnorm train.branch_update_power=0,1,2 train.seed=0,1,2"
         " | method=deepnorm,post_ln,pre_ln train.seed=0,1,2"
     )
     config.sweep.columns = "train.seed"
+    config.sweep.baseline = "deepnorm"
     return config

@@ -42,6 +42,8 @@ from branchnorm_jax.decoding.engine import Engine, Query, pad
 from branchnorm_jax.evaluation.bleu import corpus_bleu
 from branchnorm_jax.export import ctranslate2, fold
 from branchnorm_jax.model.cache import Cache
+from branchnorm_jax.model.incremental import CurrentTokens, start_cache
+from branchnorm_jax.model.incremental import step as decoder_step
 from branchnorm_jax.model.segments import source_mask
 from branchnorm_jax.model.transformer import Transformer
 from branchnorm_jax.modes.common import load
@@ -75,7 +77,7 @@ def straightforward(
         mask, sentence = source_mask(jnp.repeat(source_BS, k, axis=0)), jnp.arange(batch)[:, None]
 
         def stacked_cache(memory: jax.Array, slots: int) -> Cache:
-            made = model.start_cache(params, memory, slots)
+            made = start_cache(model, params, memory, slots)
             assert isinstance(made, Cache)
             return made
 
@@ -86,7 +88,8 @@ def straightforward(
             cross = stacked_cache(here, 0).cross
             seen = jnp.broadcast_to(jnp.arange(SLOTS) < position, (batch * k, 1, SLOTS))
             places = jnp.broadcast_to(table[position], (batch * k, 1, table.shape[1]))
-            logits, caches = model.step(params, Cache(cache, cross), mask, last, places, seen, position, alpha)
+            current = CurrentTokens(last, places, seen, position)
+            logits, caches = decoder_step(model, params, Cache(cache, cross), mask, current, alpha)
             assert isinstance(caches, Cache)
             log_probs = jax.nn.log_softmax(logits).reshape(batch, k, -1)
             words, at_limit = jnp.arange(log_probs.shape[-1]), (position >= limits)[:, None, None]

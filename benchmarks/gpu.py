@@ -17,13 +17,14 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.measure import save
 from branchnorm_jax.analysis import devices, plan
-from branchnorm_jax.model.norms import apply_norm, init_norm
+from branchnorm_jax.model.norms import apply_norm, declare_norm
 from branchnorm_jax.model.transformer import Transformer
 from branchnorm_jax.options import Config, DataConfig, ModelConfig, TrainConfig
 from branchnorm_jax.tokens import UNK
@@ -53,7 +54,7 @@ def shapes(toy: bool) -> dict[str, Any]:
             x, w = jnp.ones((tokens, k), jnp.bfloat16), jnp.ones((k, n), jnp.bfloat16)
             found[f"matrix {tokens}x{k}x{n}, TFLOP/s"] = 2e-12 * tokens * k * n / timed(jnp.matmul, x, w)
         x = jnp.ones((tokens, 512), jnp.float16)
-        norm = init_norm("layer_norm", 512)
+        norm = nn.meta.unbox(declare_norm("layer_norm", 512))
         seconds = timed(lambda x, norm=norm: apply_norm("layer_norm", norm, x), x)
         found[f"layer norm {tokens}x512, GB/s"] = 1e-9 * 2 * x.nbytes / seconds
         for length in (32, 128):

@@ -13,8 +13,10 @@ import numpy as np
 
 from branchnorm_jax.decoding import beam
 from branchnorm_jax.decoding.beam import Hypotheses, Search
+from branchnorm_jax.model import incremental
 from branchnorm_jax.model.cache import Caches, take_slots, write_sources
 from branchnorm_jax.model.coefficients import Alpha
+from branchnorm_jax.model.incremental import CurrentTokens, start_cache, unstack_decoder
 from branchnorm_jax.model.parameters import Params
 from branchnorm_jax.model.segments import source_mask
 from branchnorm_jax.model.transformer import Transformer
@@ -280,7 +282,7 @@ class Engine:
     def _ready(self, weights: Weights) -> Weights:
         """Unstacks the layers of shallow decoders (up to `decode.unroll` layers)."""
         return tuple(
-            (model.unstack(params) if model.config.decoder_layers <= self.config.unroll else params, alpha)
+            (unstack_decoder(model, params) if model.config.decoder_layers <= self.config.unroll else params, alpha)
             for model, (params, alpha) in zip(self.models, weights, strict=True)
         )
 
@@ -291,7 +293,7 @@ class Engine:
             k, caches = self.config.beam_size, []
             for model, (params, _) in zip(self.models, weights, strict=True):
                 memory = jnp.zeros((rows, length, model.config.width), model.config.carry_dtype)
-                caches.append(model.start_cache(params, memory, ring * k))
+                caches.append(start_cache(model, params, memory, ring * k))
             text = Text(tuple(caches), jnp.zeros((rows, 1, length), bool))
             return beam.empty_search(text, rows, k, self.limit(length) + 1 + prefix, ring, prefix)
 
@@ -304,7 +306,7 @@ class Engine:
             caches, mask = search.cache
 
             def filled(model: Transformer, params: Params, alpha: Alpha, caches: Caches) -> Caches:
-                made = model.start_cache(params, model.encode(params, new.source, alpha), 0)
+                made = start_cache(model, params, model.encode(params, new.source, alpha), 0)
                 return write_sources(caches, made, new.row)
 
             members = zip(self.models, weights, caches, strict=True)
@@ -329,9 +331,8 @@ class Engine:
             ) -> tuple[jax.Array, jax.Array, Text]:
                 place, caches, votes = jnp.minimum(position, longest - 1), [], []
                 for model, table, (params, alpha), cache in zip(self.models, tables, weights, text.caches, strict=True):
-                    logits, cache = model.step(
-                        params, cache, text.mask_B1S, tokens, table[place][:, None], seen, slot, alpha
-                    )
+                    current = CurrentTokens(tokens, table[place][:, None], seen, slot)
+                    logits, cache = incremental.step(model, params, cache, text.mask_B1S, current, alpha)
                     votes.append((logits, jax.nn.logsumexp(logits, axis=-1)))
                     caches.append(cache)
                 return *vote(votes), text._replace(caches=tuple(caches))

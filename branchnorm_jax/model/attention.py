@@ -7,9 +7,12 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
+from branchnorm_jax.model.declared import declared
 from branchnorm_jax.model.dropout import dropout
-from branchnorm_jax.model.linear import Linear
+from branchnorm_jax.model.linear import linear
 from branchnorm_jax.model.norms import Norm
+from branchnorm_jax.model.recipe import Recipe
+from branchnorm_jax.options import ModelConfig
 
 KeysValues = tuple[jax.Array, jax.Array]
 """Keys and values, [B, S, H, K] each."""
@@ -104,36 +107,28 @@ def attend_cached(
 
 
 class Attention(nn.Module):
-    """Projections q, k, v, o [D, D] around `attend`.
+    """Projections q, k, v, o [D, D] around `attend`. Its name is that of the sub-layer, self or cross.
 
-    Options of some methods: `inner_norm`, the kind of a norm before o (Sub-LN); `head_scale`, a learned factor per
-    head, which multiplies the head "before" o, or the head's share of the features "after" o (NormFormer).
+    Options of the recipe: a norm before o (`Recipe.inner_norm`: Sub-LN), and a learned factor per head, which
+    multiplies the head before o, or the head's share of the features after o (`Recipe.head_scale`: NormFormer).
     """
 
-    width: int
-    heads: int
-    dropout: float
-    init_base: str
-    dtype: jnp.dtype
-    biases: bool = True
-    inner_norm: str = ""
-    head_scale: str = ""
+    config: ModelConfig
+    recipe: Recipe
 
     def setup(self) -> None:
         """Declares the four projections and the parameters of the options."""
-
-        def linear(role: str) -> Linear:
-            return Linear(self.width, role, self.init_base, self.dtype, self.biases)
-
-        self.q, self.k, self.v, self.o = linear("q"), linear("k"), linear("v"), linear("o")
-        if self.inner_norm:
-            self.norm = Norm(self.inner_norm, name="inner_norm")
-        if self.head_scale:
-            self.heads_H = self.param("head_scale", nn.initializers.ones, (self.heads,))
+        config, recipe, sublayer = self.config, self.recipe, str(self.name)
+        self.q, self.k, self.v, self.o = (linear(config, recipe, sublayer, matrix) for matrix in "qkvo")
+        if sublayer in recipe.inner_norm:
+            self.inner_norm = Norm(config.norm, "heads")
+        if sublayer in recipe.head_scale:
+            self.head_scale = self.param("head_scale", declared(nn.initializers.ones, "heads"), (config.heads,))
 
     def _heads(self, x: jax.Array) -> jax.Array:
         """[..., D] -> [..., H, K]."""
-        return x.reshape(*x.shape[:-1], self.heads, self.width // self.heads)
+        heads, width = self.config.heads, self.config.width
+        return x.reshape(*x.shape[:-1], heads, width // heads)
 
     def keys_values(self, memory_BSD: jax.Array) -> KeysValues:
         """Keys and values of the memory, [B, S, H, K] each."""
@@ -149,7 +144,7 @@ class Attention(nn.Module):
     ) -> jax.Array:
         """Attention from x to given keys and values: [B, T, D] -> [B, T, D]."""
         q_BTHK = self._heads(checkpoint_name(self.q(x_BTD), "projection"))
-        return self._out(attend(q_BTHK, *keys_values, mask_BTS, self.dropout, key))
+        return self._out(attend(q_BTHK, *keys_values, mask_BTS, self.config.attention_dropout, key))
 
     def probabilities(self, x_BTD: jax.Array, k_BSHK: jax.Array, mask_BTS: jax.Array) -> jax.Array:
         """Attention probabilities, mean over heads, float32 [B, T, S]."""
@@ -167,11 +162,17 @@ class Attention(nn.Module):
 
     def _out(self, out_BTHK: jax.Array) -> jax.Array:
         """The output projection: [B, T, H, K] -> [B, T, D]."""
+        recipe = self.recipe
+        scaled = self.name in recipe.head_scale
+
+        def scale(heads: jax.Array) -> jax.Array:
+            return heads * self.head_scale[:, None].astype(heads.dtype)
+
         out_BTHK = checkpoint_name(out_BTHK, "context")
-        if self.head_scale == "before":
-            out_BTHK = out_BTHK * self.heads_H[:, None].astype(out_BTHK.dtype)
-        out_BTD = out_BTHK.reshape(*out_BTHK.shape[:-2], self.width)
-        out_BTD = self.o(self.norm(out_BTD) if self.inner_norm else out_BTD)
-        if self.head_scale == "after":
-            out_BTD = (self._heads(out_BTD) * self.heads_H[:, None].astype(out_BTD.dtype)).reshape(out_BTD.shape)
+        if scaled and not recipe.head_scale_last:
+            out_BTHK = scale(out_BTHK)
+        out_BTD = out_BTHK.reshape(*out_BTHK.shape[:-2], self.config.width)
+        out_BTD = self.o(self.inner_norm(out_BTD) if self.name in recipe.inner_norm else out_BTD)
+        if scaled and recipe.head_scale_last:
+            out_BTD = scale(self._heads(out_BTD)).reshape(out_BTD.shape)
         return out_BTD

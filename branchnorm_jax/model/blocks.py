@@ -11,6 +11,7 @@ from jax.ad_checkpoint import checkpoint_name
 from branchnorm_jax.model.attention import Attention, KeysValues
 from branchnorm_jax.model.cache import Cache
 from branchnorm_jax.model.coefficients import Coefficients, learned_name
+from branchnorm_jax.model.declared import declared
 from branchnorm_jax.model.dropout import Site, dropout, site_key
 from branchnorm_jax.model.feedforward import FeedForward
 from branchnorm_jax.model.norms import Norm
@@ -43,37 +44,6 @@ class Stream(NamedTuple):
     """Weighted sum of the cross-attention of the layers so far, float32 [B, T, S]; None: it is not recorded."""
 
 
-def make_attention(config: ModelConfig, recipe: Recipe, name: str) -> Attention:
-    """The attention of sub-layer `name` (self or cross)."""
-    return Attention(
-        config.width,
-        config.heads,
-        config.attention_dropout,
-        config.init or recipe.init,
-        jnp.dtype(config.dtype),
-        biases=recipe.biases,
-        inner_norm=config.norm if name in recipe.inner_norm else "",
-        head_scale=("after" if recipe.head_scale_last else "before") if name in recipe.head_scale else "",
-        name=name,
-    )
-
-
-def make_feed_forward(config: ModelConfig, recipe: Recipe) -> FeedForward:
-    """The feed-forward sub-layer."""
-    return FeedForward(
-        config.width,
-        config.ffn_width,
-        config.activation,
-        config.activation_dropout,
-        config.init or recipe.init,
-        jnp.dtype(config.dtype),
-        biases=recipe.biases,
-        inner_norm=config.norm if "ffn" in recipe.inner_norm else "",
-        shifts=recipe.shifts,
-        name="ffn",
-    )
-
-
 class Block(nn.Module):
     """What encoder and decoder layers share: the residual algebra.
 
@@ -103,7 +73,7 @@ class Block(nn.Module):
         if recipe.pre_scale is not None:
             z = z * layer.coefficients.pre_scale
         if recipe.shifts:
-            z = z - self.param(f"{name}_shift", nn.initializers.zeros, ())
+            z = z - self.param(f"{name}_shift", declared(nn.initializers.zeros), ())
         if self.asleep and name in recipe.branch.on:
             h = jnp.zeros_like(x)
         else:
@@ -132,22 +102,27 @@ class Block(nn.Module):
         return Norm(self.config.norm, name=name)(x)
 
     def _weight(self, which: str, sublayer: str, constant: jax.Array) -> jax.Array:
-        """a ("skip") or b ("branch") of a sub-layer. `Transformer.init` sets the initial value of a learned one."""
+        """a ("skip") or b ("branch") of a sub-layer."""
         weight: Weight = getattr(self.recipe, which)
         if sublayer not in weight.on:
             return jnp.ones(())
-        name = learned_name(weight, which, sublayer)
-        if not name:
+        if weight.learned in ("", "layer"):
             return constant
-        if self.has_variable("params", name):  # The sub-layers of a layer may share one parameter.
-            return self.get_variable("params", name)
-        return self.param(name, nn.initializers.ones, (self.config.width,) if weight.learned == "vector" else ())
+        return self._learned(learned_name(weight, which, sublayer), weight)
 
-    def _begin(self, stream: Stream, layer: LayerInput) -> tuple[Stream, jax.Array | None]:
-        """The input of the first sub-layer, and what the last sub-layer adds besides skip and branch."""
+    def _learned(self, name: str, weight: Weight) -> jax.Array:
+        axes, shape = (("embed",), (self.config.width,)) if weight.learned == "vector" else ((), ())
+        return self.param(name, declared(nn.initializers.ones, *axes, gain=weight.start), shape)
+
+    def _begin(self, stream: Stream, layer: LayerInput) -> tuple[Stream, LayerInput, jax.Array | None]:
+        """The inputs of the first sub-layer, and what the last sub-layer adds besides skip and branch."""
         if layer.probe is not None:
             stream = stream._replace(x=stream.x + layer.probe)
-        return stream, stream.x if self.recipe.stream == "bottom_to_top" else None
+        # The sub-layers of a layer share this parameter.
+        weights = {"skip": self.recipe.skip, "branch": self.recipe.branch}
+        shared = {which: self._learned(which, weight) for which, weight in weights.items() if weight.learned == "layer"}
+        layer = layer._replace(coefficients=layer.coefficients._replace(**shared))
+        return stream, layer, stream.x if self.recipe.stream == "bottom_to_top" else None
 
 
 class EncoderBlock(Block):
@@ -156,9 +131,9 @@ class EncoderBlock(Block):
     @nn.compact
     def __call__(self, stream: Stream, layer: LayerInput, mask_BTS: jax.Array) -> tuple[Stream, None]:
         """One layer; mask_BTS [B, 1, S] is True at real tokens."""
-        stream, bottom = self._begin(stream, layer)
-        attention = make_attention(self.config, self.recipe, "self")
-        feed_forward = make_feed_forward(self.config, self.recipe)
+        stream, layer, bottom = self._begin(stream, layer)
+        attention = Attention(self.config, self.recipe, name="self")
+        feed_forward = FeedForward(self.config, self.recipe, name="ffn")
 
         def self_attention(z: jax.Array) -> jax.Array:
             key = site_key(layer.key, Site.SELF_PROBABILITIES)
@@ -195,10 +170,10 @@ class DecoderBlock(Block):
         Returns:
           The layer's output, and the self-attention's keys and values of x, which the caller writes to the cache.
         """
-        stream, bottom = self._begin(stream, layer)
-        self_attention = make_attention(self.config, self.recipe, "self")
-        cross_attention = make_attention(self.config, self.recipe, "cross")
-        feed_forward = make_feed_forward(self.config, self.recipe)
+        stream, layer, bottom = self._begin(stream, layer)
+        self_attention = Attention(self.config, self.recipe, name="self")
+        cross_attention = Attention(self.config, self.recipe, name="cross")
+        feed_forward = FeedForward(self.config, self.recipe, name="ffn")
         new: list[KeysValues] = []
         probabilities: list[jax.Array] = []
 

@@ -20,7 +20,7 @@ class Cache(NamedTuple):
 
 
 Caches = Cache | list[Cache]
-"""The cache of a decoder's stack, or a list with one of each layer (see `Transformer.unstack`)."""
+"""The cache of a decoder's stack, or a list with one of each layer (see `incremental.unstack_decoder`)."""
 
 
 def empty(config: ModelConfig, rows: int, slots: int) -> KVCache:

@@ -15,13 +15,21 @@ import jax
 import jax.numpy as jnp
 
 from branchnorm_jax.model.blocks import Stream
-from branchnorm_jax.model.norms import apply_norm, init_norm
+from branchnorm_jax.model.declared import Declared, map_declared
+from branchnorm_jax.model.norms import apply_norm, declare_norm
 
 
-def init_combination(layers: int, width: int, norm: str) -> dict[str, Any]:
+def declare_combination(layers: int, width: int, norm: str) -> dict[str, Any]:
     """W [L+1, L+1], whose row l starts as the mean of the l + 1 outputs so far, and L norms."""
+
+    def repeated(leaf: Declared) -> Declared:
+        return leaf.replace_boxed(jnp.stack([leaf.value] * layers)).add_axis(0, {})
+
     rows = jnp.tri(layers + 1) / jnp.arange(1, layers + 2)[:, None]
-    return {"weight": rows, "norm": init_norm(norm, width, (layers,))}
+    return {
+        "weight": Declared(rows, ("layers", "layers")),
+        "norm": map_declared(repeated, declare_norm(norm, width)),
+    }
 
 
 def combined(
@@ -37,7 +45,7 @@ def combined(
 
     Args:
       layer: x_l, per_layer_l -> y_(l+1), output; plain streams.
-      params: of `init_combination`.
+      params: of `declare_combination`.
       start: the carry of the first layer, with y_0 [B, T, D].
       per_layer: tree of [L, ...] leaves for `layer`.
       norm: kind of the norms.

@@ -32,7 +32,7 @@ def sinusoids(length: int, width: int, layout: str = "marian") -> np.ndarray:
     return np.concatenate([np.sin(angles), np.cos(angles)], axis=1).astype(np.float32)
 
 
-def init_table(key: jax.Array, rows: int, width: int, kind: str = "standard") -> jax.Array:
+def draw_table(key: jax.Array, rows: int, width: int, kind: str = "standard") -> jax.Array:
     """N(0, std = width^-1/2), the row of padding zero; "fixnorm": U(-0.01, 0.01). float32 [rows, width]."""
     if kind == "fixnorm":
         return jax.random.uniform(key, (rows, width), jnp.float32, -0.01, 0.01)

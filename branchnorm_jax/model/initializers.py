@@ -56,7 +56,16 @@ class Base(NamedTuple):
     bias: Mapping[str, Initializer]
 
 
-MATRICES = ("q", "k", "v", "o", "fc1", "gate", "fc2")
+MATRICES: dict[str, tuple[str, str]] = {
+    "q": ("embed", "heads"),
+    "k": ("embed", "heads"),
+    "v": ("embed", "heads"),
+    "o": ("heads", "embed"),
+    "fc1": ("embed", "ffn"),
+    "gate": ("embed", "ffn"),
+    "fc2": ("ffn", "embed"),
+}
+"""The matrices of the sub-layers, and the logical names of their axes."""
 
 
 def _base(default: Initializer, bias: Initializer = zeros, **exceptions: Initializer) -> Base:

@@ -4,29 +4,53 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from branchnorm_jax.model.initializers import get_base
+from branchnorm_jax.model.declared import declared
+from branchnorm_jax.model.initializers import MATRICES, Initializer, get_base
+from branchnorm_jax.model.recipe import Recipe, Rule
+from branchnorm_jax.options import ModelConfig
 
 
 class Linear(nn.Module):
-    """y = x W + b with W [d_in, d_out] and b [d_out], if `biases`, in float32, multiplied in `dtype`.
+    """y = x W + b with W [d_in, d_out] and b [d_out] in float32, multiplied in `dtype`.
 
-    `role` (q, k, v, o, fc1, ...) chooses the initialisers from the base named `init`.
+    Attributes:
+      features: d_out.
+      axes: logical names of the axes of W.
+      dtype: compute type.
+      kernel_init: initialiser of W.
+      bias_init: initialiser of b; None: there is no b.
+      gain: rule that multiplies the initial W and b.
     """
 
     features: int
-    role: str
-    init_base: str
+    axes: tuple[str, str]
     dtype: jnp.dtype
-    biases: bool = True
+    kernel_init: Initializer
+    bias_init: Initializer | None = None
+    gain: Rule | None = None
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         """[..., d_in] -> [..., d_out] in `dtype`."""
-        d_in, d_out = x.shape[-1], self.features
-        base = get_base(self.init_base)
-        kernel = self.param("kernel", lambda key: base.kernel[self.role](key, (d_in, d_out), d_in, d_out))
+        shape = x.shape[-1], self.features
+        kernel = self.param("kernel", declared(self.kernel_init, *self.axes, gain=self.gain), shape, *shape)
         y = x.astype(self.dtype) @ kernel.astype(self.dtype)
-        if not self.biases:
+        if self.bias_init is None:
             return y
-        bias = self.param("bias", lambda key: base.bias[self.role](key, (d_out,), d_in, d_out))
+        bias = self.param("bias", declared(self.bias_init, self.axes[1], gain=self.gain), shape[1:], *shape)
         return y + bias.astype(self.dtype)
+
+
+def linear(config: ModelConfig, recipe: Recipe, sublayer: str, matrix: str) -> Linear:
+    """The matrix of this name (see `MATRICES`) in a sub-layer, initialised as config and recipe say."""
+    base = get_base(config.init or recipe.init)
+    axes = MATRICES[matrix]
+    return Linear(
+        config.ffn_width if axes[1] == "ffn" else config.width,
+        axes,
+        jnp.dtype(config.dtype),
+        base.kernel[matrix],
+        base.bias[matrix] if recipe.biases else None,
+        recipe.gain_of(sublayer, matrix),
+        name=matrix,
+    )

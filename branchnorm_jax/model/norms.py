@@ -2,11 +2,13 @@
 
 import functools
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+
+from branchnorm_jax.model.declared import Declared
 
 
 def _exact(x: jax.Array) -> jax.Array:
@@ -99,12 +101,14 @@ def final_kind(kind: str, stack: str) -> str:
     return "scale_norm" if (kind, stack) == ("scale_norm_fixed", "decoder") else kind
 
 
-def init_norm(kind: str, width: int, leading: tuple[int, ...] = ()) -> dict[str, jax.Array]:
-    """Fresh parameters of a norm over `width` features, with `leading` axes before each."""
-    return {
-        name: jnp.full((*leading, width) if vector else leading, width**0.5 if start is None else start, jnp.float32)
-        for name, (start, vector) in NORMS[kind].params.items()
-    }
+def declare_norm(kind: str, width: int, axis: str = "embed") -> dict[str, Declared]:
+    """The parameters of a norm over `width` features, an axis of this logical name."""
+
+    def declare(start: float | None, vector: bool) -> Declared:
+        value = width**0.5 if start is None else start
+        return Declared(jnp.full((width,) * vector, value, jnp.float32), (axis,) * vector)
+
+    return {name: declare(*param) for name, param in NORMS[kind].params.items()}
 
 
 def apply_norm(kind: str, params: Mapping[str, jax.Array], x: jax.Array, epsilon: float = 1e-5) -> jax.Array:
@@ -113,13 +117,14 @@ def apply_norm(kind: str, params: Mapping[str, jax.Array], x: jax.Array, epsilon
 
 
 class Norm(nn.Module):
-    """The norm of this `kind`, as a module."""
+    """The norm of this `kind`, as a module; `axis` is the logical name of the features' axis."""
 
     kind: str
+    axis: str = "embed"
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         """[..., D] -> [..., D] float32."""
-        start = init_norm(self.kind, x.shape[-1])
-        params = {name: self.param(name, lambda key, name=name: start[name]) for name in start}
+        start = declare_norm(self.kind, x.shape[-1], self.axis)
+        params: dict[str, Any] = {name: self.param(name, lambda key, name=name: start[name]) for name in start}
         return apply_norm(self.kind, params, x)

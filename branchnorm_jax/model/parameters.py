@@ -1,4 +1,4 @@
-"""Initialisation of a Transformer's parameters, a tree:
+"""The parameters of a Transformer, a tree:
 
     embedding/{shared | source, target[, output]}   [V, D]
     embedding/bias                                   [V], of the logits, with model.output_bias
@@ -18,76 +18,75 @@ import jax.numpy as jnp
 
 from branchnorm_jax.model.blocks import LayerInput, Stream, make_block
 from branchnorm_jax.model.coefficients import Coefficients, by_layer
-from branchnorm_jax.model.combination import init_combination
-from branchnorm_jax.model.embedding import init_table
-from branchnorm_jax.model.norms import final_kind, init_norm
-from branchnorm_jax.model.recipe import ONE, STACKS, Depth, Recipe, Rule
+from branchnorm_jax.model.combination import declare_combination
+from branchnorm_jax.model.declared import Declared, map_declared
+from branchnorm_jax.model.embedding import draw_table
+from branchnorm_jax.model.norms import declare_norm, final_kind
+from branchnorm_jax.model.recipe import ONE, STACKS, Depth, Recipe
 from branchnorm_jax.options import ModelConfig
 
 Params = dict[str, Any]
 
 
-def init_parameters(
+def declare_parameters(
     config: ModelConfig, recipe: Recipe, source_vocab: int, target_vocab: int, key: jax.Array
-) -> Params:
-    """Fresh float32 parameters; layer l of a stack depends on (key, stack, l) alone."""
-    tables = {
+) -> dict[str, Any]:
+    """The tree of the parameters, with a `Declared` of the final initial value at each leaf."""
+    depth = Depth(config.encoder_layers, config.decoder_layers)
+    embedding_key, *stack_keys = (jax.random.fold_in(key, index) for index in range(3))
+    params = {"embedding": declare_embedding(config, recipe, source_vocab, target_vocab, embedding_key)}
+    for stack, stack_key, layers in zip(STACKS, stack_keys, depth, strict=True):
+        params[stack] = declare_stack(config, recipe, depth, stack, stack_key)
+        if recipe.embedding_norm:
+            params[f"{stack}_embedding_norm"] = declare_norm(config.norm, config.width)
+        if recipe.combines:
+            params[f"{stack}_combination"] = declare_combination(layers, config.width, config.norm)
+        if recipe.final == "norm":
+            params[f"{stack}_norm"] = declare_norm(final_kind(config.norm, stack), config.width)
+        elif recipe.final == "shift":
+            scale = {"scale": Declared(jnp.ones(()), ())} if stack == "encoder" else {}
+            params[f"{stack}_norm"] = {"shift": Declared(jnp.zeros(()), ())} | scale
+    return params
+
+
+def declare_embedding(
+    config: ModelConfig, recipe: Recipe, source_vocab: int, target_vocab: int, key: jax.Array
+) -> dict[str, Declared]:
+    """The embedding tables and the bias of the logits."""
+    rows = {
         "all": {"shared": source_vocab},
         "decoder": {"source": source_vocab, "target": target_vocab},
         "none": {"source": source_vocab, "target": target_vocab, "output": target_vocab},
     }[config.shared_embeddings]
-    embedding_key, *stack_keys = (jax.random.fold_in(key, index) for index in range(3))
-    depth = Depth(config.encoder_layers, config.decoder_layers)
-    params: Params = {"embedding": {}}
-    for index, (name, rows) in enumerate(tables.items()):
-        table = init_table(jax.random.fold_in(embedding_key, index), rows, config.width, config.embedding)
-        gain = recipe.gain.get(f"embedding/{name}", ONE)(depth)
-        params["embedding"][name] = table * (gain.encoder if name in ("source", "shared") else gain.decoder)
+    tables = {}
+    for index, name in enumerate(rows):
+        table = draw_table(jax.random.fold_in(key, index), rows[name], config.width, config.embedding)
+        gain = recipe.gain.get(f"embedding/{name}", ONE)(Depth(config.encoder_layers, config.decoder_layers))
+        factor = gain.encoder if name in ("source", "shared") else gain.decoder
+        tables[name] = Declared(table * factor, ("vocab", "embed"))
     if config.output_bias:
-        params["embedding"]["bias"] = jnp.zeros(target_vocab)
-    for stack, stack_key, layers in zip(STACKS, stack_keys, depth, strict=True):
-        params[stack] = init_stack(config, recipe, depth, stack, stack_key)
-        if recipe.embedding_norm:
-            params[f"{stack}_embedding_norm"] = init_norm(config.norm, config.width)
-        if recipe.combines:
-            params[f"{stack}_combination"] = init_combination(layers, config.width, config.norm)
-        if recipe.final == "norm":
-            params[f"{stack}_norm"] = init_norm(final_kind(config.norm, stack), config.width)
-        elif recipe.final == "shift":
-            scale = {"scale": jnp.ones(())} if stack == "encoder" else {}
-            params[f"{stack}_norm"] = {"shift": jnp.zeros(())} | scale
-    return params
+        tables["bias"] = Declared(jnp.zeros(target_vocab), ("vocab",))
+    return tables
 
 
-def init_stack(config: ModelConfig, recipe: Recipe, depth: Depth, stack: str, key: jax.Array) -> Params:
-    """The parameters of a stack's layers, [L, ...] each."""
+def declare_stack(config: ModelConfig, recipe: Recipe, depth: Depth, stack: str, key: jax.Array) -> dict[str, Any]:
+    """The parameters of a stack's layers, [L, ...] each; those of layer l depend on (key, l) alone."""
+    # Flax finds a module's parameters by running it, here on one token.
     stream = Stream(jnp.zeros((1, 1, config.width), config.carry_dtype))
     mask, one = jnp.ones((1, 1, 1), bool), jnp.ones(())
     layer = LayerInput(Coefficients(one, one, one, one > 0))
     inputs = (layer, *((mask,) if stack == "encoder" else (stream.x, mask, mask)))
     block = make_block(config, recipe, stack)
 
-    def init_layer(layer_key: jax.Array) -> Params:
+    def one_layer(layer_key: jax.Array) -> dict[str, Any]:
         return block.init(layer_key, stream, *inputs)["params"]
 
-    def scaled(path: Any, leaf: jax.Array) -> jax.Array:
-        rule = start_rule(recipe, [entry.key for entry in path])
-        if rule is None:
+    def stacked(leaf: Declared) -> Declared:
+        leaf = leaf.add_axis(0, {})
+        if leaf.gain is None:
             return leaf
-        factors_L = jnp.asarray(by_layer(rule, depth, stack), jnp.float32)
-        return leaf * factors_L.reshape(-1, *(1,) * (leaf.ndim - 1))
+        gain_L = jnp.asarray(by_layer(leaf.gain, depth, stack), jnp.float32)
+        return leaf.replace_boxed(leaf.value * gain_L.reshape(-1, *(1,) * (leaf.value.ndim - 1)))
 
     keys = jax.vmap(functools.partial(jax.random.fold_in, key))(jnp.arange(getattr(depth, stack)))
-    return jax.tree_util.tree_map_with_path(scaled, jax.vmap(init_layer)(keys))
-
-
-def start_rule(recipe: Recipe, names: list[str]) -> Rule | None:
-    """What the leaf of a stack at this path is multiplied by at the start; None: nothing."""
-    sublayer, matrix = names[0], names[1] if len(names) > 1 else ""
-    if sublayer.endswith("skip"):
-        return recipe.skip.start
-    if sublayer.endswith("branch"):
-        return recipe.branch.start
-    if names[-1] not in ("kernel", "bias"):
-        return None
-    return recipe.gain.get(f"{sublayer}/{matrix}", recipe.gain.get("fc1" if matrix == "gate" else matrix))
+    return map_declared(stacked, jax.vmap(one_layer)(keys))

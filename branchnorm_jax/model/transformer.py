@@ -5,22 +5,22 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from branchnorm_jax.model.attention import KVCache
-from branchnorm_jax.model.blocks import Block, LayerInput, Stream, make_attention, make_block, watched
-from branchnorm_jax.model.cache import Cache, Caches, empty, to_cache, write_tokens
+from branchnorm_jax.model.blocks import Block, LayerInput, Stream, make_block, watched
 from branchnorm_jax.model.coefficients import Alpha, resolve
 from branchnorm_jax.model.combination import combined
+from branchnorm_jax.model.declared import map_declared
 from branchnorm_jax.model.dropout import dropout
 from branchnorm_jax.model.embedding import drop_words, embed, fix_norm, sinusoids
 from branchnorm_jax.model.growth import starts_closed
 from branchnorm_jax.model.methods import get_recipe
 from branchnorm_jax.model.norms import apply_norm, final_kind
 from branchnorm_jax.model.output import Output
-from branchnorm_jax.model.parameters import Params, init_parameters
+from branchnorm_jax.model.parameters import Params, declare_parameters
 from branchnorm_jax.model.recipe import STACKS, Depth, Recipe
 from branchnorm_jax.model.segments import Segments, causal_mask, same_sentence, source_segments, target_segments
 from branchnorm_jax.model.stack import Layer, remembering, run_and_update, run_stack, unstack
@@ -62,11 +62,18 @@ class Transformer:
 
     def init(self, key: jax.Array) -> Params:
         """Fresh float32 parameters; layer l of a stack depends on (key, stack, l) alone."""
-        return init_parameters(self.config, self.recipe, self.source_vocab, self.target_vocab, key)
+        return nn.meta.unbox(self._declare(key))
 
     def abstract_params(self) -> Params:
         """Shapes and dtypes of the parameters, without allocating them."""
         return jax.eval_shape(self.init, jax.random.key(0))
+
+    def logical_axes(self) -> Any:
+        """The tree of the parameters with the logical names of its axes at each leaf, a tuple."""
+        return map_declared(lambda leaf: leaf.axes, jax.eval_shape(self._declare, jax.random.key(0)))
+
+    def _declare(self, key: jax.Array) -> Any:
+        return declare_parameters(self.config, self.recipe, self.source_vocab, self.target_vocab, key)
 
     # Forward
 
@@ -124,9 +131,9 @@ class Transformer:
         arguments: tuple[Any, ...] = (mask_BTT,)
         if memory is not None:
             arguments = memory[0], mask_BTT & causal_mask(tokens_BT.shape[1]), same_sentence(segments, memory[1])
-        x_BTD = self._embed(params, stack, tokens_BT, self.positions(tokens_BT.shape[1])[segments.positions], key)
-        inputs = self._layer_inputs(stack, alpha, key, taps)
-        return self._run_layers(params, stack, x_BTD, inputs, lambda _: arguments, taps=taps)
+        x_BTD = self.embed_tokens(params, stack, tokens_BT, self.positions(tokens_BT.shape[1])[segments.positions], key)
+        inputs = self.layer_inputs(stack, alpha, key, taps)
+        return self.run_layers(params, stack, x_BTD, inputs, lambda _: arguments, taps=taps)
 
     def output(self, params: Params) -> Output:
         """The last layer."""
@@ -181,74 +188,13 @@ class Transformer:
         target = target_segments(inputs_BT)
         return self.run_tokens(params, "decoder", inputs_BT, target, memory, alpha, taps=Taps(attention=weights_M))[1]
 
-    # Decoding, one token at a time
-
-    def unstack(self, params: Params) -> Params:
-        """Parameters for `start_cache` and `step` with a list of decoder layers; their caches are a list, too.
-
-        Steps are faster, see `stack.unstack`, but take longer to compile the deeper the decoder. The decoder of methods
-        that combine layers stays stacked.
-        """
-        if self.recipe.combines:
-            return params
-        # Compiled, because slicing one leaf at a time would take longer than a short search.
-        return params | {"decoder": jax.jit(unstack)(params["decoder"])}
-
-    def start_cache(self, params: Params, memory_BSD: jax.Array, slots: int) -> Caches:
-        """A cache with `slots` empty slots for each sentence, and with the source's keys and values."""
-        layers, room = params["decoder"], empty(self.config, len(memory_BSD), slots)
-        attention = make_attention(self.config, self.recipe, "cross")
-
-        def cross(layer: Params) -> KVCache:
-            return to_cache(*attention.apply({"params": layer["cross"]}, memory_BSD, method="keys_values"))
-
-        if isinstance(layers, list):
-            return [Cache(own, cross(layer)) for own, layer in zip(unstack(room), layers, strict=True)]
-        return Cache(room, jax.vmap(cross)(layers))
-
-    def step(
-        self,
-        params: Params,
-        caches: Caches,
-        source_mask_B1S: jax.Array,
-        tokens_BQ: jax.Array,
-        positions_B1D: jax.Array,
-        seen_BQN: jax.Array,
-        slot: jax.Array,
-        alpha: Alpha | jax.Array,
-    ) -> tuple[jax.Array, Caches]:
-        """Logits [B, Q, V] of what follows the current tokens of the Q hypotheses of each sentence.
-
-        The hypotheses of a sentence share its slots, so nothing moves when one of them branches. `seen_BQN` selects the
-        slots with the tokens before a hypothesis's current one.
-
-        Args:
-          params: the parameters.
-          caches: what `start_cache` made.
-          source_mask_B1S: True at real source tokens.
-          tokens_BQ: the current tokens.
-          positions_B1D: their rows of `positions`.
-          seen_BQN: True at the slots that a hypothesis attends to.
-          slot: the first of the Q slots that the current tokens are written to.
-          alpha: alpha_t.
-        """
-        x_BQD = self._embed(params, "decoder", tokens_BQ, positions_B1D, None)
-
-        def arguments(layer_cache: Cache) -> tuple[Any, ...]:
-            return None, seen_BQN, source_mask_B1S, layer_cache
-
-        inputs = self._layer_inputs("decoder", alpha, None)
-        x_BQD, new = self._run_layers(params, "decoder", x_BQD, inputs, arguments, caches)
-        slot = _ready_after(x_BQD, slot)
-        return self.logits(params, x_BQD), write_tokens(caches, new, slot)
-
     def positions(self, length: int) -> jax.Array:
         """Position embeddings, float32 [length, D]."""
         return jnp.asarray(sinusoids(length, self.config.width, self.config.positions))
 
     # Parts
 
-    def _run_layers(
+    def run_layers(
         self,
         params: Params,
         stack: str,
@@ -298,7 +244,7 @@ class Transformer:
         return self._end(params, stack, stream), outputs if attention is None else stream.attention
 
     def _layer(self, stack: str, arguments: Callable[[Any], tuple[Any, ...]], taps: Taps) -> Layer:
-        """One layer as a function for `run_stack`; arguments as in `_run_layers`."""
+        """One layer as a function for `run_stack`; arguments as in `run_layers`."""
         record = taps.record
 
         def apply(block: Block, stream: Stream, scanned: tuple[Params, LayerInput, Any]) -> tuple[Stream, Any]:
@@ -335,11 +281,11 @@ class Transformer:
             return stream.x + apply_norm(kind, end, stream.total, recipe.final_epsilon)
         return apply_norm(kind, end, stream.x, recipe.final_epsilon)
 
-    def _layer_inputs(
+    def layer_inputs(
         self,
         stack: str,
         alpha: Alpha | jax.Array,
-        key: jax.Array | None,
+        key: jax.Array | None = None,
         taps: Taps = Taps(),  # noqa: B008
     ) -> LayerInput:
         """Coefficients, keys and taps of a stack's layers, [L] each. Key 0 of a stack is the embedding's."""
@@ -360,9 +306,10 @@ class Transformer:
         table = tables.get("shared", tables.get(side, tables.get("target")))
         return fix_norm(table) if self.config.embedding == "fixnorm" else table
 
-    def _embed(
-        self, params: Params, stack: str, tokens_BT: jax.Array, positions: jax.Array, key: jax.Array | None
+    def embed_tokens(
+        self, params: Params, stack: str, tokens_BT: jax.Array, positions: jax.Array, key: jax.Array | None = None
     ) -> jax.Array:
+        """The input of a stack's first layer, [B, T, D], from token ids and rows of `positions`."""
         c, side = self.config, "source" if stack == "encoder" else "target"
         key = _fold(key, 0)
         tokens_BT = drop_words(tokens_BT, c.word_dropout, _fold(key, 1), self.tags)
@@ -374,12 +321,3 @@ class Transformer:
 
 def _fold(key: jax.Array | None, index: int) -> jax.Array | None:
     return None if key is None else jax.random.fold_in(key, index)
-
-
-def _ready_after(x: jax.Array, slot: jax.Array) -> jax.Array:
-    """Returns `slot` with an artificial dependency on `x`.
-
-    XLA then writes the caches after all layers have read them. Without the dependency it copies every cache of
-    unstacked layers twice at each step.
-    """
-    return jnp.minimum(slot, slot + (x[0, 0, 0] > 0))

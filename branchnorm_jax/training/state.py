@@ -11,7 +11,6 @@ import optax
 from jax.sharding import Mesh, NamedSharding
 
 from branchnorm_jax.model.admin import profile
-from branchnorm_jax.model.axes import logical_axes
 from branchnorm_jax.model.parameters import Params
 from branchnorm_jax.model.transformer import Transformer
 from branchnorm_jax.parallel.mesh import shard_tree, sharding
@@ -78,7 +77,7 @@ def first_state(params: Params, optimizer: optax.GradientTransformation, ema: bo
 def abstract_params(model: Transformer, mesh: Mesh) -> Params:
     """Shapes, dtypes and shardings of the parameters, without allocating memory."""
     params = model.abstract_params()
-    return jax.tree.map(_place, params, shard_tree(mesh, params, logical_axes(params)))
+    return jax.tree.map(_place, params, shard_tree(mesh, params, model.logical_axes()))
 
 
 # The return type is Any, because the result takes the place of an array.

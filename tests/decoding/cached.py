@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from branchnorm_jax.model.incremental import CurrentTokens, start_cache, step
 from branchnorm_jax.model.segments import source_mask
 from branchnorm_jax.model.transformer import Transformer
 
@@ -22,17 +23,20 @@ def cached_logits(
     def one(cache: Any, position: jax.Array) -> tuple[Any, jax.Array]:
         tokens = jnp.repeat(inputs_BT[:, position, None], hypotheses, axis=1)
         seen = (slot // hypotheses < position) & (slot % hypotheses == own)
-        logits, cache = model.step(
+        logits, cache = step(
+            model,
             params,
             cache,
             source_mask(source_BS),
-            tokens,
-            jnp.broadcast_to(table[position], (batch, 1, table.shape[1])),
-            jnp.broadcast_to(seen, (batch, *seen.shape)),
-            position * hypotheses,
+            CurrentTokens(
+                tokens,
+                jnp.broadcast_to(table[position], (batch, 1, table.shape[1])),
+                jnp.broadcast_to(seen, (batch, *seen.shape)),
+                position * hypotheses,
+            ),
             alpha,
         )
         return cache, logits
 
-    start = model.start_cache(params, memory, length * hypotheses)
+    start = start_cache(model, params, memory, length * hypotheses)
     return jnp.moveaxis(jax.lax.scan(one, start, jnp.arange(length))[1], 0, 2)

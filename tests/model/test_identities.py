@@ -4,6 +4,7 @@ import dataclasses
 import math
 from typing import Any
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,7 +13,7 @@ import pytest
 from branchnorm_jax.model import admin
 from branchnorm_jax.model.losses import smoothed_cross_entropy
 from branchnorm_jax.model.methods import METHODS
-from branchnorm_jax.model.norms import apply_norm, init_norm
+from branchnorm_jax.model.norms import apply_norm, declare_norm
 from branchnorm_jax.model.recipe import NOWHERE, ONE, Recipe, Weight
 from branchnorm_jax.model.segments import decoder_inputs, source_segments, target_segments
 from branchnorm_jax.model.transformer import Transformer
@@ -50,7 +51,7 @@ def both(model: Transformer, params: Any) -> tuple[np.ndarray, np.ndarray]:
 def embedded(model: Transformer, params: Any, stack: str, tokens: jax.Array) -> jax.Array:
     """Returns the input of a stack, [B, T, D]."""
     segments = source_segments(tokens) if stack == "encoder" else target_segments(tokens)
-    return model._embed(params, stack, tokens, model.positions(tokens.shape[1])[segments.positions], None)
+    return model.embed_tokens(params, stack, tokens, model.positions(tokens.shape[1])[segments.positions])
 
 
 def register(monkeypatch: pytest.MonkeyPatch, recipe: Recipe) -> str:
@@ -143,7 +144,7 @@ def test_scale_norm_fixed_learns_one_g(method: str, learned: int) -> None:
 
 @pytest.mark.parametrize("kind", ["layer_norm", "rms_norm", "scale_norm"])
 def test_gradient_of_a_norm_is_finite_at_zero(kind: str) -> None:
-    start = init_norm(kind, 16)
+    start = nn.meta.unbox(declare_norm(kind, 16))
     gradient = jax.grad(lambda x: apply_norm(kind, start, x).sum())(jnp.zeros((2, 16)))
     assert bool(jnp.isfinite(gradient).all())
 

@@ -10,6 +10,8 @@ import pytest
 import torch
 
 from branchnorm_jax.model.embedding import sinusoids
+from branchnorm_jax.model.feedforward import FeedForward
+from branchnorm_jax.model.incremental import unstack_decoder
 from branchnorm_jax.model.losses import smoothed_cross_entropy
 from branchnorm_jax.model.methods import METHODS
 from branchnorm_jax.model.norms import layer_norm
@@ -114,9 +116,8 @@ def test_stacks_equal_pytorch(method: str, activation: str) -> None:
 
 
 def test_swiglu_equals_its_formula() -> None:
-    from branchnorm_jax.model.feedforward import FeedForward
-
-    layer = FeedForward(8, 12, "swiglu", 0.0, "xavier_uniform", jnp.dtype("float32"))
+    config = ModelConfig(width=8, heads=2, ffn_width=12, activation="swiglu", activation_dropout=0.0)
+    layer = FeedForward(config, METHODS["post_ln"])
     x = jax.random.normal(KEY, (2, 3, 8))
     params = randomised(layer.init(jax.random.key(1), x)["params"])
     p = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), params)
@@ -233,7 +234,7 @@ def test_decoding_with_a_cache_equals_teacher_forcing(method: str, scan: bool, a
     model = small(method=method, scan=scan)
     params, alpha = randomised(init(model, KEY), 0.1), jnp.float32(0.6)
     forced = forward(model, params, SOURCE, TARGET, alpha)
-    params = model.unstack(params) if apart else params
+    params = unstack_decoder(model, params) if apart else params
     # Two hypotheses per sentence share its slots.
     found, real = cached_logits(model, params, SOURCE, TARGET, alpha, 2), np.asarray(TARGET != 0)
     for hypothesis in (0, 1):

@@ -6,7 +6,6 @@ import pytest
 from jax.sharding import AbstractMesh, PartitionSpec
 
 from branchnorm_jax.errors import UserError
-from branchnorm_jax.model.axes import logical_axes
 from branchnorm_jax.model.transformer import Transformer
 from branchnorm_jax.options import ModelConfig, ParallelConfig
 from branchnorm_jax.parallel.mesh import LOGICAL_RULES, make_mesh, shard_tree, to_devices
@@ -14,10 +13,11 @@ from branchnorm_jax.parallel.mesh import LOGICAL_RULES, make_mesh, shard_tree, t
 
 @pytest.mark.parametrize("method", ["post_ln", "pre_ln"])
 def test_every_parameter_has_a_name_for_each_axis(method: str) -> None:
-    params = Transformer(ModelConfig(method=method, activation="swiglu"), 100, 100).abstract_params()
+    model = Transformer(ModelConfig(method=method, activation="swiglu"), 100, 100)
+    params = model.abstract_params()
     for leaf, names in zip(
         jax.tree.leaves(params),
-        jax.tree.leaves(logical_axes(params), is_leaf=lambda x: isinstance(x, tuple)),
+        jax.tree.leaves(model.logical_axes(), is_leaf=lambda x: isinstance(x, tuple)),
         strict=True,
     ):
         assert len(names) == leaf.ndim
@@ -27,8 +27,9 @@ def test_every_parameter_has_a_name_for_each_axis(method: str) -> None:
 def test_matrices_are_split_over_the_model_axis_where_it_divides_them() -> None:
     mesh = AbstractMesh((4, 2), ("data", "model"))
     config = ModelConfig(width=6, heads=2, ffn_width=9, encoder_layers=2, decoder_layers=2)
-    params = Transformer(config, 100, 100).abstract_params()
-    specs = jax.tree.map(lambda split: split.spec, shard_tree(mesh, params, logical_axes(params)))  # type: ignore[arg-type]
+    model = Transformer(config, 100, 100)
+    params = model.abstract_params()
+    specs = jax.tree.map(lambda split: split.spec, shard_tree(mesh, params, model.logical_axes()))  # type: ignore[arg-type]
     assert specs["embedding"]["shared"] == PartitionSpec("model", None)
     assert specs["encoder"]["self"]["q"]["kernel"] == PartitionSpec(None, None, "model")
     assert specs["encoder"]["self"]["o"]["kernel"] == PartitionSpec(None, "model", None)

@@ -13,6 +13,7 @@ import pytest
 
 from branchnorm_jax.model import growth
 from branchnorm_jax.model.depth_rules import layer_power
+from branchnorm_jax.model.incremental import unstack_decoder
 from branchnorm_jax.model.methods import METHODS
 from branchnorm_jax.model.recipe import ONE, ZERO, Recipe, Weight, always
 from branchnorm_jax.model.segments import decoder_inputs
@@ -116,7 +117,10 @@ def cache_error(model: Transformer, params: Any, data: Batch) -> float:
     alpha = growth.alpha(model.config)(jnp.int32(13))
     inputs = decoder_inputs(data.target)
     expected = model(params, data.source, inputs, alpha)
-    both = (cached_logits(model, each, data.source, inputs, alpha)[:, 0] for each in (params, model.unstack(params)))
+    both = (
+        cached_logits(model, each, data.source, inputs, alpha)[:, 0]
+        for each in (params, unstack_decoder(model, params))
+    )
     real = data.target != PAD
     return max(float(jnp.abs(found - expected)[real].max() / jnp.abs(expected)[real].max()) for found in both)
 

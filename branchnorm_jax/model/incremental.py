@@ -1,0 +1,92 @@
+"""Incremental decoding: one decoder step for the current token of each hypothesis, with a cache of keys and values."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from branchnorm_jax.model.attention import Attention, KVCache
+from branchnorm_jax.model.cache import Cache, Caches, empty, to_cache, write_tokens
+from branchnorm_jax.model.coefficients import Alpha
+from branchnorm_jax.model.parameters import Params
+from branchnorm_jax.model.stack import unstack
+from branchnorm_jax.model.transformer import Transformer
+
+
+class CurrentTokens(NamedTuple):
+    """The current token of each of the Q hypotheses of each sentence.
+
+    The hypotheses of a sentence share its slots of the cache, so nothing moves when one of them branches.
+    """
+
+    ids_BQ: jax.Array
+    """Token ids."""
+    positions_B1D: jax.Array
+    """Their rows of `Transformer.positions`."""
+    seen_BQN: jax.Array
+    """True at the slots with the tokens before a hypothesis's current one."""
+    slot: jax.Array
+    """The first of the Q slots that the current tokens are written to."""
+
+
+def unstack_decoder(model: Transformer, params: Params) -> Params:
+    """Parameters for `start_cache` and `step` with a list of decoder layers; their caches are a list, too.
+
+    Steps are faster, see `stack.unstack`, but take longer to compile the deeper the decoder. The decoder of methods
+    that combine layers stays stacked.
+    """
+    if model.recipe.combines:
+        return params
+    # Compiled, because slicing one leaf at a time would take longer than a short search.
+    return params | {"decoder": jax.jit(unstack)(params["decoder"])}
+
+
+def start_cache(model: Transformer, params: Params, memory_BSD: jax.Array, slots: int) -> Caches:
+    """A cache with `slots` empty slots for each sentence, and with the source's keys and values."""
+    layers, room = params["decoder"], empty(model.config, len(memory_BSD), slots)
+    attention = Attention(model.config, model.recipe, name="cross")
+
+    def cross(layer: Params) -> KVCache:
+        return to_cache(*attention.apply({"params": layer["cross"]}, memory_BSD, method="keys_values"))
+
+    if isinstance(layers, list):
+        return [Cache(own, cross(layer)) for own, layer in zip(unstack(room), layers, strict=True)]
+    return Cache(room, jax.vmap(cross)(layers))
+
+
+def step(
+    model: Transformer,
+    params: Params,
+    caches: Caches,
+    source_mask_B1S: jax.Array,
+    current: CurrentTokens,
+    alpha: Alpha | jax.Array,
+) -> tuple[jax.Array, Caches]:
+    """Logits [B, Q, V] of what follows the current tokens, and the caches with these tokens.
+
+    Args:
+      model: the model.
+      params: its parameters, or what `unstack_decoder` made of them.
+      caches: what `start_cache` made.
+      source_mask_B1S: True at real source tokens.
+      current: the current tokens.
+      alpha: alpha_t.
+    """
+    x_BQD = model.embed_tokens(params, "decoder", current.ids_BQ, current.positions_B1D)
+
+    def arguments(layer_cache: Cache) -> tuple[Any, ...]:
+        return None, current.seen_BQN, source_mask_B1S, layer_cache
+
+    inputs = model.layer_inputs("decoder", alpha)
+    x_BQD, new = model.run_layers(params, "decoder", x_BQD, inputs, arguments, caches)
+    slot = _ready_after(x_BQD, current.slot)
+    return model.logits(params, x_BQD), write_tokens(caches, new, slot)
+
+
+def _ready_after(x: jax.Array, slot: jax.Array) -> jax.Array:
+    """Returns `slot` with an artificial dependency on `x`.
+
+    XLA then writes the caches after all layers have read them. Without the dependency it copies every cache of
+    unstacked layers twice at each step.
+    """
+    return jnp.minimum(slot, slot + (x[0, 0, 0] > 0))

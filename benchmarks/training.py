@@ -45,10 +45,10 @@ from branchnorm_jax.data.packing import Shape
 from branchnorm_jax.data.prepare import prepare
 from branchnorm_jax.data.shuffle import shuffled
 from branchnorm_jax.data.store import TokenStore
-from branchnorm_jax.decoding.translate import make_model
 from branchnorm_jax.model.transformer import Transformer
 from branchnorm_jax.options import Config
 from branchnorm_jax.tokens import PAD
+from branchnorm_jax.training.network import make_model
 from branchnorm_jax.training.optimizer import make_optimizer
 from branchnorm_jax.training.state import Batch, first_state
 from branchnorm_jax.training.step import loss_sums, make_train_step

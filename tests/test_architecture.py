@@ -31,7 +31,7 @@ MAY_IMPORT = {
     "serving": {"decoding", "data", "model"},
     "evaluation": {"files"},
     "training": {"evaluation", "decoding", "model", "data", "parallel", "config", "files", "workdir"},
-    "analysis": {"training", "evaluation", "decoding", "model", "data", "parallel", "config", "workdir"},
+    "analysis": {"training", "evaluation", "model", "data", "parallel", "config", "workdir"},
     # Only cli.py may import the modes.
     "modes": {
         *("analysis", "training", "evaluation", "decoding", "model", "data", "parallel", "export", "serving"),

@@ -22,7 +22,6 @@ from branchnorm_jax.data.batches import BatchPlan, fill_rows, make_plans
 from branchnorm_jax.data.packing import Shape
 from branchnorm_jax.data.prepare import Corpus
 from branchnorm_jax.data.shuffle import shuffled
-from branchnorm_jax.decoding.translate import make_model
 from branchnorm_jax.model import growth
 from branchnorm_jax.model.coefficients import Alpha
 from branchnorm_jax.model.parameters import Params
@@ -30,6 +29,7 @@ from branchnorm_jax.model.recipe import STACKS
 from branchnorm_jax.model.segments import decoder_inputs
 from branchnorm_jax.model.transformer import Transformer
 from branchnorm_jax.options import Config
+from branchnorm_jax.training.network import make_model
 from branchnorm_jax.training.optimizer import make_optimizer
 from branchnorm_jax.training.state import Batch, first_state, init_params
 from branchnorm_jax.training.step import make_train_step

@@ -17,14 +17,8 @@ from branchnorm_jax.model.coefficients import Alpha
 from branchnorm_jax.model.parameters import Params
 from branchnorm_jax.model.segments import decoder_inputs
 from branchnorm_jax.model.transformer import Transformer
-from branchnorm_jax.options import DecodeConfig, ModelConfig
+from branchnorm_jax.options import DecodeConfig
 from branchnorm_jax.tokens import EOS
-
-
-def make_model(config: ModelConfig, tokenizer: Tokenizer) -> Transformer:
-    """Creates the network of a config for a vocabulary."""
-    unused = tokenizer.unused_target if config.mask_unused else ()
-    return Transformer(config, tokenizer.source_size, tokenizer.target_size, unused, len(tokenizer.languages))
 
 
 class Translation(NamedTuple):

@@ -15,7 +15,6 @@ from branchnorm_jax.analysis.report import draw_curves, draw_layers
 from branchnorm_jax.config import to_json
 from branchnorm_jax.data.batches import make_plans
 from branchnorm_jax.data.corpus import read_pairs
-from branchnorm_jax.decoding.translate import make_model
 from branchnorm_jax.errors import DivergedError, UserError
 from branchnorm_jax.files import write_atomically
 from branchnorm_jax.model.coefficients import uniform
@@ -27,6 +26,7 @@ from branchnorm_jax.parallel import hosts
 from branchnorm_jax.training import logs, loop
 from branchnorm_jax.training.finetune import corpus_of, parent_of
 from branchnorm_jax.training.loop import check_names
+from branchnorm_jax.training.network import make_model
 from branchnorm_jax.training.state import Batch, init_params
 from branchnorm_jax.workdir import Workdir
 

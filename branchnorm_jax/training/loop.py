@@ -19,7 +19,6 @@ import optax
 from branchnorm_jax.data.batches import TextBatch, make_plans, prefetch
 from branchnorm_jax.data.packing import Shape
 from branchnorm_jax.data.prepare import Corpus
-from branchnorm_jax.decoding.translate import make_model
 from branchnorm_jax.errors import BranchNormError, DivergedError, Preempted, StorageError, UserError
 from branchnorm_jax.model import growth
 from branchnorm_jax.model.initializers import get_base
@@ -33,6 +32,7 @@ from branchnorm_jax.training.checkpoint import Checkpoints
 from branchnorm_jax.training.digests import sha256
 from branchnorm_jax.training.finetune import corpus_of, parents_parameters
 from branchnorm_jax.training.loop_state import LoopState
+from branchnorm_jax.training.network import make_model
 from branchnorm_jax.training.optimizer import make_optimizer
 from branchnorm_jax.training.record import Recorder, write_event, write_status
 from branchnorm_jax.training.state import Batch, TrainState, abstract_state, init_state, state_from
@@ -58,6 +58,11 @@ def train(config: Config, workdir: Workdir) -> None:
     Errors during the loop are raised after `status.json` is written.
     """
     check_names(config)
+    if config.model.remat == "auto":
+        raise UserError(
+            "config: model.remat=auto has to be resolved before training, as `python main.py` does; "
+            "set none, save_branches, full or nested"
+        )
     workdir.create()
     with workdir.locked():
         workdir.agree_on_config(config)

@@ -5,7 +5,6 @@ from pathlib import Path
 
 from branchnorm_jax import config as configs
 from branchnorm_jax.data.tokenizer import Tokenizer, load_tokenizer
-from branchnorm_jax.decoding.translate import make_model
 from branchnorm_jax.errors import UserError
 from branchnorm_jax.model.coefficients import Alpha
 from branchnorm_jax.model.parameters import Params
@@ -14,6 +13,7 @@ from branchnorm_jax.options import Config
 from branchnorm_jax.parallel.mesh import make_mesh
 from branchnorm_jax.training import logs
 from branchnorm_jax.training.checkpoint import Checkpoints
+from branchnorm_jax.training.network import make_model
 from branchnorm_jax.training.state import abstract_params
 from branchnorm_jax.workdir import Workdir
 

@@ -10,9 +10,10 @@ import pytest
 from branchnorm_jax.data.tokenizer import NO_TAGS, Tags, train_tokenizer
 from branchnorm_jax.decoding.engine import coarse
 from branchnorm_jax.decoding.languages import Languages
-from branchnorm_jax.decoding.translate import Sentence, Translator, make_model
+from branchnorm_jax.decoding.translate import Sentence, Translator
 from branchnorm_jax.errors import UserError
 from branchnorm_jax.options import DataConfig, DecodeConfig, ModelConfig
+from branchnorm_jax.training.network import make_model
 from tests.decoding.test_translate import ALPHA, LINES, WORDS
 
 Case = tuple[Translator, dict, Languages, DataConfig]

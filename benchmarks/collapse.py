@@ -12,6 +12,7 @@ Reads the runs of configs/sweep_collapse.py. For each run, over the updates:
 """
 
 import argparse
+import json
 from pathlib import Path
 from typing import Any
 
@@ -80,29 +81,30 @@ def read(folder: Path) -> dict[str, Any]:
         "nll": [line["nll"] for line in validations],
         "source_gain": [line["source_gain"] for line in validations],
         "reads_from": reading[0] if reading else None,
-        "bleu": score_of(workdir, "bleu"),
+        "bleu": score_of(workdir, "bleu") if (folder / "results.json").exists() else None,
+        "status": json.loads((folder / "status.json").read_text())["status"],
     }
 
 
 def row(name: str, run: dict[str, Any]) -> str:
-    """One line of the table; "a to b" is the extreme value of the run and the last one."""
+    """One line of the table; "a to b" is the extreme value of the run and the last one. Empty: there is no value."""
     # The first line is that of untrained parameters.
     similarity, ratio = (np.array(run[name]) for name in ("similarity", "gradient_ratio"))
     cells = (
         name,
         str(run["reads_from"] or "never"),
-        f"{run['nll'][-1]:.3f}",
-        f"{run['bleu']:.1f}",
+        f"{run['nll'][-1]:.3f} ({run['validated'][-1]:,})",
+        f"{run['bleu']:.1f}" if run["bleu"] is not None else "",
         f"{similarity[:, -1].max():.4f} to {similarity[-1, -1]:.2f}",
         f"{ratio[1:].min():.1e} to {ratio[-1]:.1e}",
         f"{run['predicted_ratio'][-1]:.2g}",
-        f"{run['drift'][0]:.2f}, {run['drift'][-1]:.2f}",
+        f"{run['drift'][0]:.2f}, {run['drift'][-1]:.2f}" if run["drift"] else "",
     )
     return f"| {' | '.join(cells)} |"
 
 
 COLUMNS = (
-    *("run", "reads its source from update", "validation nll", "test BLEU", "similarity, highest to last"),
+    *("run", "reads its source from update", "validation nll (at update)", "test BLEU", "similarity, highest to last"),
     *("gradient first / last layer, lowest to last", "predicted", "drift, first and last checkpoint"),
 )
 
@@ -139,12 +141,12 @@ def draw(runs: dict[str, dict[str, Any]], path: Path) -> None:
 def main() -> None:
     """Table, figure and raw figures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("sweeps", type=Path, nargs="+", help="workdirs of sweeps")
+    parser.add_argument("sweeps", type=Path, nargs="+", help="workdirs of sweeps; runs without a test score count, too")
     parser.add_argument("--name", default="collapse", help="of the results file")
     arguments = parser.parse_args()
     runs = {}
     for sweep in arguments.sweeps:
-        for status in sorted(sweep.glob("*/results.json")):
+        for status in sorted(sweep.glob("*/status.json")):
             runs[status.parent.name] = read(status.parent)
     print(f"| {' | '.join(COLUMNS)} |", "|" + "---|" * len(COLUMNS), sep="\n")
     for name, run in runs.items():

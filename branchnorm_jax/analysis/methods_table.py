@@ -25,6 +25,7 @@ class Row(NamedTuple):
     """Quantities that depend on depth."""
     recommended: str
     citation: str
+    arxiv: str
     note: str
 
 
@@ -39,6 +40,7 @@ def rows() -> list[Row]:
             depends_on_depth(recipe),
             ", ".join(f"{option}={value}" for option, value in recipe.recommended.items()),
             recipe.citation,
+            recipe.arxiv,
             recipe.note,
         )
         for name, recipe in METHODS.items()
@@ -100,7 +102,7 @@ def to_text(table: list[Row]) -> str:
             line("parameters", f"{added} against post_ln at width 512"),
             line("by depth", row.by_depth),
             line("recommended", row.recommended),
-            line("paper", row.citation),
+            line("paper", row.citation + (f", arXiv:{row.arxiv}" if row.arxiv else "")),
             line("note", row.note),
         )
         paragraphs.append("\n".join([row.name, *(text for text in lines if text)]))
@@ -131,7 +133,7 @@ def to_markdown(table: list[Row]) -> str:
             " / ".join(f"{count:+,}" for count in row.added),
             row.by_depth,
             ", ".join(f"`{option}`" for option in row.recommended.split(", ")) if row.recommended else "",
-            row.citation,
+            f"[{row.citation}](https://arxiv.org/abs/{row.arxiv})" if row.arxiv else row.citation,
         )
         lines.append("| " + " | ".join(cells) + " |")
     lines += ["", "## Notes", ""]

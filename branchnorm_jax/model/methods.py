@@ -35,17 +35,20 @@ def _depth_scaled(power: float) -> dict[str, Rule]:
 METHODS["post_ln"] = POST_LN = Recipe(
     equation="x' = LN(x + F(x))",
     citation="Attention Is All You Need (Vaswani et al., 2017)",
+    arxiv="1706.03762",
     post=True,
 )
 METHODS["pre_ln"] = PRE_LN = Recipe(
     equation="x' = x + F(LN(x))",
     citation="Learning Deep Transformer Models for Machine Translation (Wang et al., 2019)",
+    arxiv="1906.01787",
     pre=True,
     final="norm",
 )
 METHODS["gpt2norm"] = Recipe(
     equation="x' = x + LN(F(x))",
     citation="ReZero is All You Need (Bachlechner et al., 2020), which compares with it",
+    arxiv="2003.04887",
     note="The formula is missing from the copies of the paper that could be read; this is the likelier of two "
     "readings, sandwich is the other. GPT-2 itself is Pre-LN.",
     branch_norm=EVERYWHERE,
@@ -54,6 +57,7 @@ METHODS["gpt2norm"] = Recipe(
 METHODS["sandwich"] = SANDWICH = Recipe(
     equation="x' = x + LN(F(LN(x)))",
     citation="CogView (Ding et al., 2021)",
+    arxiv="2105.13290",
     pre=True,
     branch_norm=EVERYWHERE,
     final="norm",
@@ -62,11 +66,13 @@ METHODS["peri_ln"] = replace(
     SANDWICH,
     equation="x' = x + LN(F(LN(x))), LN of the embeddings",
     citation="Peri-LN (Kim et al., 2025)",
+    arxiv="2502.02732",
     embedding_norm=True,
 )
 METHODS["deepnorm"] = DEEPNORM = Recipe(
     equation="x' = LN(a x + F(x)), a from the depth",
     citation="DeepNet: Scaling Transformers to 1,000 Layers (Wang et al., 2022)",
+    arxiv="2203.00555",
     post=True,
     skip=Weight(by.deepnorm_alpha),
     init="xavier_normal",
@@ -82,6 +88,7 @@ METHODS["deepnorm_torchscale"] = replace(
 METHODS["branchnorm"] = BRANCHNORM = Recipe(
     equation="x' = LN(x + alpha_t F(x)), alpha_t = min(1, t/T)",
     citation="BranchNorm: Robustly Scaling Extremely Deep Transformers (Liu et al., 2023)",
+    arxiv="2305.02790",
     note="alpha grows as model.alpha_schedule says until update T = model.alpha_steps. The paper does not scale "
     "updates; with Adam and train.branch_update_power=0 the encoder collapses (see docs/results.md).",
     post=True,
@@ -108,6 +115,7 @@ METHODS["mixnorm_anneal"] = replace(
 METHODS["rezero"] = REZERO = Recipe(
     equation="x' = x + r F(x), r learned from 0, one per layer",
     citation="ReZero is All You Need (Bachlechner et al., 2020)",
+    arxiv="2003.04887",
     note="The paper's appendix A trains language models with LAMB at a constant learning rate, without warm-up. "
     "The copies of the paper that could be read lack the rate. A secondary source gives 0.016 for 1080 sequences "
     "of 512 characters, which fits 0.0005 sqrt(sequences per batch). The rate for translation is unknown, so none "
@@ -126,6 +134,7 @@ METHODS["rezero_ln"] = replace(
     REZERO,
     equation="x' = LN(x + r F(x)), r learned from 0",
     citation="Transformer-Clinic, code of Understanding the Difficulty of Training Transformers (Liu et al., 2020)",
+    arxiv="2004.08249",
     note="Not in the ReZero paper: its section 5.1 replaces LN by r. Transformer-Clinic names this method "
     "rezero_postln and recommends these options for IWSLT14.",
     post=True,
@@ -141,6 +150,7 @@ METHODS["rezero_ln"] = replace(
 METHODS["admin"] = ADMIN = Recipe(
     equation="x' = LN(w * x + F(x)), w [D] learned from a profiling pass",
     citation="Understanding the Difficulty of Training Transformers (Liu et al., 2020)",
+    arxiv="2004.08249",
     note="Before the first update w becomes sqrt(Var(x) + sum of Var(F) of the sub-layers before), on one batch.",
     post=True,
     skip=Weight(learned="vector"),
@@ -174,17 +184,20 @@ METHODS["layerscale"] = replace(
     PRE_LN,
     equation="x' = x + s * F(LN(x)), s [D] learned from a small value",
     citation="Going deeper with Image Transformers (Touvron et al., 2021)",
+    arxiv="2103.17239",
     branch=Weight(by.layerscale_start, learned="vector"),
 )
 METHODS["skipinit"] = Recipe(
     equation="x' = x + s F(x), s learned from 0, one per sub-layer",
     citation="Batch Normalization Biases Residual Blocks Towards the Identity Function (De and Smith, 2020)",
+    arxiv="2002.10444",
     branch=Weight(ZERO, learned="sublayer"),
 )
 METHODS["ds_init"] = DS_INIT = replace(
     POST_LN,
     equation="x' = LN(x + F(x)), weights of layer l start l^(-1/2) as large",
     citation="Improving Deep Transformer with Depth-Scaled Initialization (Zhang et al., 2019)",
+    arxiv="1908.11365",
     note="q, k and v start as in the official code: as one [D, 3D] matrix in self-attention, and as three [D, D] "
     "matrices in cross-attention, sqrt(2) as large.",
     gain=_depth_scaled(-0.5),
@@ -216,6 +229,7 @@ METHODS["t_fixup"] = Recipe(
 METHODS["fixup"] = FIXUP = Recipe(
     equation="x' = x + k F(x - s), k and s learned scalars, no biases",
     citation="Fixup Initialization: Residual Learning Without Normalization (Zhang et al., 2019)",
+    arxiv="1901.09321",
     note="The papers on depth call it R-Fixup. A tied output keeps the embedding's start, so only untied logits "
     "start at 0.",
     branch=Weight(learned="sublayer"),
@@ -236,6 +250,7 @@ METHODS["small_init"] = SMALL_INIT = replace(
     PRE_LN,
     equation="x' = x + F(LN(x)), attention starts as N(0, 2/(5D))",
     citation="Transformers without Tears (Nguyen and Salazar, 2019)",
+    arxiv="1910.05895",
     init="small",
 )
 METHODS["pre_scale_norm"] = replace(
@@ -255,6 +270,7 @@ METHODS["sub_ln"] = replace(
     PRE_LN,
     equation="x' = x + F(LN(x)), another LN before the output matrix of self-attention and feed-forward",
     citation="Magneto: A Foundation Transformer (Wang et al., 2022)",
+    arxiv="2210.06423",
     note="Cross-attention has neither the inner norm nor the gain.",
     inner_norm=frozenset({"self", "ffn"}),
     init="xavier_normal",
@@ -264,6 +280,7 @@ METHODS["normformer"] = NORMFORMER = replace(
     PRE_LN,
     equation="x' = x + LN(scaled heads(LN(x))); x' = x + fc2(LN(act(fc1(LN(x)))))",
     citation="NormFormer: Improved Transformer Pretraining with Extra Normalization (Shleifer et al., 2021)",
+    arxiv="2110.09456",
     note="In both stacks' self-attention and feed-forward; cross-attention stays plain. " + FAIRSEQ_NOTE,
     branch_norm=frozenset({"self"}),
     inner_norm=frozenset({"ffn"}),
@@ -283,6 +300,7 @@ METHODS["dlcl"] = DLCL = replace(
     PRE_LN,
     equation="x_l = sum over k <= l of W[l,k] LN(y_k), y_k the output of Pre-LN layer k",
     citation="Learning Deep Transformer Models for Machine Translation (Wang et al., 2019)",
+    arxiv="1906.01787",
     stream="combination",
     recommended={
         "train.learning_rate": 2e-3,
@@ -305,6 +323,7 @@ METHODS["residual_dual"] = replace(
     POST_LN,
     equation="x' = LN(x + F(x)), r' = r + F(x); in the end x + LN(r)",
     citation="ResiDual: Transformer with Dual Residual Connections (Xie et al., 2023)",
+    arxiv="2304.14802",
     note=FAIRSEQ_NOTE,
     stream="dual",
     final="norm",
@@ -314,6 +333,7 @@ METHODS["b2t"] = replace(
     POST_LN,
     equation="x' = LN(x + F(x)), the last sub-layer adds its layer's input",
     citation="B2T Connection: Serving Stability and Performance in Deep Transformers (Takase et al., 2023)",
+    arxiv="2206.00330",
     note=FAIRSEQ_NOTE + " The official code scales matrices only; here the gain also scales biases that do not "
     "start at 0.",
     stream="bottom_to_top",
@@ -323,17 +343,20 @@ METHODS["lns"] = LNS = replace(
     PRE_LN,
     equation="x' = x + F(LN(x) / sqrt(l))",
     citation="The Curse of Depth in Large Language Models (Sun et al., 2025)",
+    arxiv="2502.05795",
     pre_scale=by.layer_power(-0.5),
 )
 METHODS["mix_ln"] = replace(
     PRE_LN,
     equation="the first quarter of the layers Post-LN, the others Pre-LN",
     citation="Mix-LN: Unleashing the Power of Deeper Layers (Li et al., 2024)",
+    arxiv="2412.13795",
     post_layers=by.first_quarter,
 )
 METHODS["keel"] = Recipe(
     equation="x' = LN(n x + F(LN(x))), n the number of sub-layers; first layer: n = 1, attention x + F(LN(x))",
     citation="Post-LayerNorm Is Back: Stable, Expressive, and Deep (2026)",
+    arxiv="2601.19895",
     note="The paper's norms have a scale and no bias. Its models are decoder-only; here cross-attention has the "
     "rule of the feed-forward, and no norm follows the last layer.",
     pre=True,
@@ -350,6 +373,7 @@ def _prores(base: Recipe, equation: str) -> Recipe:
         base,
         equation=equation,
         citation="Progressive Residual Warmup (2026)",
+        arxiv="2603.05369",
         note="alpha grows from the bottom of a stack to its top, as model.alpha_order says; its layer l arrives at "
         "l / L of model.alpha_steps. The paper's models are decoder-only, and start as N(0, 0.02).",
         branch=Weight(ZERO, end=ONE),

@@ -86,6 +86,7 @@ class Recipe:
     Attributes:
       equation: the sub-layer update, for people.
       citation: where it comes from.
+      arxiv: the paper's number on arXiv, empty if it has none.
       note: what a reader must know beyond the equation: interpretations, differences from official code.
       pre: Q is a norm.
       pre_scale: c; None: 1.
@@ -116,6 +117,7 @@ class Recipe:
 
     equation: str
     citation: str
+    arxiv: str = ""
     note: str = ""
     pre: bool = False
     pre_scale: Rule | None = None

@@ -1,6 +1,7 @@
 """DeepNorm's constants, initial weights and parameter counts against published or derived numbers."""
 
 import math
+import re
 
 import jax
 import jax.numpy as jnp
@@ -121,6 +122,15 @@ def test_every_method_is_counted() -> None:
     """A variant has the same parameters as the method that its name extends."""
     for method in set(METHODS) - set(COUNTS):
         assert any(method.startswith(known) for known in COUNTS) or method in ("small_init", "pre_scale_norm")
+
+
+def test_every_method_names_its_paper() -> None:
+    papers: dict[str, str] = {}
+    for recipe in METHODS.values():
+        assert re.fullmatch(r"(\d{4}\.\d{5})?", recipe.arxiv)
+        assert papers.setdefault(recipe.citation, recipe.arxiv) == recipe.arxiv
+    # T-Fixup appeared in the proceedings of ICML alone.
+    assert [citation for citation, arxiv in papers.items() if not arxiv] == [METHODS["t_fixup"].citation]
 
 
 @pytest.mark.parametrize(("method", "counts"), COUNTS.items())

@@ -77,6 +77,29 @@ def test_from_two_text_files_to_a_served_model(house: Path) -> None:
         assert (house / "runs/mine/export" / name).stat().st_size > 0, name
 
 
+@pytest.mark.slow
+def test_the_examples_in_python(trained: Path, tmp_path: Path) -> None:
+    """docs/api.md, from top to bottom, in at most 15 lines each."""
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs" / "quickstart").symlink_to(trained)
+    examples = [block for language, block in blocks("api.md") if language == "python"]
+    assert len(examples) == 3
+    assert max(block.count("\n") for block in examples) <= 15
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
+    done = subprocess.run(
+        [sys.executable, "-c", "".join(examples)], cwd=tmp_path, env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    shape, *lines = done.stdout.splitlines()
+    assert shape == "(2, 3, 100)"
+    losses = [float(line.split()[1]) for line in lines[:3]]
+    assert losses == sorted(losses, reverse=True)
+    # Two translations, the better one first.
+    scores = [float(line.split()[0]) for line in lines[3:]]
+    assert len(scores) == 2
+    assert scores == sorted(scores, reverse=True)
+
+
 def wait_for(address: str, server: subprocess.Popen[bytes], seconds: float = 300) -> None:
     """Until this server answers."""
     until = time.monotonic() + seconds

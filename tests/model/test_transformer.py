@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+from flax import linen as nn
 
 from branchnorm_jax.model.embedding import sinusoids
 from branchnorm_jax.model.feedforward import FeedForward
@@ -119,7 +120,7 @@ def test_swiglu_equals_its_formula() -> None:
     config = ModelConfig(width=8, heads=2, ffn_width=12, activation="swiglu", activation_dropout=0.0)
     layer = FeedForward(config, METHODS["post_ln"])
     x = jax.random.normal(KEY, (2, 3, 8))
-    params = randomised(layer.init(jax.random.key(1), x)["params"])
+    params = randomised(nn.meta.unbox(layer.init(jax.random.key(1), x)["params"]))
     p = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), params)
     gate = np.asarray(x) @ p["gate"]["kernel"] + p["gate"]["bias"]
     hidden = gate / (1 + np.exp(-gate)) * (np.asarray(x) @ p["fc1"]["kernel"] + p["fc1"]["bias"])

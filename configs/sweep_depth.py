@@ -21,6 +21,9 @@ def get_config(depth: str = "") -> ml_collections.ConfigDict:
     config.model.width = 64
     config.model.ffn_width = 128
     config.model.dropout = 0.0
+    # At this width storing activations takes longer than computing them again: 0.20 s an update against 0.13 s at
+    # 18L-18L.
+    config.model.remat = "full"
     config.model.alpha_steps = 600
     config.train.steps = 600
     config.train.batch_tokens = 1024

@@ -34,13 +34,16 @@ from branchnorm_jax.training.optimizer import make_optimizer
 from branchnorm_jax.training.state import Batch, first_state, init_params
 from branchnorm_jax.training.step import make_train_step
 from branchnorm_jax.training.update import norm_by_layer
-from branchnorm_jax.training.watch import vanishing
+from branchnorm_jax.training.watch import collapsed, vanishing
 
 WIDTH, ROWS, UPDATES = 64, 8, 10
 """Maximum width, number of sentences per batch, and number of updates at each point."""
 
 POINTS = (0.0, 0.1, 0.5, 1.0)
 """Points as fractions of the updates until both the full alpha and the peak learning rate are reached."""
+
+COLLAPSING = 0.99
+"""Token similarity from which a stack collapses if its branches have yet to grow."""
 
 
 class Point(NamedTuple):
@@ -60,6 +63,8 @@ class Point(NamedTuple):
     """Norm of the gradient with respect to each layer's input after the last update, [L] per stack."""
     update: dict[str, np.ndarray]
     """Size of the first update relative to the parameters of each layer, [L] per stack."""
+    similarity: dict[str, np.ndarray]
+    """Similarity of the tokens after each layer in the last update, [L] per stack; see `watch.layer_statistics`."""
     starved: dict[str, np.ndarray]
     """Fraction of each layer's gradient that is below Adam's epsilon after the last update, [L] per stack."""
     gain: float
@@ -172,6 +177,7 @@ def lapse(
                 moved=[float(_change(before["output"], one["output"])) for one in looks[1:]],
                 gradient=last["gradient"],
                 update={stack: metrics[0].layers[stack]["update"] for stack in STACKS},
+                similarity={stack: metrics[-1].layers[stack]["similarity"] for stack in STACKS},
                 starved=last["starved"],
                 gain=float(last["gain"]),
             )
@@ -185,14 +191,18 @@ class Verdict(NamedTuple):
     """Result of the preflight check."""
 
     word: str
-    """"healthy", "vanishing", "diverging" or "still"."""
+    """"healthy", "vanishing", "collapsing", "diverging" or "still"."""
     reason: str
 
 
 def judge(points: Sequence[Point]) -> Verdict:
-    """Returns the first problem in order of points, or "healthy"."""
+    """Returns the first problem in order of points, or "healthy".
+
+    The last point only shows whether the loss stays finite and low. A model that has not been trained until then has
+    weak layers there even if the run is sound: with the full alpha its skip connections carry little of the gradient.
+    """
     first, last = points[0].loss[0], points[-1].loss[-1]
-    for point in points:
+    for index, point in enumerate(points):
         where = f"at update {point.step} (alpha {point.alpha:.2g}, learning rate {point.learning_rate:.2g})"
         if not np.isfinite([*point.loss, *(values.sum() for values in point.gradient.values())]).all():
             return Verdict("diverging", f"{where} loss or gradient are no longer finite")
@@ -200,12 +210,18 @@ def judge(points: Sequence[Point]) -> Verdict:
             return Verdict(
                 "diverging", f"{where} the loss is {point.loss[-1]:.3g}, and was {first:.3g} in the beginning"
             )
+        if 0 < index == len(points) - 1:
+            break
         layers = vanishing(point.gradient, point.by_layer)
         if layers:
             least = min(float(np.min(values) / np.max(values)) for values in point.gradient.values() if np.max(values))
             return Verdict(
                 "vanishing", f"in {layers} {where}: the least gradient is {least:.1g} of the largest of its stack"
             )
+        # A stack whose branches do not grow recovers once the decoder reads the source.
+        alike = collapsed({stack: {"similarity": values} for stack, values in point.similarity.items()}, COLLAPSING)
+        if alike and point.alpha < points[-1].alpha:
+            return Verdict("collapsing", f"{where} all tokens of a sentence are nearly one vector after {alike}")
     if last > 0.99 * first:
         return Verdict("still", f"the loss stays at {last:.3g}")
     return Verdict("healthy", f"the loss falls from {first:.3g} to {last:.3g}, and every layer learns")
@@ -221,23 +237,31 @@ def to_json(config: Config, verdict: Verdict, points: Sequence[Point]) -> str:
 
 
 def draw(points: Sequence[Point], path: Path, title: str) -> None:
-    """Plots gradient, first update and starved fraction of every layer at each point."""
+    """Plots gradient, first update, similarity and starved fraction of every layer at each point."""
     pyplot = figures.pyplot()
     from matplotlib import ticker
 
     floor = 1e-12
-    columns = {"gradient": "gradient by input", "update": "first update / weights", "starved": "share below Adam's eps"}
-    figure, axes = pyplot.subplots(2, 3, figsize=(12, 6), layout="constrained")
+    columns = {
+        "gradient": "gradient by input",
+        "update": "first update / weights",
+        "similarity": "similarity of tokens",
+        "starved": "share below Adam's eps",
+    }
+    figure, axes = pyplot.subplots(2, 4, figsize=(16, 6), layout="constrained")
     for row, stack in zip(axes, STACKS, strict=True):
         for axis, (name, text) in zip(row, columns.items(), strict=True):
+            is_log = name in ("gradient", "update")
             for point in points:
                 values = getattr(point, name)[stack]
-                values = values if name == "starved" else np.maximum(values, floor)
+                values = np.maximum(values, floor) if is_log else values
                 label = f"update {point.step}, alpha {point.alpha:.2g}"
                 axis.plot(np.arange(1, len(values) + 1), values, ".-", linewidth=0.8, markersize=3, label=label)
-            axis.set(title=f"{stack}: {text}", xlabel="layer", yscale="linear" if name == "starved" else "log")
+            axis.set(
+                title=f"{stack}: {text}", xlabel="layer", yscale="log" if name in ("gradient", "update") else "linear"
+            )
             axis.xaxis.set_major_locator(ticker.MaxNLocator(integer=True))
-            if name == "starved":
+            if not is_log:
                 axis.set_ylim(-0.05, 1.05)
     figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=len(points), frameon=False)
     figure.suptitle(title)
@@ -251,7 +275,7 @@ def format_points(points: Sequence[Point]) -> str:
     def weakest(values: np.ndarray) -> str:
         return f"{values.min() / values.max():.1e}" if values.max() else "-"
 
-    head = ("update", "alpha", "rate", "loss", "moved", "gain", "weakest/largest gradient")
+    head = ("update", "alpha", "rate", "loss", "moved", "gain", "similarity", "weakest/largest gradient")
     rows = [
         (
             str(p.step),
@@ -260,6 +284,7 @@ def format_points(points: Sequence[Point]) -> str:
             " ".join(f"{x:.3g}" for x in p.loss),
             " ".join(f"{x:.2g}" for x in p.moved),
             f"{p.gain:.1e}",
+            " ".join(f"{p.similarity[stack][-1]:.4f}" for stack in STACKS),
             ", ".join(f"{stack} {weakest(p.gradient[stack])}" for stack in STACKS),
         )
         for p in points

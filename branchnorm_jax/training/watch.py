@@ -103,10 +103,10 @@ def vanishing(gradient: Mapping[str, Any], alpha: Mapping[str, Any] | None = Non
     )
 
 
-def collapsed(layers: Layers) -> str:
-    """Description of the collapsed stacks, such as "the encoder (similarity 0.9998)"; "" if none."""
+def collapsed(layers: Layers, limit: float = COLLAPSED) -> str:
+    """Description of the stacks above the `limit`, such as "the encoder (similarity 0.9998)"; "" if none."""
     last = {stack: float(found["similarity"][-1]) for stack, found in layers.items()}
-    return " and ".join(f"the {stack} (similarity {value:.4f})" for stack, value in last.items() if value > COLLAPSED)
+    return " and ".join(f"the {stack} (similarity {value:.4f})" for stack, value in last.items() if value > limit)
 
 
 def _ranges(numbers: list[int]) -> str:

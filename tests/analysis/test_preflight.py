@@ -16,9 +16,10 @@ from branchnorm_jax.training.watch import vanishing, weak_layers
 from tests.conftest import TINY, run_main
 
 
-def point(loss: list[float], decoder: list[float]) -> Point:
+def point(loss: list[float], decoder: list[float], alpha: float = 0.5, similarity: float = 0.2) -> Point:
     layers = {"encoder": np.ones(4), "decoder": np.array(decoder)}
-    return Point(7, 0.5, None, 1e-3, loss, [0.1, 0.2], layers, layers, layers, 1.0)
+    alike = {"encoder": np.array([0.1, 1.0, 0.5, similarity]), "decoder": np.full(4, 0.1)}
+    return Point(7, alpha, None, 1e-3, loss, [0.1, 0.2], layers, layers, alike, layers, 1.0)
 
 
 def test_verdicts() -> None:
@@ -26,14 +27,30 @@ def test_verdicts() -> None:
     assert judge([good, good]).word == "healthy"
     assert judge([good, point([4.5, 4.6, 5.2], [1.0] * 4)]).word == "diverging"
     assert judge([good, point([4.5, float("nan"), 4.0], [1.0] * 4)]).word == "diverging"
-    word, reason = judge([good, point([4.5, 4.4, 4.3], [1e-5, 1e-4, 1.0, 1e-6])])
+    weak = point([4.5, 4.4, 4.3], [1e-5, 1e-4, 1.0, 1e-6])
+    word, reason = judge([good, weak, good])
     assert word == "vanishing"
     assert "decoder layers 1-2, 4 of 4 at update 7" in reason
     assert "1e-06 of the largest" in reason
+    # At the last point a model without training has weak layers, whatever the run would have.
+    assert judge([good, weak]).word == "healthy"
+    assert judge([weak]).word == "vanishing"
     # No gradient at all, as the encoder's while BranchNorm's alpha is 0, is no sign.
     assert judge([point([5.0, 4.9, 4.5], [0.0] * 4)]).word == "healthy"
     assert judge([point([5.0, 5.0, 4.9999], [1.0] * 4)]).word == "still"
     assert judge([point([5.0, 4.9, 4.5], [float("nan")] * 4)]).word == "diverging"
+
+
+def test_a_stack_collapses_if_its_tokens_are_alike_while_its_branches_grow() -> None:
+    alike, full = point([5.0, 4.9, 4.5], [1.0] * 4, 0.5, 0.995), point([4.5, 4.4, 4.3], [1.0] * 4, alpha=1.0)
+    word, reason = judge([alike, full])
+    assert word == "collapsing"
+    assert "at update 7" in reason
+    assert "the encoder (similarity 0.9950)" in reason
+    # Branches that do not grow: such an encoder recovers, as DeepNorm's does.
+    assert judge([alike, full._replace(alpha=0.5)]).word == "healthy"
+    # Only the output of a stack counts.
+    assert judge([point([5.0, 4.9, 4.5], [1.0] * 4), full]).word == "healthy"
 
 
 def test_weak_layers_are_named_where_they_are_many() -> None:

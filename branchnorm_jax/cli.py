@@ -190,7 +190,7 @@ def parse(argv: list[str]) -> tuple[Config, Workdir]:
                 configs.record_chosen(options, given)
             else:
                 options = configs.with_recommended(options, get_recipe(options.model.method).recommended)
-            config = configs.from_config_dict(options)
+            config = configs.from_config_dict(configs.with_followers(options))
     except BranchNormError:
         raise
     except flags.Error as error:
@@ -276,6 +276,9 @@ def run(mode: str, config: Config, workdir: Workdir) -> None:
         for line in configs.difference(Config(), config, free=True):
             name = line.split(":")[0]
             why = f"  (recommended for {config.model.method})" if recommended.get(name) == chosen[name] else ""
+            leader = configs.FOLLOWS.get(name)
+            if leader and chosen[leader] == chosen[name]:
+                why = f"  (as {leader})"
             print(f"  {line}{why}", file=sys.stderr)
 
     getattr(modes, mode)(config, workdir)

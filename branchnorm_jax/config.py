@@ -101,6 +101,19 @@ def with_recommended(config: ml_collections.ConfigDict, recommended: Mapping[str
     return config
 
 
+FOLLOWS = {"model.alpha_steps": "train.warmup_steps"}
+"""option -> the option that it follows, unless it is `assigned`. BranchNorm's paper has T = warm-up."""
+
+
+def with_followers(config: ml_collections.ConfigDict) -> ml_collections.ConfigDict:
+    """Gives an option of `FOLLOWS` that was not assigned the value of the option that it follows, if that is not 0."""
+    for name, leader in FOLLOWS.items():
+        (section, option), (of_leader, leading) = name.split("."), leader.split(".")
+        if name not in assigned(config) and config[of_leader][leading]:
+            config[section][option] = config[of_leader][leading]
+    return config
+
+
 def record_chosen(config: ml_collections.ConfigDict, given: set[str]) -> None:
     """Stores in `sweep.chosen` the options that the runs of a sweep must not replace by recommended values.
 

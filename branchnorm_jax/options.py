@@ -61,7 +61,11 @@ class ModelConfig:
         0.0, "dropout after the feed-forward activation", unit="probability", minimum=0, maximum=0.99
     )
     alpha_steps: int = option(
-        4000, "T: the update at which every alpha reaches its end", unit="updates", minimum=1, common=True
+        4000,
+        "T: the update at which every alpha reaches its end; if it is not set, train.warmup_steps",
+        unit="updates",
+        minimum=1,
+        common=True,
     )
     alpha_schedule: str = option(
         "linear",

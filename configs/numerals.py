@@ -27,7 +27,6 @@ def get_config(depth: str = "") -> ml_collections.ConfigDict:
     config.model.ffn_width = 256
     config.model.heads = 4
     config.model.dropout = 0.1
-    config.model.alpha_steps = 400
     config.data.source = "numerals"
     config.data.vocab_size = 800
     config.data.max_length = 96

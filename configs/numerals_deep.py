@@ -17,7 +17,7 @@ from configs import sweep_depth
 def get_config(depth: str = "") -> ml_collections.ConfigDict:
     """The narrow model of `sweep_depth.py`, and alpha that ends with the warm-up as in the paper."""
     config = sweep_depth.get_config(depth or "100L-100L")
-    config.model.alpha_steps = 200
+    config.model.alpha_steps = config.train.warmup_steps
     # Rows of 64 positions instead of 128: at width 64 attention is most of the work.
     config.data.row_multiple = 16
     config.train.steps = 1700

@@ -12,10 +12,10 @@ from hypothesis import given, reject
 from hypothesis import strategies as st
 
 from branchnorm_jax import config as options
-from branchnorm_jax.config import assigned, default_config, from_config_dict, to_flat, with_recommended
+from branchnorm_jax.config import assigned, default_config, from_config_dict, to_flat, with_followers, with_recommended
 from branchnorm_jax.errors import UserError
 from branchnorm_jax.model.methods import METHODS
-from branchnorm_jax.options import Config, TrainConfig, fields
+from branchnorm_jax.options import Config, ModelConfig, TrainConfig, fields
 
 
 def refused(values, *parts):
@@ -312,6 +312,17 @@ def test_a_methods_recommendations_give_way_to_what_was_assigned_even_to_a_defau
     assert (found.train.learning_rate, found.train.warmup_steps) == (7e-4, TrainConfig().warmup_steps)
     assert (found.train.optimizer, found.train.schedule) == (TrainConfig().optimizer, "noam")
     assert (found.model.dropout, found.model.encoder_layers) == (0.5, 2)
+
+
+def test_alpha_follows_the_warmup_unless_it_was_assigned() -> None:
+    config = default_config()
+    config.train.warmup_steps = 200
+    assert from_config_dict(with_followers(copy.deepcopy(config))).model.alpha_steps == 200
+    config.model.alpha_steps = ModelConfig().alpha_steps
+    assert from_config_dict(with_followers(config)).model.alpha_steps == ModelConfig().alpha_steps
+    without = default_config()
+    without.train.warmup_steps = 0
+    assert from_config_dict(with_followers(without)).model.alpha_steps == ModelConfig().alpha_steps
 
 
 def test_what_was_saved_was_chosen() -> None:

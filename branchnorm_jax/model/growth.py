@@ -39,7 +39,7 @@ class Order(NamedTuple):
       span: (l [L], L, stagger) -> (begin_l, finish_l), shares of T.
       power: of the shape.
       start: start_l, unless `alpha_start` sets it; a rule, see `levels`.
-      end: end_l, unless `alpha_end` sets it.
+      end: end_l, unless `alpha_end` sets it. Neither option applies to an order with start = end, a constant alpha.
     """
 
     span: Callable[[np.ndarray, int, float], tuple[np.ndarray | float, np.ndarray | float]]
@@ -139,12 +139,14 @@ def starts_closed(config: ModelConfig) -> bool:
 def _curve(config: ModelConfig, stack: str) -> _Curve:
     order, depth = ORDERS[config.alpha_order], Depth(config.encoder_layers, config.decoder_layers)
     layers: int = getattr(depth, stack)
-    start = levels(config.alpha_start or order.start, depth, stack)
-    end = levels(config.alpha_end or order.end, depth, stack)
+    limits = (order.start, order.end)
+    if order.start != order.end:
+        limits = (config.alpha_start or order.start, config.alpha_end or order.end)
+    start, end = (levels(rule, depth, stack) for rule in limits)
     if (start > end).any():
         raise UserError(
             f"config: alpha cannot shrink: at {config.encoder_layers}L-{config.decoder_layers}L model.alpha_start="
-            f"{config.alpha_start or order.start} is above model.alpha_end={config.alpha_end or order.end}"
+            f"{limits[0]} is above model.alpha_end={limits[1]}"
         )
     span = order.span(np.arange(1, layers + 1), layers, config.alpha_stagger)
     begin, finish = (np.broadcast_to(np.asarray(share), (layers,)) for share in span)

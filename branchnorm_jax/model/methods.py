@@ -95,7 +95,8 @@ METHODS["branchnorm"] = BRANCHNORM = Recipe(
     branch=Weight(ZERO, end=ONE),
     init="xavier_normal",
     gain=DEEPNORM_GAIN,
-    recommended={"train.branch_update_power": 2.0},
+    # alpha ends at 1 up to about 100 layers, where longer stacks collapse; see docs/depth.md.
+    recommended={"train.branch_update_power": 2.0, "model.alpha_end": "16/sqrt(n)"},
 )
 METHODS["mixnorm"] = replace(
     BRANCHNORM,

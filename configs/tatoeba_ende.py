@@ -1,0 +1,43 @@
+"""Short everyday sentences, English-German: a narrow model whose depth is the question.
+
+    python main.py --config=configs/tatoeba_ende.py:18L-18L --workdir=runs/tatoeba_18L --config.data.path=<folder>
+    python main.py --mode=evaluate --workdir=runs/tatoeba_18L
+
+The corpus has 156,000 pairs of seven words on average, from tatoeba.org. The folder contains
+{train,valid,test}.{en,de}, plain or compressed. Without the option it is $BRANCHNORM_DATA/tatoeba_en-de, or
+data/tatoeba_en-de.
+"""
+
+import os
+
+import ml_collections
+
+from branchnorm_jax.config import default_config, set_depth
+
+
+def get_config(depth: str = "") -> ml_collections.ConfigDict:
+    """Width 64 and no dropout, so that updates are cheap and more layers are the only way to a larger model."""
+    config = default_config()
+    config.model.width = 64
+    config.model.ffn_width = 128
+    config.model.heads = 4
+    config.model.dropout = 0.0
+    config.model.remat = "full"  # faster than storing activations at this width
+    config.data.source = "text"
+    config.data.path = os.path.join(os.environ.get("BRANCHNORM_DATA", "data"), "tatoeba_en-de")
+    config.data.source_lang = "en"
+    config.data.target_lang = "de"
+    config.data.vocab_size = 4000
+    config.data.max_length = 64
+    config.data.row_multiple = 16
+    config.train.steps = 3000
+    config.train.batch_tokens = 2048
+    config.train.learning_rate = 1.5e-3
+    config.train.warmup_steps = 300
+    config.train.eval_every = 300
+    config.train.checkpoint_every = 300
+    config.train.eval_bleu_sentences = 0
+    config.train.best_metric = "loss"
+    config.train.watch_every = 50
+    set_depth(config, depth or "18L-18L")
+    return config

@@ -86,28 +86,45 @@ def read(folder: Path) -> dict[str, Any]:
     }
 
 
-def row(name: str, run: dict[str, Any]) -> str:
-    """One line of the table; "a to b" is the extreme value of the run and the last one. Empty: there is no value."""
+def spread(values: list[float], form: str) -> str:
+    """The mean of the seeds, and their range if there are several."""
+    mean = format(sum(values) / len(values), form)
+    low, high = format(min(values), form), format(max(values), form)
+    return mean if low == high else f"{mean} ({low} to {high})"
+
+
+def row(name: str, seeds: list[dict[str, Any]]) -> str:
+    """One line of the table: a setting and its seeds. "a to b" of one quantity is its extreme value and the last one.
+
+    Empty: there is no value.
+    """
     # The first line is that of untrained parameters.
-    similarity, ratio = (np.array(run[name]) for name in ("similarity", "gradient_ratio"))
+    similarity = [np.array(run["similarity"])[:, -1] for run in seeds]
+    ratio = [np.array(run["gradient_ratio"])[1:] for run in seeds]
+    reads = sorted({str(run["reads_from"] or "never") for run in seeds}, key=lambda text: (text == "never", text))
+    scores = [run["bleu"] for run in seeds if run["bleu"] is not None]
+    drifts = [run["drift"] for run in seeds if run["drift"]]
+    steps = sorted({run["validated"][-1] for run in seeds})
     cells = (
         name,
-        str(run["reads_from"] or "never"),
-        f"{run['nll'][-1]:.3f} ({run['validated'][-1]:,})",
-        f"{run['bleu']:.1f}" if run["bleu"] is not None else "",
-        f"{similarity[:, -1].max():.4f} to {similarity[-1, -1]:.2f}",
-        f"{ratio[1:].min():.1e} to {ratio[-1]:.1e}",
-        f"{run['predicted_ratio'][-1]:.2g}",
-        f"{run['drift'][0]:.2f}, {run['drift'][-1]:.2f}" if run["drift"] else "",
+        str(len(seeds)),
+        ", ".join(reads),
+        spread([run["nll"][-1] for run in seeds], ".3f"),
+        ", ".join(f"{step:,}" for step in steps),
+        spread(scores, ".1f") if scores else "",
+        f"{max(values.max() for values in similarity):.4f} to {max(values[-1] for values in similarity):.2f}",
+        f"{min(values.min() for values in ratio):.1e} to {min(values[-1] for values in ratio):.1e}",
+        f"{np.mean([run['predicted_ratio'][-1] for run in seeds]):.2g}",
+        ", ".join(f"{np.mean([drift[which] for drift in drifts]):.2f}" for which in (0, -1)) if drifts else "",
     )
     return f"| {' | '.join(cells)} |"
 
 
 COLUMNS = (
-    *("run", "reads its source from update", "validation nll (at update)", "test BLEU", "similarity, highest to last"),
-    *("gradient first / last layer, lowest to last", "predicted", "drift, first and last checkpoint"),
+    *("run", "seeds", "reads its source from update", "validation nll", "at update", "test BLEU"),
+    *("similarity, highest to last", "gradient first / last layer, lowest to last", "predicted"),
+    "drift, first and last checkpoint",
 )
-
 
 PANELS = (
     ("steps", "similarity", "similarity of the encoder's tokens", "linear"),
@@ -118,8 +135,16 @@ PANELS = (
 )
 
 
+def by_setting(runs: dict[str, dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    """Setting -> its runs, which differ in the seed alone."""
+    settings: dict[str, list[dict[str, Any]]] = {}
+    for name, run in runs.items():
+        settings.setdefault(name.partition("-seed=")[0], []).append(run)
+    return settings
+
+
 def draw(runs: dict[str, dict[str, Any]], path: Path) -> None:
-    """One panel per figure, one line per run."""
+    """One panel per figure, one line per run, one colour per setting."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -127,11 +152,13 @@ def draw(runs: dict[str, dict[str, Any]], path: Path) -> None:
 
     figure, axes = pyplot.subplots(1, len(PANELS), figsize=(4 * len(PANELS), 3.6), layout="constrained")
     for axis, (x, y, title, scale) in zip(axes, PANELS, strict=True):
-        for index, (name, run) in enumerate(runs.items()):
-            values = np.array(run[y], float)
-            values = values[:, -1] if values.ndim == 2 else values
-            # Before the first update alpha, and with it the gradient of BranchNorm's branches, is 0.
-            axis.plot(run[x], np.where(values == 0, np.nan, values), f"C{index % 10}", label=name)
+        for index, (name, seeds) in enumerate(by_setting(runs).items()):
+            for seed, run in enumerate(seeds):
+                values = np.array(run[y], float)
+                values = values[:, -1] if values.ndim == 2 else values
+                # Before the first update alpha, and with it the gradient of BranchNorm's branches, is 0.
+                values = np.where(values == 0, np.nan, values)
+                axis.plot(run[x], values, f"C{index % 10}", linewidth=1, label=None if seed else name)
         axis.set(title=title, xlabel="update", yscale=scale)
     figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False)
     figure.savefig(path, dpi=100)
@@ -149,8 +176,8 @@ def main() -> None:
         for status in sorted(sweep.glob("*/status.json")):
             runs[status.parent.name] = read(status.parent)
     print(f"| {' | '.join(COLUMNS)} |", "|" + "---|" * len(COLUMNS), sep="\n")
-    for name, run in runs.items():
-        print(row(name, run))
+    for name, seeds in by_setting(runs).items():
+        print(row(name, seeds))
     draw(runs, arguments.sweeps[0] / "collapse.png")
     save(arguments.name, {"runs": [{"run": name, **run} for name, run in runs.items()]})
 

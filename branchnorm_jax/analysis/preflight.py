@@ -24,6 +24,7 @@ from branchnorm_jax.data.prepare import Corpus
 from branchnorm_jax.data.shuffle import shuffled
 from branchnorm_jax.model import growth
 from branchnorm_jax.model.coefficients import Alpha
+from branchnorm_jax.model.methods import get_recipe
 from branchnorm_jax.model.parameters import Params
 from branchnorm_jax.model.recipe import STACKS
 from branchnorm_jax.model.segments import decoder_inputs
@@ -51,7 +52,7 @@ class Point(NamedTuple):
 
     step: int
     alpha: float
-    """Alpha, averaged over all layers."""
+    """Alpha, averaged over all layers; 1 for methods whose branches do not grow."""
     by_layer: Alpha | None
     """Alpha of each layer; None if all layers have the same."""
     learning_rate: float
@@ -152,6 +153,7 @@ def lapse(
     step = jax.jit(make_train_step(model, optimizer, config), donate_argnums=0)
     look = jax.jit(lambda params, alpha: _look(config, model, params, probe_batch, alpha))
     state = jax.jit(lambda params: first_state(params, optimizer))(params)
+    grows = get_recipe(config.model.method).branch.end is not None
     results: list[Point] = []
     for start in points:
         # Copy alpha to the host, because each update donates the arrays of the state.
@@ -170,7 +172,7 @@ def lapse(
         results.append(
             Point(
                 step=start,
-                alpha=float(metrics[0].alpha),
+                alpha=float(metrics[0].alpha) if grows else 1.0,
                 by_layer=None if growth.is_uniform(config.model) else alpha_t,
                 learning_rate=float(metrics[0].learning_rate),
                 loss=[float(one["loss"]) for one in looks],

@@ -48,7 +48,7 @@ def compared(name: str, lines: int) -> dict[str, Any]:
     result: dict[str, Any] = {
         "model": f"{m.method} {m.encoder_layers}L-{m.decoder_layers}L, width {m.width}",
         "step": run.step,
-        "alpha": jax.tree.map(lambda leaf: np.asarray(leaf).tolist(), run.alpha),
+        "alpha": jax.tree.map(lambda leaf: np.unique(leaf).tolist(), run.alpha),
     }
     with tempfile.TemporaryDirectory() as temporary:
         there = Path(temporary)

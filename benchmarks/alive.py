@@ -19,17 +19,17 @@ from branchnorm_jax.training.logs import read_lines
 from branchnorm_jax.training.watch import WEAK
 
 SHOWN = 9
-"""So many updates, evenly spread, make up the table."""
+"""Number of updates in the table, evenly spread over the run."""
 
 
 def alive(line: dict[str, Any], stack: str) -> float:
-    """Share of a stack's layers that are alive, in one line of layers.jsonl."""
+    """Returns the fraction of a stack's layers that are alive in one line of layers.jsonl."""
     gradient = np.array([value or 0.0 for value in line[stack]["gradient"]])
     return float((gradient > WEAK * gradient.max()).mean())
 
 
 def read(folder: Path) -> dict[str, Any]:
-    """What one run shows."""
+    """Reads alpha, the fractions of living layers and the last validation loss of one run."""
     metrics, layers = (read_lines(folder / f"{name}.jsonl", ()) for name in ("metrics", "layers"))
     alphas = {line["step"]: line["alpha"] for line in metrics}
     return {
@@ -41,7 +41,7 @@ def read(folder: Path) -> dict[str, Any]:
 
 
 def draw(runs: dict[str, list[dict[str, Any]]], path: Path) -> None:
-    """Alpha and the share of living layers over the updates: every seed thin, the mean of all thick."""
+    """Plots alpha and the fraction of living layers; thin lines are seeds, thick lines are means."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -61,7 +61,7 @@ def draw(runs: dict[str, list[dict[str, Any]]], path: Path) -> None:
 
 
 def main() -> None:
-    """Table, figure and raw figures."""
+    """Prints the table, draws the figure and saves the values."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("sweep", type=Path, help="workdir of the sweep")
     folder = parser.parse_args().sweep

@@ -1,4 +1,4 @@
-"""Measures the fill and the shapes of batches; each pair must occur once an epoch.
+"""Measures the fill and the shapes of batches, and checks that each pair occurs once per epoch.
 
     python -m benchmarks.batches --config=multi30k_ende --path=<folder>
     python -m benchmarks.batches --config=text --path=<folder> --langs=en-fr --tokens=4096
@@ -22,7 +22,7 @@ from branchnorm_jax.data.prepare import prepare
 
 
 def main() -> None:
-    """Command line."""
+    """Measures two epochs of the config that the command line names."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--config", default="multi30k_ende")
     parser.add_argument("--path", required=True)
@@ -47,7 +47,7 @@ def main() -> None:
                 tokens += int((batch.source != 0).sum() + (batch.target != 0).sum())
                 positions += batch.source.size + batch.target.size
                 np.add.at(seen, np.concatenate(plan.ids_at(step)[1]), 1)
-            assert (seen == 1).all(), "a pair came not once"
+            assert (seen == 1).all(), "each pair must occur exactly once per epoch"
             figures[f"fill_epoch_{epoch}"] = tokens / positions
             figures[f"seconds_per_batch_epoch_{epoch}"] = (time.perf_counter() - begin) / plan.batches_per_epoch
         used = [shape for shape, rows in zip(plan.shapes, plan.rows, strict=True) if rows]

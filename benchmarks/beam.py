@@ -1,22 +1,22 @@
-"""Times the beam search against a straightforward one and against CTranslate2.
+"""Compares the speed of the beam search with a straightforward one and with CTranslate2.
 
-    python -m benchmarks.beam                       6L-6L of width 512, 100L-100L of width 128, untrained
-    python -m benchmarks.beam --workdir=runs/x      a trained model's test set, ours against CTranslate2
+    python -m benchmarks.beam                       untrained: 6L-6L of width 512, 100L-100L of width 128
+    python -m benchmarks.beam --workdir=runs/x      the test set of a trained model, compared with CTranslate2
 
-The straightforward beam is the one of public JAX examples. It repeats the source for each hypothesis, recomputes the
-keys and values of the source at every step, gathers the whole cache when hypotheses branch, and normalises over the
-whole vocabulary. It follows the same rules, so its hypotheses must be identical. It takes 64 sentences of 5 to 30
-tokens, 32 at a time in the given order, padded to the longest of them. Hypotheses of untrained models reach the length
-limit, 1.2 x + 3.
+The straightforward beam search is like those of public JAX examples. It repeats the source for each hypothesis,
+recomputes the keys and values of the source at every step, gathers the whole cache when hypotheses branch, and
+normalises over the whole vocabulary. It follows the same rules, so its hypotheses must be identical. It takes 64
+sentences of 5 to 30 tokens, 32 at a time in the given order, padded to the longest of them. Hypotheses of untrained
+models reach the length limit, 1.2 x + 3.
 
 A second timing uses the straightforward beam at its best: sentences sorted by length, and keys and values computed
 once, as XLA does for such code when it sees that the source stays the same.
 
 CTranslate2 runs the exported model in float32 with batches of 32 and two threads: both for one batch, or one for each
-of two concurrent batches, whichever is faster on this machine. With untrained models, both sides make every translation
-30 tokens long.
+of two concurrent batches, whichever is faster on this machine. With untrained models, all translations have 30 tokens
+in both systems.
 
-The benchmark also times our decoder with one batch at a time against two.
+The benchmark also compares our decoder with one batch at a time and with two concurrent batches.
 """
 
 import argparse
@@ -62,9 +62,10 @@ MODELS = {
 def straightforward(
     model: Transformer, config: DecodeConfig, recompute: bool
 ) -> Callable[..., tuple[jax.Array, jax.Array]]:
-    """Jitted: (params, alpha, sources [B, S]) -> tokens [B, K, SLOTS] and scores [B, K], best first.
+    """Returns a jitted straightforward beam search.
 
-    `recompute` keeps XLA from computing the source's keys and values once for all steps.
+    It maps (params, alpha, sources [B, S]) to tokens [B, K, SLOTS] and scores [B, K], best first. `recompute` prevents
+    XLA from computing the keys and values of the source only once for all steps.
     """
     k = config.beam_size
 
@@ -128,8 +129,8 @@ def straightforward(
 
 
 def made(name: str) -> tuple[Transformer, tuple[Any, jax.Array], list[list[int]]]:
-    """An untrained model, its parameters and alpha, and sentences to translate."""
-    # A table of their own and of larger logits, or the likeliest word would always be the last one once more.
+    """Returns an untrained model, its parameters and alpha, and sentences to translate."""
+    # A separate output table with larger logits; otherwise the model would always repeat the last word.
     config = dataclasses.replace(MODELS[name], shared_embeddings="none")
     model, rng = Transformer(config, VOCABULARY, VOCABULARY), np.random.default_rng(0)
     params, alpha = jax.jit(model.init)(jax.random.key(0)), jnp.float32(0.3)
@@ -139,13 +140,13 @@ def made(name: str) -> tuple[Transformer, tuple[Any, jax.Array], list[list[int]]
 
 
 def searched(engine: Engine, weights: tuple[Any, Any], sources: Sequence[Sequence[int]]) -> Callable[[], list[Any]]:
-    """The search of ours that is timed."""
+    """Returns a function that runs our search."""
     asked = [Query(source, number) for number, source in enumerate(sources)]
     return lambda: list(engine.search((weights,), asked))
 
 
 def against_straightforward(name: str, pairs: int) -> dict[str, Any]:
-    """Ours over the straightforward beams, and whether hypotheses are the same."""
+    """Compares speed and hypotheses of our search with the straightforward beam search."""
     model, (params, alpha), sources = made(name)
     ours = searched(Engine((model,), CONFIG), (params, alpha), sources)
 
@@ -179,7 +180,7 @@ def against_straightforward(name: str, pairs: int) -> dict[str, Any]:
 
 
 def two_streams(name: str, pairs: int) -> dict[str, Any]:
-    """One batch at a time over two at the same time."""
+    """Compares the time with one batch at a time and with two concurrent batches."""
     model, weights, sources = made(name)
     one, two = (
         searched(Engine((model,), dataclasses.replace(CONFIG, streams=streams)), weights, sources) for streams in (1, 2)
@@ -194,7 +195,7 @@ def exported(
     sources: Sequence[Sequence[str]],
     **settings: Any,
 ) -> tuple[Callable[[], Any], str]:
-    """CTranslate2's search with the same model, and with what threads it is fastest."""
+    """Returns CTranslate2's search with the same model, and its fastest batches x threads."""
     searches = {}
     with tempfile.TemporaryDirectory() as folder:
         ctranslate2.write(fold.fold(model, *weights), model.config, vocabularies, Path(folder), 1024, "")
@@ -210,9 +211,10 @@ def exported(
 
 
 def against_ctranslate2(name: str, pairs: int) -> dict[str, Any]:
-    """Ours over CTranslate2, as many steps on both sides: EOS is not allowed before LENGTH tokens.
+    """Compares the time of our search and of CTranslate2.
 
-    Where the decoder is so deep that it runs in a loop, ours is timed without a loop, too.
+    Both make the same number of steps, because EOS is not allowed before LENGTH tokens. If the decoder is so
+    deep that it runs in a loop, our search is also timed without a loop.
     """
     model, weights, sources = made(name)
     config = dataclasses.replace(CONFIG, max_length_a=0.0, max_length_b=LENGTH, min_length=LENGTH)
@@ -236,7 +238,7 @@ def against_ctranslate2(name: str, pairs: int) -> dict[str, Any]:
 
 
 def trained(folder: Path, pairs: int) -> dict[str, Any]:
-    """The test set of a run: ours over CTranslate2."""
+    """Compares our search with CTranslate2 on the test set of a run."""
     workdir = Workdir(folder)
     config = configs.load(workdir / "config.json")
     decode = dataclasses.replace(CONFIG, max_length_a=2.0, max_length_b=20)
@@ -278,7 +280,7 @@ MEASURES = {
 
 
 def main() -> None:
-    """All figures."""
+    """Runs the selected measurements."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pairs", type=int, default=7, help="pairs of each measurement")
     parser.add_argument("--workdir", type=Path, help="a trained run, instead of the untrained models")

@@ -51,14 +51,14 @@ Types = tuple[str, str]
 EXACT: Types = ("float64", "float64")
 TYPES: list[Types] = list(itertools.product(("float32", "bfloat16"), ("float32", "float16", "bfloat16")))
 STRENGTHS = {"branchnorm": (0.1, 1.0), "deepnorm": (1.0,), "post_ln": (1.0,), "pre_ln": (1.0,), "rezero": (0.0, 0.02)}
-"""What is measured untrained: each alpha of BranchNorm, each value of ReZero's learned weights, which start at 0."""
+"""Branch strengths of the untrained models: alpha for BranchNorm, the learned weights for ReZero, which start at 0."""
 
 DEPTHS, VOCABULARY, SENTENCES = (10, 50, 100, 250, 500), 800, 8
 
 
 @functools.lru_cache(maxsize=16)
 def programs(model: Transformer, types: Types) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Jitted: (outputs by stack, nll by token), and the loss's gradient by stack."""
+    """Returns two jitted functions: (outputs by stack, nll by token), and the gradient of the loss by stack."""
     config = dataclasses.replace(model.config, dtype=types[0], carry_dtype=types[1], dropout=0.0, remat="full")
     model = dataclasses.replace(model, config=config)
 
@@ -77,7 +77,7 @@ def programs(model: Transformer, types: Types) -> tuple[Callable[..., Any], Call
 def measure(
     model: Transformer, params: Params, alpha: Any, batch: Batch, tokens: int, types: Types
 ) -> dict[str, np.ndarray]:
-    """What is compared, NumPy arrays in float64 by name; no gradient if `tokens` is 0."""
+    """Returns the values to compare, by name, as NumPy arrays in float64; without gradients if `tokens` is 0."""
     with jax.enable_x64(types == EXACT):
         alpha = jax.tree.map(jnp.float32, alpha)
         outputs, gradient = programs(model, types)
@@ -95,7 +95,7 @@ def measure(
 
 
 def errors(name: dict[str, Any], found_by: Callable[[Types], dict[str, np.ndarray]]) -> list[dict[str, Any]]:
-    """A row for each pair of types; `found_by` is `measure` of a case."""
+    """Returns one row for each pair of types; `found_by` is `measure` of one case."""
     exact, rows = found_by(EXACT), []
     for types in TYPES:
         found = found_by(types)
@@ -111,7 +111,7 @@ def errors(name: dict[str, Any], found_by: Callable[[Types], dict[str, np.ndarra
 
 
 def untrained(method: str, layers: int, tokens: int) -> list[dict[str, Any]]:
-    """Of fresh models of width 64, each sentence 16 random words on either side."""
+    """Measures untrained models of width 64 on sentences of 16 random words on each side."""
     config = ModelConfig(method, encoder_layers=layers, decoder_layers=layers, width=64, ffn_width=128, heads=2)
     model = Transformer(config, VOCABULARY, VOCABULARY)
     params, rows = jax.device_get(jax.jit(model.init)(jax.random.key(0))), []
@@ -127,7 +127,7 @@ def untrained(method: str, layers: int, tokens: int) -> list[dict[str, Any]]:
 
 
 def trained(folder: Path, tokens: int) -> list[dict[str, Any]]:
-    """Of the best checkpoint of a run, on its first 64 validation sentences."""
+    """Measures the best checkpoint of a run on its first 64 validation sentences."""
     workdir = Workdir(folder)
     config = configs.load(workdir / "config.json")
     translator, params, alpha, step = load(config, workdir)
@@ -143,7 +143,7 @@ def trained(folder: Path, tokens: int) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    """All figures."""
+    """Measures all untrained models and the given runs."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("workdirs", nargs="*", type=Path, help="runs that have a checkpoint")
     parser.add_argument("--tokens", type=int, default=1, help="target tokens that share an unscaled loss")

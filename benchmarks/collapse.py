@@ -5,9 +5,9 @@
 Reads the runs of configs/sweep_collapse.py. For each run, over the updates:
 
 - the similarity of the tokens of a sentence after each encoder layer (1: they are one vector),
-- the gradient of the encoder's first layer over that of its last one, and the ratio that the theory of dead layers
-  predicts from the branches: the product of (1 + r^2)^(-1/2) over the sub-layers, r = rms(b F) / rms(a x),
-- the drift of the encoder's matrices, |W_t - W_0| / |W_0|, from the checkpoints that are left,
+- the gradient of the encoder's first layer divided by the gradient of its last layer, and the ratio that the theory of
+  dead layers predicts from the branches: the product of (1 + r^2)^(-1/2) over the sub-layers, r = rms(b F) / rms(a x),
+- the drift of the encoder's matrices, |W_t - W_0| / |W_0|, from the remaining checkpoints,
 - source_gain: the nll with the sources of other sentences minus the nll.
 """
 
@@ -31,20 +31,20 @@ from branchnorm_jax.training.trained import network, restore_model
 from branchnorm_jax.workdir import Workdir
 
 READS = 0.05
-"""The model reads its source once the source gains this much: nats per target token."""
+"""Threshold of `source_gain`, in nats per target token, above which the model reads its source."""
 
 SUBLAYERS = 2
-"""Of an encoder layer."""
+"""Number of sub-layers in an encoder layer."""
 
 
 def matrices(params: Any) -> np.ndarray:
-    """The encoder's matrices as vectors, [L, numbers]."""
+    """Returns the matrices of each encoder layer as one vector, [L, parameters]."""
     leaves = [np.asarray(leaf, np.float64) for leaf in jax.tree.leaves(params["encoder"]) if leaf.ndim == 3]
     return np.concatenate([leaf.reshape(len(leaf), -1) for leaf in leaves], axis=1)
 
 
 def drift(config: Config, workdir: Workdir, model: Transformer, steps: list[int]) -> list[float]:
-    """|W_t - W_0| / |W_0| of the encoder's matrices, the mean of its layers, at each step."""
+    """Returns |W_t - W_0| / |W_0| of the encoder's matrices at each step, the mean over layers."""
     key = jax.random.fold_in(jax.random.key(config.train.seed), INIT_STREAM)
     start = matrices(jax.jit(model.init)(key))
     found = []
@@ -55,7 +55,7 @@ def drift(config: Config, workdir: Workdir, model: Transformer, steps: list[int]
 
 
 def read(folder: Path) -> dict[str, Any]:
-    """The figures of one run."""
+    """Reads the measurements of one run."""
     workdir = Workdir(folder)
     config = configs.load(folder / "config.json")
     layers, validations = (read_lines(folder / f"{name}.jsonl", ()) for name in ("layers", "validation"))
@@ -166,10 +166,12 @@ def draw(runs: dict[str, dict[str, Any]], path: Path) -> None:
 
 
 def main() -> None:
-    """Table, figure and raw figures."""
+    """Prints the table, draws the figure and saves the values."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("sweeps", type=Path, nargs="+", help="workdirs of sweeps; runs without a test score count, too")
-    parser.add_argument("--name", default="collapse", help="of the results file")
+    parser.add_argument(
+        "sweeps", type=Path, nargs="+", help="workdirs of sweeps; runs without a test score are included"
+    )
+    parser.add_argument("--name", default="collapse", help="name of the results file")
     arguments = parser.parse_args()
     runs = {}
     for sweep in arguments.sweeps:

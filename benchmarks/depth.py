@@ -28,34 +28,34 @@ DEEP, SHALLOW = 500, 6
 
 
 def model(layers: int, **changes: Any) -> Transformer:
-    """BranchNorm, feed-forward layers of 4 D, and no more scores per token than D: as in the papers' models."""
+    """Returns a BranchNorm model with proportions as in the papers: F = 4 D, and at most D scores per token."""
     base = ModelConfig(encoder_layers=layers, decoder_layers=layers, width=32, ffn_width=128, heads=1)
     return Transformer(dataclasses.replace(base, **changes), VOCABULARY, VOCABULARY)
 
 
 def batch(rows: int) -> Batch:
-    """Random words, 32 a sentence."""
+    """Returns sentences of 32 random words."""
     words = jax.random.randint(jax.random.key(1), (2, rows, 32), 3, VOCABULARY)
     return Batch(words[0], words[1])
 
 
 def update(network: Transformer, data: Batch, **train: Any) -> tuple[Any, TrainState]:
-    """The jitted update, and a state before the first one."""
+    """Returns the jitted update and the initial state."""
     config = dataclasses.replace(Config(), model=network.config, train=TrainConfig(**train))
     optimizer, mesh = make_optimizer(config.train), make_mesh(config.parallel, 0)
     state = init_state(network, optimizer, mesh, 0, data)
-    # As the training loop has it: the state comes back as it went in.
+    # As in the training loop: the new state has the same shardings as the old one.
     splits = jax.tree.map(lambda leaf: leaf.sharding, state), sharding(mesh)
     return jax.jit(make_train_step(network, optimizer, config), out_shardings=splits), state
 
 
 def compilation(pairs: int) -> dict[str, Any]:
-    """Tracing, lowering and compiling the update, and the length of the program, deep over shallow."""
+    """Compares compile time (with tracing) and program length of a deep and a shallow update."""
     data, programs = batch(8), {}
     states = {layers: update(model(layers), data)[1] for layers in (DEEP, SHALLOW)}
 
     def compile_it(layers: int) -> None:
-        # A new function each time: nothing is known from before.
+        # A new function each time, so that nothing is cached.
         network = model(layers)
         config = dataclasses.replace(Config(), model=network.config)
         step = jax.jit(make_train_step(network, make_optimizer(config.train), config))
@@ -67,7 +67,7 @@ def compilation(pairs: int) -> dict[str, Any]:
 
 
 def memory(pairs: int) -> dict[str, Any]:
-    """Temporary memory of the gradient of 4096 tokens at 500L-500L under each remat, and the time of `nested`."""
+    """Measures temporary memory at 500L-500L and 4096 tokens by remat, and the time of `nested`."""
     data = batch(128)
 
     def gradient(network: Transformer) -> Any:
@@ -94,9 +94,9 @@ def memory(pairs: int) -> dict[str, Any]:
 
 
 def step_time(first: dict[str, Any], second: dict[str, Any], pairs: int) -> dict[str, Any]:
-    """Time of an update of 1024 tokens, 18L-18L of width 64, of one model over that of another.
+    """Compares the update times of two 18L-18L models of width 64, with 1024 tokens.
 
-    `watch_every` is the one option here that is not the model's.
+    `first` and `second` have model options, and optionally the training option `watch_every`.
     """
     data = batch(32)
     wide: dict[str, Any] = dict(width=64, ffn_width=256, heads=2)
@@ -110,9 +110,9 @@ def step_time(first: dict[str, Any], second: dict[str, Any], pairs: int) -> dict
 
 
 def in_backward(remat: str) -> dict[str, Any]:
-    """Layers updated in the backward pass over all at once: peak memory, and the parameters after 20 updates.
+    """Compares `train.update_in_backward` with plain updates: peak memory, and parameters after 20 updates.
 
-    100L-100L of width 64, 256 tokens: parameters, moments and gradients are nearly all that there is.
+    The model is 100L-100L of width 64, with 256 tokens, so parameters, moments and gradients use most of the memory.
     """
     data, peaks, params = batch(8), {}, {}
     network = model(100, width=64, ffn_width=256, heads=2, remat=remat)
@@ -134,7 +134,7 @@ def in_backward(remat: str) -> dict[str, Any]:
 
 
 def recompilations() -> int:
-    """Programs beyond the first that 4000 updates of growing alpha need."""
+    """Counts the recompilations in 4000 updates with growing alpha."""
     data = batch(1)
     step, state = update(model(1), data)
     for _ in range(4000):
@@ -143,7 +143,7 @@ def recompilations() -> int:
 
 
 def main() -> None:
-    """All figures."""
+    """Runs all measurements."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--pairs", type=int, default=7, help="pairs of each measurement")
     pairs = parser.parse_args().pairs

@@ -1,9 +1,10 @@
-"""Reads off the learning rate at which each run of a range test breaks.
+"""Finds the learning rate at which each run of a range test diverges.
 
     python -m benchmarks.divergence runs/divergence
 
-Reads the runs of configs/sweep_divergence.py. A run breaks at the first update whose mean loss over ten updates is not
-finite or 1 nat above the lowest one before it. The table also has the rate at that lowest loss.
+Reads the runs of configs/sweep_divergence.py. A run diverges at the first update where the mean loss of the last ten
+updates is not finite, or at least 1 nat above its previous minimum. The table also has the learning rate at that
+minimum.
 """
 
 import argparse
@@ -18,11 +19,11 @@ from branchnorm_jax import config as configs
 from branchnorm_jax.training.logs import read_lines
 
 WINDOW, RISE = 10, 1.0
-"""Updates that a mean loss covers, and the rise in nats that counts as a break."""
+"""Number of updates in a mean loss, and the rise in nats that counts as divergence."""
 
 
 def breaks(losses: np.ndarray, rates: np.ndarray) -> tuple[float | None, float]:
-    """The rate at which a run breaks, None if it does not; and the rate at its lowest loss."""
+    """Returns the learning rate at which a run diverges, or None, and the learning rate at its lowest loss."""
     means = np.convolve(np.where(np.isfinite(losses), losses, np.inf), np.ones(WINDOW) / WINDOW, "valid")
     rates = rates[WINDOW - 1 :]
     lowest = np.minimum.accumulate(means)
@@ -32,11 +33,11 @@ def breaks(losses: np.ndarray, rates: np.ndarray) -> tuple[float | None, float]:
 
 
 def main() -> None:
-    """Table and raw figures."""
+    """Prints the table and saves the values."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("sweeps", type=Path, nargs="+", help="workdirs of sweeps")
     runs: list[dict[str, Any]] = []
-    print("| run | depth | lowest loss | at rate | breaks at rate |", "|---|---|---|---|---|", sep="\n")
+    print("| run | depth | lowest loss | at rate | diverges at rate |", "|---|---|---|---|---|", sep="\n")
     for sweep in parser.parse_args().sweeps:
         for path in sorted(sweep.glob("*/metrics.jsonl")):
             lines, model = read_lines(path, ("learning_rate",)), configs.load(path.parent / "config.json").model
@@ -46,7 +47,7 @@ def main() -> None:
             depth = f"{model.encoder_layers}L-{model.decoder_layers}L"
             figures = {"breaks_at": rate, "rate_of_lowest_loss": best, "loss": losses.round(4).tolist()}
             runs.append({"run": path.parent.name, "depth": depth, **figures, "rate": rates.tolist()})
-            shown = "not below " + format(rates[-1], ".2g") if rate is None else format(rate, ".2e")
+            shown = "none up to " + format(rates[-1], ".2g") if rate is None else format(rate, ".2e")
             print(f"| {path.parent.name} | {depth} | {np.nanmin(losses):.3f} | {best:.2e} | {shown} |")
     save("divergence", {"runs": runs})
 

@@ -1,10 +1,10 @@
 """Compares exported models with ours: log-probabilities, and BLEU of beam 4.
 
-    python -m benchmarks.export runs/a runs/b:500 ...       any number of workdirs, or workdir:checkpoint
+    python -m benchmarks.export runs/a runs/b:500 ...       each is a workdir or workdir:checkpoint
 
-The engines are CTranslate2 and Hugging Face's Marian. Log-probabilities, in float32, are those of the references of the
-first 100 test sentences, EOS included. BLEU compares ours with CTranslate2 on --lines test sentences, with the same
-search on both sides and, as CTranslate2 requires, the same length limit for all sentences.
+The engines are CTranslate2 and Hugging Face's Marian. Log-probabilities are computed in float32 for the references of
+the first 100 test sentences, with EOS. BLEU is computed for our decoder and CTranslate2 on --lines test sentences, with
+the same search options and one length limit for all sentences, as CTranslate2 requires.
 """
 
 import argparse
@@ -30,7 +30,7 @@ FORCED, LIMIT = 100, 80
 
 
 def compared(name: str, lines: int) -> dict[str, Any]:
-    """One checkpoint."""
+    """Compares one checkpoint in all engines."""
     folder, _, which = name.partition(":")
     config = configs.load(Path(folder) / "config.json")
     decode = dataclasses.replace(config.decode, checkpoint=which or "best", beam_size=4, length_penalty=0.6)
@@ -81,11 +81,11 @@ def compared(name: str, lines: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Command line."""
+    """Compares every run and saves the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="+")
     parser.add_argument("--lines", type=int, default=1000)
-    parser.add_argument("--name", default="export", help="of the file of results")
+    parser.add_argument("--name", default="export", help="name of the results file")
     arguments = parser.parse_args()
     results = []
     for name in arguments.runs:

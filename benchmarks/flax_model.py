@@ -1,4 +1,4 @@
-"""The same Transformer built from Flax's own layers: Post-LN, one table.
+"""The same Transformer built from Flax's own layers: Post-LN, shared embeddings.
 
 The layers run in a Python loop. Positions are sinusoids.
 """
@@ -27,7 +27,7 @@ EPSILON = 1e-5
 
 
 class Layer(nn.Module):
-    """Self-attention, in the decoder cross-attention, feed-forward; each with dropout, sum and norm."""
+    """Self-attention, cross-attention (decoder only) and feed-forward, each with dropout, residual sum and norm."""
 
     config: ModelConfig
     train: bool
@@ -36,7 +36,7 @@ class Layer(nn.Module):
     def __call__(
         self, x: jax.Array, mask: jax.Array, memory: jax.Array | None = None, cross_mask: jax.Array | None = None
     ) -> jax.Array:
-        """x, memory [B, T, D]; masks [B, T, S], True where a position may look."""
+        """x, memory [B, T, D]; masks [B, T, S], True where a query may attend to a key."""
         c = self.config
 
         def add(name: str, branch: jax.Array) -> jax.Array:
@@ -58,7 +58,7 @@ class Layer(nn.Module):
 
 
 class Network(nn.Module):
-    """Logits of target words given the source and the words before, as `Transformer.__call__` at alpha = 1."""
+    """Logits of target words given the source and the previous words, as `Transformer.__call__` with alpha = 1."""
 
     config: ModelConfig
     vocabulary: int
@@ -90,7 +90,10 @@ class Network(nn.Module):
 def loss(
     network: Network, params: Any, source: jax.Array, target: jax.Array, smoothing: float, key: jax.Array
 ) -> jax.Array:
-    """Mean over real target tokens, nats: whole logits, one-hot distributions. optax shares eps among all V words."""
+    """Mean loss over real target tokens in nats, from whole logits and one-hot targets.
+
+    optax spreads eps over all V words, not V - 1.
+    """
     logits = network.apply({"params": params}, source, target, rngs={"dropout": key})
     words, real = network.vocabulary, target != PAD
     wanted = optax.smooth_labels(jax.nn.one_hot(target, words), smoothing * words / (words - 1))
@@ -98,10 +101,10 @@ def loss(
 
 
 def converted(params: Mapping[str, Any], heads: int) -> dict[str, Any]:
-    """The parameters of a Post-LN or BranchNorm `Transformer` with one table, for `Network`."""
+    """Converts the parameters of a Post-LN or BranchNorm `Transformer` with shared embeddings for `Network`."""
 
     def attention(linears: Mapping[str, Any]) -> dict[str, Any]:
-        """Flax splits the heads' features off: kernels [D, H, K], of the output [H, K, D]."""
+        """Splits features into heads, as Flax does: kernels [D, H, K], and [H, K, D] for the output."""
         names = {"q": "query", "k": "key", "v": "value"}
 
         def split(array: jax.Array) -> jax.Array:

@@ -2,13 +2,13 @@
 
     python -m benchmarks.gpu --part=shapes      matrix products, norm and attention, in bfloat16
     python -m benchmarks.gpu --part=6L          6L-6L, 100L, 500L: 30 updates of 65,536 tokens, base width
-    python -m benchmarks.gpu --part=6L --toy    the same code at a size for a CPU: its figures mean nothing
+    python -m benchmarks.gpu --part=6L --toy    the same code at a size for a CPU; its results are meaningless
 
-For each depth it reports whether the loss falls, the seconds per update, the MFU (operations of the model without those
-of remat, over the device's specification), and the peak memory with the plan's prediction. It uses bfloat16 products,
-float32 Adam, a float16 stream and 32,000 words. --plain measures without remat and with whole logits, where that fits.
---in-backward updates layer by layer (`train.update_in_backward`), for which 500L needs no groups. Each part is one
-process, so that it starts with an empty device. Not measured yet.
+For each depth it reports whether the loss falls, the seconds per update, the MFU (operations of the model without
+recomputation, divided by the device's specification), and the peak memory with the plan's prediction. It uses bfloat16
+products, float32 Adam, a float16 stream and 32,000 words. --plain measures without remat and with whole logits, if they
+fit. --in-backward updates layer by layer (`train.update_in_backward`), for which 500L needs no groups. Each part is one
+process, so that it starts with an empty device. There are no measurements yet.
 """
 
 import argparse
@@ -36,7 +36,7 @@ LENGTH, UPDATES = 32, 30
 
 
 def timed(function: Callable[..., Any], *arguments: Any, repetitions: int = 20) -> float:
-    """Seconds of one call, the mean of many in a row."""
+    """Returns the seconds per call, the mean of consecutive calls."""
     run = jax.jit(function)
     jax.block_until_ready(run(*arguments))
     begin = time.perf_counter()
@@ -47,7 +47,7 @@ def timed(function: Callable[..., Any], *arguments: Any, repetitions: int = 20) 
 
 
 def shapes(toy: bool) -> dict[str, Any]:
-    """Tera-operations per second of matrix products and attention, giga-bytes per second of a norm, by tokens."""
+    """Measures TFLOP/s of matrix products and attention, and GB/s of a norm, for several numbers of tokens."""
     found: dict[str, Any] = {}
     for tokens in (256,) if toy else (4096, 16_384, 65_536):
         for k, n in ((512, 512), (512, 1536), (512, 2048), (2048, 512), (512, 32_000)):
@@ -65,7 +65,7 @@ def shapes(toy: bool) -> dict[str, Any]:
 
 
 def base(layers: int, toy: bool, **changes: Any) -> Config:
-    """The papers' width, or one for a test."""
+    """Returns a config with the width of the papers, or with a small one for a test."""
     size = dict(width=32, ffn_width=64, heads=2) if toy else dict(width=512, ffn_width=2048, heads=8)
     deep = dict(method="branchnorm", encoder_layers=layers, decoder_layers=layers, alpha_steps=4000, remat="auto")
     model: dict[str, Any] = dict(dtype="bfloat16", carry_dtype="float16", dropout=0.1) | size | deep | changes
@@ -77,7 +77,7 @@ def base(layers: int, toy: bool, **changes: Any) -> Config:
 
 
 def train(config: Config) -> dict[str, Any]:
-    """What `UPDATES` updates of words that follow a power law take."""
+    """Measures `UPDATES` updates on random words with a power-law distribution."""
     config = plan.fitting(config, devices.memory())
     rows, vocabulary = plan.rows_of(config, LENGTH, 1), config.data.vocab_size
     step, _, _ = plan.update(config, rows, LENGTH)
@@ -107,7 +107,7 @@ def train(config: Config) -> dict[str, Any]:
 
 
 def main() -> None:
-    """One part."""
+    """Runs one part."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--part", choices=("shapes", "6L", "100L", "500L"), required=True)
     parser.add_argument("--plain", action="store_true", help="without remat, whole logits")

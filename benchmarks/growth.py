@@ -1,4 +1,4 @@
-"""Measures layers that start one after the other: time saved, output changed.
+"""Measures layers that start one after the other: time saved and change of the output.
 
     python -m benchmarks.growth
 
@@ -25,16 +25,16 @@ from branchnorm_jax.training.state import Batch
 
 MODEL = ModelConfig(encoder_layers=50, decoder_layers=50, width=64, ffn_width=256, heads=2, alpha_steps=1000)
 POINTS = (("bottom_up", 0), ("bottom_up", 250), ("top_down", 250), ("progressive", 250), ("bottom_up", 1000))
-"""Order, and where of T's 1000 updates."""
+"""Orders, and points among the 1000 updates of T."""
 
 
 def network(order: str, **changes: Any) -> Transformer:
-    """The model with this order of its layers."""
+    """Returns the model with this order of layers."""
     return Transformer(dataclasses.replace(MODEL, alpha_order=order, **changes), VOCABULARY, VOCABULARY)
 
 
 def open_share(model: ModelConfig, clocks: jax.Array) -> float:
-    """Operations of the branches that are open at these points of T, over those of all, at all of them."""
+    """Returns the fraction of branch operations that are computed at these points of T."""
     by_part = forward_flops(dataclasses.replace(Config(), model=model), 32, 32, VOCABULARY)
     scales: Any = jax.vmap(growth.alpha(model))(clocks)
     computed = sum(by_part[stack] * float((values > 0).mean()) for stack, values in scales.items())
@@ -42,7 +42,7 @@ def open_share(model: ModelConfig, clocks: jax.Array) -> float:
 
 
 def difference(order: str, clock: int, data: Batch) -> float:
-    """Largest difference that leaving branches out makes in the decoder's output, over its largest value."""
+    """Returns the relative change of the decoder's output if branches with alpha 0 are left out."""
     alpha = growth.alpha(network(order).config)(jnp.int32(clock))
     params = network(order).init(jax.random.key(0))
 
@@ -55,7 +55,7 @@ def difference(order: str, clock: int, data: Batch) -> float:
 
 
 def main() -> None:
-    """All figures."""
+    """Runs all measurements."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pairs", type=int, default=7, help="pairs of each measurement")
     pairs = parser.parse_args().pairs

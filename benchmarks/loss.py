@@ -19,19 +19,19 @@ ROWS, LENGTH, WORDS, WIDTH, SMOOTHING = 128, 32, 32_000, 512, 0.1
 
 
 def ours(x: jax.Array, table: jax.Array, targets: jax.Array) -> jax.Array:
-    """Mean loss, in blocks."""
+    """Mean loss, computed in blocks."""
     output, weights = Output(table, None, jnp.ones(WORDS, bool)), jnp.ones((ROWS, LENGTH))
     return smoothed_cross_entropy(x, output, targets, weights, SMOOTHING, Blocks(2**25)).loss / weights.size
 
 
 def one_hot(x: jax.Array, table: jax.Array, targets: jax.Array) -> jax.Array:
-    """The same from whole logits and whole target distributions; optax shares eps among all V words, not V - 1."""
+    """The same from whole logits and one-hot targets; optax spreads eps over all V words, not V - 1."""
     wanted = optax.smooth_labels(jax.nn.one_hot(targets, WORDS), SMOOTHING * WORDS / (WORDS - 1))
     return optax.softmax_cross_entropy(x @ table.T, wanted).mean()
 
 
 def main() -> None:
-    """Compiles both, compares their numbers, times them in turn."""
+    """Compiles both versions, compares their results and times them alternately."""
     keys = jax.random.split(jax.random.key(0), 3)
     x = jax.random.normal(keys[0], (ROWS, LENGTH, WIDTH))
     table = WIDTH**-0.5 * jax.random.normal(keys[1], (WORDS, WIDTH))

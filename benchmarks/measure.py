@@ -1,6 +1,6 @@
-"""Shared by all benchmarks: alternating timings, and results with metadata.
+"""Code shared by all benchmarks: alternating timings, and results with metadata.
 
-The metadata are machine, versions and commit.
+The metadata are the machine, package versions and the commit.
 """
 
 import json
@@ -22,24 +22,24 @@ RESULTS = Path(__file__).resolve().parent / "results"
 
 
 def seconds(call: Callable[[], Any]) -> float:
-    """Wall time of one call, its results included."""
+    """Returns the wall time of one call in seconds, until its results are ready."""
     begin = time.perf_counter()
     jax.block_until_ready(call())
     return time.perf_counter() - begin
 
 
 def in_turn(calls: Sequence[Callable[[], Any]], rounds: int) -> list[list[float]]:
-    """Seconds of each call in each round, after one call of each that does not count."""
+    """Returns the seconds of each call in each round, after one warm-up call of each."""
     turns = tqdm([call for _ in range(1 + rounds) for call in calls], desc="timed calls")
     times = [seconds(call) for call in turns]
     return [times[len(calls) + which :: len(calls)] for which in range(len(calls))]
 
 
 def alternate(first: Callable[[], Any], second: Callable[[], Any], pairs: int = 7) -> dict[str, Any]:
-    """`in_turn` of two.
+    """Times two calls alternately, as `in_turn`.
 
     Returns:
-      `ratio`, the median over the pairs of first / second, and every time in seconds.
+      `ratio`, the median over pairs of first / second, and all times in seconds.
     """
     ours, theirs = in_turn((first, second), pairs)
     return {
@@ -50,7 +50,7 @@ def alternate(first: Callable[[], Any], second: Callable[[], Any], pairs: int = 
 
 
 def processor() -> str:
-    """What the CPU calls itself, where Linux tells."""
+    """Returns the model name of the CPU on Linux, or else what Python reports."""
     try:
         named = re.search(r"model name\s*: (.+)", Path("/proc/cpuinfo").read_text())
     except OSError:
@@ -59,7 +59,7 @@ def processor() -> str:
 
 
 def save(name: str, results: Mapping[str, Any]) -> None:
-    """Writes benchmarks/results/<name>.json, and prints one line per figure; lists are for the file alone."""
+    """Writes benchmarks/results/<name>.json and prints one line per value, except for lists."""
     cores = len(os.sched_getaffinity(0))
     machine = {"machine": f"{cores} cores of {processor()}", "date": time.strftime("%Y-%m-%d %H:%M")}
     RESULTS.mkdir(exist_ok=True)

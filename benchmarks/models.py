@@ -1,4 +1,4 @@
-"""Collects trained models into one file: how each was trained, what it cost, and what it scored.
+"""Collects the options, costs and scores of trained models in one file.
 
     python -m benchmarks.models deep_models runs/a runs/b ...
 
@@ -19,7 +19,7 @@ VALIDATION = ("step", "loss", "nll", "source_gain")
 
 
 def read(folder: Path) -> dict[str, Any]:
-    """The record of one workdir."""
+    """Reads the record of one workdir."""
     status = json.loads((folder / "status.json").read_text())
     results = json.loads((folder / "results.json").read_text())
     default = configs.to_flat(Config())
@@ -38,9 +38,9 @@ def read(folder: Path) -> dict[str, Any]:
 
 
 def main() -> None:
-    """The command line."""
+    """Reads all workdirs and saves the records."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("name", help="of the file under benchmarks/results")
+    parser.add_argument("name", help="name of the file under benchmarks/results")
     parser.add_argument("workdirs", nargs="+", type=Path)
     args = parser.parse_args()
     save(args.name, {"models": [read(folder) for folder in args.workdirs]})

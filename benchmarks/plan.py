@@ -1,4 +1,4 @@
-"""Compares the plan's predictions of memory and time with the machine at hand.
+"""Compares the plan's predictions of memory and time with this machine.
 
 python -m benchmarks.plan memory        compiles random runs without running them; ten minutes on two cores
 python -m benchmarks.plan time          times a few runs; needs an otherwise idle machine; ten minutes
@@ -21,7 +21,7 @@ METHODS = ("branchnorm", "post_ln", "pre_ln", "deepnorm", "rezero", "sub_ln", "a
 
 
 def draw(rng: random.Random) -> tuple[Config, int, int]:
-    """A run, in float32, and the rows and length of a batch."""
+    """Draws a random run in float32, and the rows and length of its batch."""
     width = rng.choice((32, 64, 128, 256))
     model = ModelConfig(
         method=rng.choice(METHODS),
@@ -48,7 +48,7 @@ def draw(rng: random.Random) -> tuple[Config, int, int]:
 
 
 def memory(count: int) -> dict[str, Any]:
-    """Predicted over compiled peak bytes of `count` random runs that this machine could hold."""
+    """Compares predicted and compiled peak bytes of `count` random runs that fit on this machine."""
     rng = random.Random(0)
     ratios: list[float] = []
     while len(ratios) < count:
@@ -70,7 +70,7 @@ def memory(count: int) -> dict[str, Any]:
 
 
 def times() -> dict[str, Any]:
-    """Predicted over measured seconds of an update, after a calibration with shallow models of the same width."""
+    """Compares predicted and measured seconds per update, after calibration with shallow models."""
     runs = (
         dict(encoder_layers=18, decoder_layers=18, width=64, ffn_width=256, heads=2),
         dict(encoder_layers=50, decoder_layers=6, width=64, ffn_width=256, heads=2, remat="full"),
@@ -99,10 +99,10 @@ def times() -> dict[str, Any]:
 
 
 def main() -> None:
-    """All figures."""
+    """Runs one part."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("part", choices=("memory", "time"))
-    parser.add_argument("--count", type=int, default=50, help="random runs that are compiled")
+    parser.add_argument("--count", type=int, default=50, help="number of random runs to compile")
     arguments = parser.parse_args()
     save(f"plan_{arguments.part}", times() if arguments.part == "time" else memory(arguments.count))
 

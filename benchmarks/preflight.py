@@ -3,8 +3,8 @@
     python -m benchmarks.preflight runs/sweep_depth runs/sweep_robustness runs/sweep_divergence
 
 Prints a table of right and wrong verdicts. Each folder contains the runs of a sweep. A run learned if its test BLEU is
-above 10. Otherwise it diverged, stood still, or never read the source. The verdict of a run that learned should be
-"healthy", and that of any other run should not.
+above 10. Otherwise it diverged, did not learn, or never read the source. The verdict should be "healthy" for runs that
+learned, and only for them.
 """
 
 import argparse
@@ -20,20 +20,20 @@ from branchnorm_jax.data.prepare import prepare
 from branchnorm_jax.workdir import Workdir
 
 LEARNED = 10.0
-"""BLEU; the runs of 600 updates lie below 2 or above 37."""
+"""Threshold in BLEU. The runs of 600 updates score below 2 or above 37."""
 
 
 def verdict_of(folder: Workdir) -> preflight.Verdict:
-    """What `--mode=preflight` says of the config of a run."""
+    """Returns the verdict of `--mode=preflight` on the config of a run."""
     config = configs.load(folder / "config.json")
     corpus = prepare(config.data, folder.path, lambda line: None)
     return preflight.judge(preflight.fly(config, corpus, lambda done, total: None)[1])
 
 
 def main() -> None:
-    """Judges every run, and counts."""
+    """Judges every run and counts the verdicts."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("sweeps", nargs="+", type=Path, help="workdirs of sweeps that ended")
+    parser.add_argument("sweeps", nargs="+", type=Path, help="workdirs of finished sweeps")
     folders = [path.parent for sweep_ in parser.parse_args().sweeps for path in sorted(sweep_.glob("*/status.json"))]
     rows: list[dict[str, Any]] = []
     for folder in folders:

@@ -1,6 +1,6 @@
-"""The same Transformer built from PyTorch's own layers: Post-LN, one table.
+"""The same Transformer built from PyTorch's own layers: Post-LN, shared embeddings.
 
-Source, target and output share the table. Positions are sinusoids.
+Source, target and output share one table. Positions are sinusoids.
 """
 
 from collections.abc import Iterable, Mapping
@@ -18,7 +18,7 @@ POSITIONS = 1024
 
 
 class Network(nn.Module):
-    """Logits of target words given the source and the words before, as `Transformer.__call__` at alpha = 1."""
+    """Logits of target words given the source and the previous words, as `Transformer.__call__` with alpha = 1."""
 
     def __init__(self, config: ModelConfig, vocabulary: int) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ class Network(nn.Module):
 
     def forward(self, source: Tensor, target: Tensor) -> Tensor:
         """Token ids [B, S], [B, T], padded on the right -> logits [B, T, V]."""
-        # Without masks wherever none is needed: that is when PyTorch takes its fused attention.
+        # No mask unless it is needed, because PyTorch uses its fused attention only without masks.
         padding = source == PAD
         mask = padding if bool(padding.any()) else None
         memory = self.embed(source)
@@ -77,7 +77,7 @@ class Network(nn.Module):
 
 
 def _named(params: Mapping[str, Any]) -> Iterable[tuple[str, Tensor]]:
-    """Ours by PyTorch's names: matrices turned, the three of an attention's input one below the other."""
+    """Yields our parameters under PyTorch's names, with matrices transposed, and q, k and v concatenated."""
 
     def tensor(array: Any) -> Tensor:
         return torch.tensor(np.asarray(array))

@@ -1,4 +1,4 @@
-"""Measures training throughput on real text: ours, PyTorch's and Flax's layers.
+"""Measures training throughput on real text with our, PyTorch's and Flax's layers.
 
     python -m benchmarks.training --path=<folder of {train,valid}.{en,de}> --size=small     4L-4L of width 128
     python -m benchmarks.training --path=<folder of {train,valid}.{en,de}> --size=base      6L-6L of width 512
@@ -10,12 +10,12 @@ same cores, with updates of at most `batch_tokens` positions on the larger side:
   pytorch   nn.TransformerEncoderLayer and nn.TransformerDecoderLayer, eager, fused AdamW; as in fairseq, sentences
             are sorted by length, and a batch is padded to its longest
   packed    linen layers in a Python loop, whole logits, one-hot targets, jitted; as in Flax's WMT example, rows have
-            256 positions, and the next sentence goes into the row where it fits
+            256 positions, and the next sentence goes into the same row if it fits
   padded    the same with one sentence per row, padded to the longest allowed sentence (64, data.max_length)
 
-Before the timing, the benchmark compares the loss of one batch, without dropout and with the same parameters, between
-all systems. It takes some batches of an epoch, evenly over shapes or lengths. A round is one pass of every system over
-its own batches. It counts target tokens with EOS and without padding.
+Before the timing, the benchmark checks that all systems give the same loss for one batch, without dropout and with the
+same parameters. Each system trains on some batches of an epoch, evenly spread over shapes or lengths. A round is one
+pass of every system over its own batches. Throughput counts target tokens with EOS and without padding.
 
 PyTorch's threads spin while they wait for each other. On a machine that is not idle, PyTorch is ten times faster with
 OMP_WAIT_POLICY=passive in the environment. The results record the policy.
@@ -56,16 +56,16 @@ from configs.multi30k_ende import get_config
 
 T = TypeVar("T")
 PACKED = 256
-"""Positions of a row of Flax's WMT example, its max_target_length."""
+"""Positions per row in Flax's WMT example (max_target_length)."""
 
 
 class Size(NamedTuple):
-    """A model, and what is measured of it."""
+    """A model and the length of its measurement."""
 
     model: dict[str, Any]
     batch_tokens: int
     updates: int
-    """Of each system in a round."""
+    """Number of updates of each system per round."""
 
 
 SIZES = {
@@ -75,7 +75,7 @@ SIZES = {
 
 
 def config_of(size: Size, path: str) -> Config:
-    """configs/multi30k_ende.py with the model of this size."""
+    """Returns configs/multi30k_ende.py with the model of this size."""
     values = get_config()
     values.data.path, values.train.batch_tokens = path, size.batch_tokens
     values.model.update(size.model)
@@ -86,19 +86,19 @@ def config_of(size: Size, path: str) -> Config:
 
 
 def spread(items: Sequence[T], count: int) -> list[T]:
-    """So many of them, evenly from first to last."""
+    """Returns `count` items, evenly spread from first to last."""
     return [items[(2 * index + 1) * len(items) // (2 * count)] for index in range(count)]
 
 
 def our_batches(config: Config, store: Mixture, valid: Sequence[TokenStore], count: int) -> list[TextBatch]:
-    """Of the first epoch."""
+    """Returns our batches, from the first epoch."""
     plan, _ = make_plans(config.data, store, valid, config.train.batch_tokens, config.train.seed)
     steps = sorted(range(plan.batches_per_epoch), key=lambda step: plan.ids_at(step)[0])
     return [plan.batch_at(step) for step in spread(steps, count)]
 
 
 def sorted_batches(store: Mixture, batch_tokens: int, count: int) -> list[TextBatch]:
-    """Sentences of like lengths, so many that rows x the longest are at most `batch_tokens`."""
+    """Returns batches of sentences with similar lengths and at most `batch_tokens` positions."""
     order = np.lexsort(store.lengths.T[::-1])  # by source, then by target
     batches: list[list[int]] = [[]]
     longest = 0
@@ -112,19 +112,19 @@ def sorted_batches(store: Mixture, batch_tokens: int, count: int) -> list[TextBa
 
 
 def padded_batches(store: Mixture, length: int, batch_tokens: int, count: int) -> list[TextBatch]:
-    """Sentences in random order, each padded to `length`."""
+    """Returns batches of sentences in random order, each padded to `length`."""
     rows = batch_tokens // length
     order = shuffled(np.arange(len(store.lengths)), 0)
     return [one_a_row(store, order[at : at + rows].tolist(), length, length) for at in range(0, count * rows, rows)]
 
 
 def one_a_row(store: Mixture, ids: list[int], source: int, target: int) -> TextBatch:
-    """A batch of these sentences alone."""
+    """Returns a batch with one sentence per row."""
     return fill_rows(store, [np.array([index]) for index in ids], Shape(len(ids), source, target))
 
 
 def packed_batches(store: Mixture, length: int, batch_tokens: int, count: int) -> list[TextBatch]:
-    """Sentences in random order, in one row until the next does not fit."""
+    """Returns batches of sentences in random order; a row takes sentences while they fit."""
     shape = Shape(batch_tokens // length, length, length)
     rows: list[list[int]] = [[]]
     room = np.full(2, length)
@@ -138,11 +138,11 @@ def packed_batches(store: Mixture, length: int, batch_tokens: int, count: int) -
     return [fill_rows(store, [np.array(row) for row in rows[at : at + shape.rows]], shape) for at in starts]
 
 
-# Systems: each a function that makes its updates, one a batch
+# Systems: each is a function that makes one update per batch
 
 
 def run_jax(step: Callable[[Any, Batch], tuple[Any, Any]], batches: list[TextBatch], start: Any) -> Callable[[], Any]:
-    """All updates of `step`, from where the last call left the state."""
+    """Returns a function that applies `step` to all batches; each call continues from the last state."""
     update = jax.jit(step, donate_argnums=0)
     given, state = [Batch(*map(jnp.asarray, batch)) for batch in batches], start
 
@@ -156,7 +156,7 @@ def run_jax(step: Callable[[Any, Batch], tuple[Any, Any]], batches: list[TextBat
 
 
 def run_flax(config: Config, params: Any, vocabulary: int, batches: list[TextBatch]) -> Callable[[], Any]:
-    """All updates of Flax's model."""
+    """Returns a function that trains the Flax model on all batches."""
     c = config.train
     network = flax_model.Network(config.model, vocabulary, train=True)
     adam = optax.adamw(c.learning_rate, c.adam_b1, c.adam_b2, c.adam_eps, weight_decay=c.weight_decay)
@@ -176,7 +176,7 @@ def run_flax(config: Config, params: Any, vocabulary: int, batches: list[TextBat
 
 
 def run_torch(network: Network, config: Config, batches: list[TextBatch]) -> Callable[[], float]:
-    """All updates, in eager mode."""
+    """Returns a function that trains the PyTorch model on all batches, in eager mode."""
     c = config.train
     adam = torch.optim.AdamW(
         network.parameters(), c.learning_rate, (c.adam_b1, c.adam_b2), c.adam_eps, c.weight_decay, fused=True
@@ -196,7 +196,7 @@ def run_torch(network: Network, config: Config, batches: list[TextBatch]) -> Cal
 
 
 def losses(config: Config, model: Transformer, params: Any, network: Network, batch: TextBatch) -> dict[str, float]:
-    """Of a batch, without dropout, by each implementation."""
+    """Returns the loss of a batch in each implementation, without dropout."""
     smoothing, words = config.train.label_smoothing, model.target_vocab
     here = Batch(*map(jnp.asarray, batch))
     source, target = (torch.from_numpy(side).long() for side in batch)
@@ -212,7 +212,7 @@ def losses(config: Config, model: Transformer, params: Any, network: Network, ba
 
 
 def measure(size: Size, path: str, rounds: int) -> dict[str, Any]:
-    """All systems in turn."""
+    """Measures all systems in turn."""
     config = config_of(size, path)
     threads = len(os.sched_getaffinity(0))
     torch.set_num_threads(threads)
@@ -231,7 +231,7 @@ def measure(size: Size, path: str, rounds: int) -> dict[str, Any]:
     network = Network(config.model, model.target_vocab)
     network.load(params)
     apart = losses(config, model, params, network, batches["pytorch"][0])
-    assert max(apart.values()) - min(apart.values()) < 1e-4 * apart["ours"], f"not the same model: losses {apart}"
+    assert max(apart.values()) - min(apart.values()) < 1e-4 * apart["ours"], f"the models differ: losses {apart}"
     systems: dict[str, Callable[[], Any]] = {
         "ours": run_jax(make_train_step(model, optimizer, config), batches["ours"], start()),
         "pytorch": run_torch(network, config, batches["pytorch"]),
@@ -273,12 +273,14 @@ def measure(size: Size, path: str, rounds: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    """One size."""
+    """Measures one size."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--path", required=True, help="folder of the text")
     parser.add_argument("--size", choices=SIZES, required=True)
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--updates", type=int, default=0, help="of each system in a round; 0: as the size has it")
+    parser.add_argument(
+        "--updates", type=int, default=0, help="updates of each system per round; 0: the default of the size"
+    )
     arguments = parser.parse_args()
     size = SIZES[arguments.size]
     size = size._replace(updates=arguments.updates or size.updates)

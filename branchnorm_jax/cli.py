@@ -24,20 +24,20 @@ from branchnorm_jax.options import Config, fields
 from branchnorm_jax.workdir import Workdir
 
 MODES = {
-    "train": "train, or resume what the workdir holds",
+    "train": "train, or resume the run in the workdir",
     "evaluate": "translate the test split and score it: <workdir>/results.json",
     "translate": "translate stdin to stdout or file to file, line by line",
-    "serve": "answer HTTP requests, and a page to type into, until Ctrl-C: see serve.port",
-    "average": "the mean of several checkpoints of a run: <workdir>/average, see decode.checkpoint",
-    "compare": "two or more systems on one test set: <workdir>/compare.html, compare.json; needs no run of its own",
-    "export": "the model in the format of CTranslate2 or Hugging Face, compared with ours: <workdir>/export/",
-    "score": "log-probabilities of `source<TAB>target` lines",
-    "analyze": "draw a run's curves, and how signals pass an untrained or trained model: <workdir>/*.png, signal.csv",
-    "methods": "every method: equation, parameters, what depends on depth, recommended options, citation",
-    "sweep": "methods x depths x seeds, one after the other, as a table and a figure",
-    "plan": "memory, time and device-days of a run, before anything is allocated: <workdir>/plan.json",
-    "preflight": "a time lapse at the real depth, and a verdict: <workdir>/preflight.json, .png",
-    "help": "every option with its default and unit",
+    "serve": "serve translations over HTTP, with a web page, until Ctrl-C: see serve.port",
+    "average": "average several checkpoints of a run: <workdir>/average, see decode.checkpoint",
+    "compare": "compare two or more systems on one test set: <workdir>/compare.html, compare.json; needs no run",
+    "export": "export the model to CTranslate2 or Hugging Face, and compare it with ours: <workdir>/export/",
+    "score": "print the log-probabilities of `source<TAB>target` lines",
+    "analyze": "draw a run's curves and how signals pass through a model, trained or not: <workdir>/*.png, signal.csv",
+    "methods": "list every method: equation, parameters, what depends on depth, recommended options, citation",
+    "sweep": "train methods x depths x seeds one after the other, and make a table and a figure",
+    "plan": "predict memory, time and device-days of a run without allocating anything: <workdir>/plan.json",
+    "preflight": "check a run in a time lapse at its real depth: <workdir>/preflight.json, .png",
+    "help": "list every option with its default and unit",
 }
 
 HERE = Path(__file__).resolve().parent
@@ -201,7 +201,7 @@ def parse(argv: list[str]) -> tuple[Config, Workdir]:
             f"--config={file}: {type(error).__name__} in this file: {str(error).splitlines()[-1]}"
         ) from error
     if len(rest) > 1:
-        raise UserError(f"what is {rest[1]!r}? Options are written --name=value")
+        raise UserError(f"unknown argument {rest[1]!r}; write options as --name=value")
     return config, Workdir(Path(workdir or "."))
 
 
@@ -223,7 +223,7 @@ def find_config(given: str) -> str:
 def config_names() -> str:
     """Returns a text that lists the names that --config accepts besides a path."""
     names = sorted(path.stem for path in CONFIGS.glob("*.py") if path.stem != "saved")
-    return f"those of the project are {', '.join(names)}"
+    return f"the project's configs are {', '.join(names)}"
 
 
 def import_configs() -> None:
@@ -244,7 +244,7 @@ def check_names(argv: list[str]) -> None:
     known = {name for name, _ in fields()}
     if sum(re.match(r"--?config(=|$)", argument) is not None for argument in argv) > 1:
         raise UserError(
-            "--config is given twice; options of the file are changed by --config.<section>.<option>=<value>"
+            "--config is given twice; to change an option of the file, use --config.<section>.<option>=<value>"
         )
     for argument in argv[1:]:
         name = re.match(r"--?(?:no)?config\.([^=]*)", argument)
@@ -278,7 +278,7 @@ def run(mode: str, config: Config, workdir: Workdir) -> None:
             why = f"  (recommended for {config.model.method})" if recommended.get(name) == chosen[name] else ""
             leader = configs.FOLLOWS.get(name)
             if leader and chosen[leader] == chosen[name]:
-                why = f"  (as {leader})"
+                why = f"  (same as {leader})"
             print(f"  {line}{why}", file=sys.stderr)
 
     getattr(modes, mode)(config, workdir)

@@ -193,8 +193,8 @@ def _validate(config: Config) -> None:
             raise UserError("config: a rollback needs checkpoints to go back to; set train.checkpoint_every")
         if train.rollback == "batches" and (train.keep_last - 1) * train.checkpoint_every < train.rollback_updates:
             raise UserError(
-                f"config: train.rollback_updates={train.rollback_updates} is more than train.keep_last="
-                f"{train.keep_last} checkpoints, one every {train.checkpoint_every} updates, reach back; keep more"
+                f"config: train.rollback_updates={train.rollback_updates} is too large for train.keep_last="
+                f"{train.keep_last} checkpoints, one every {train.checkpoint_every} updates; raise train.keep_last"
             )
     if model.width % model.heads:
         raise UserError(f"config: model.heads={model.heads} does not divide model.width={model.width}")
@@ -210,7 +210,7 @@ def _validate(config: Config) -> None:
     if model.shared_embeddings == "all" and not data.shared_vocab:
         raise UserError("config: model.shared_embeddings=all needs data.shared_vocab=True; use decoder or none")
     if data.subword_samples and data.vocab_type != "unigram":
-        raise UserError("config: data.subword_samples draws by the probabilities of data.vocab_type=unigram")
+        raise UserError("config: data.subword_samples needs the probabilities of data.vocab_type=unigram")
     _validate_directions(config)
     if data.row_multiple % train.accumulation:
         raise UserError(
@@ -221,7 +221,7 @@ def _validate(config: Config) -> None:
             f"config: decode.nbest={config.decode.nbest} is more than decode.beam_size={config.decode.beam_size}"
         )
     if not config.decode.temperature and (config.decode.top_k or config.decode.top_p < 1):
-        raise UserError("config: decode.top_k and decode.top_p are for drawing; set decode.temperature, say to 1")
+        raise UserError("config: decode.top_k and decode.top_p need sampling; set decode.temperature, for example to 1")
     if config.decode.alignment_layer > model.decoder_layers:
         raise UserError(
             f"config: decode.alignment_layer={config.decode.alignment_layer} is more than model.decoder_layers="
@@ -229,7 +229,7 @@ def _validate(config: Config) -> None:
         )
     for split in config.evaluate.split_names:
         if split not in ("valid", "test"):
-            raise UserError(f"config: evaluate.splits names {split!r}; it takes valid and test, comma-separated")
+            raise UserError(f"config: evaluate.splits contains {split!r}; use valid and test, comma-separated")
 
 
 def _validate_directions(config: Config) -> None:
@@ -240,14 +240,14 @@ def _validate_directions(config: Config) -> None:
     named = {"data.pairs": data.pairs, "data.valid_pairs": data.valid_pairs, "evaluate.pairs": config.evaluate.pairs}
     for name, pairs in named.items():
         if pairs and not data.pairs:
-            raise UserError(f"config: {name} is for runs of several pairs, and data.pairs is empty")
+            raise UserError(f"config: {name} needs data.pairs, which is empty")
         directions = [(direction.source_lang, direction.target_lang) for direction in data.directions(pairs)]
         code = r"[a-z]\w*"  # such as de, zh_tw, pt_BR; a hyphen separates the two languages
         wrong = [
             pair for pair in directions if pair[0] == pair[1] or not all(re.fullmatch(code, lang) for lang in pair)
         ]
         if pairs and (wrong or not directions):
-            what = f"{'-'.join(wrong[0])!r} is not a pair of two languages" if wrong else "no pair of languages"
+            what = f"{'-'.join(wrong[0])!r} is not a pair of two languages" if wrong else "no language pair"
             raise UserError(f"config: {name}={pairs!r}: {what}; write en-de,fr-pt_BR or, for every direction, en+de+fr")
     if unknown := [found.pair for found in data.directions(data.valid_pairs) if found not in data.directions()]:
         raise UserError(
@@ -283,7 +283,7 @@ def _validate_update_in_backward(config: Config) -> None:
         if model.group and model.remat != "full" and getattr(model, name) % model.group:
             raise UserError(
                 f"config: train.update_in_backward needs a model.group that divides model.{name}="
-                f"{getattr(model, name)}, not {model.group}; 0 finds one"
+                f"{getattr(model, name)}, not {model.group}; model.group=0 chooses one"
             )
 
 

@@ -105,7 +105,7 @@ class Workdir:
             if 0 < config.train.steps < self.last_step:
                 raise UserError(
                     f"{self.path}: this run is at step {self.last_step}, past train.steps={config.train.steps}; "
-                    "ask for more, or choose another --workdir"
+                    "raise train.steps or choose another --workdir"
                 )
         write_atomically(self / "config.json", configs.to_json(config))
 
@@ -141,6 +141,6 @@ class Workdir:
             return {str(name): str(value) for name, value in known.items()}
         except (OSError, ValueError, AttributeError) as error:
             raise UserError(
-                f"{path}: cannot read the hashes of this run's data ({error}); if text and vocabulary are those of the "
-                f"run, delete the file and train on: they will be taken as they are"
+                f"{path}: cannot read the hashes of this run's data ({error}); if text and vocabulary have not "
+                f"changed, delete the file and resume training, which then accepts them unchecked"
             ) from error

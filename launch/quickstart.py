@@ -29,7 +29,7 @@ def run_main(*options: str) -> None:
     if code < 0:
         code = 128 - code
     if code:
-        print(f"quickstart: stopped, exit code {code} of: {shlex.join(command)}", file=sys.stderr)
+        print(f"quickstart: stopped with exit code {code}: {shlex.join(command)}", file=sys.stderr)
         sys.exit(code)
 
 

@@ -187,7 +187,7 @@ def test_steps_xor_epochs():
         ({"data": {"source_lang": "de"}}, ["source_lang", "target_lang", "'de'"]),
         ({"data": {"pairs": "en"}}, ["data.pairs='en'", "'en-en' is not a pair"]),
         ({"data": {"pairs": "en-"}}, ["data.pairs", "not a pair"]),
-        ({"data": {"pairs": ","}}, ["data.pairs", "no pair"]),
+        ({"data": {"pairs": ","}}, ["data.pairs", "no language pair"]),
         ({"data": {"pairs": "en-de-fr"}}, ["data.pairs", "'en-de-fr'"]),
         ({"data": {"pairs": "en de"}}, ["data.pairs", "not a pair"]),
         ({"data": {"pairs": "en-de+fr", "tags": "none"}}, ["data.tags=none", "de, fr"]),

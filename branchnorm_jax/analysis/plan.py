@@ -342,9 +342,9 @@ def fitting(config: Config, memory: float) -> Config:
     if config.plan.refuse and held > memory:
         backward = "" if config.train.update_in_backward else "train.update_in_backward=True (keeps no gradients), "
         raise UserError(
-            f"parameters, optimiser state and gradients need {held / 1e9:,.2f} GB, the device has {memory / 1e9:,.2f} "
-            f"GB; in this order: {backward}a larger parallel.model, a smaller model; --config.plan.refuse=False tries "
-            "it all the same"
+            f"parameters, optimiser state and gradients need {held / 1e9:,.2f} GB, but the device has "
+            f"{memory / 1e9:,.2f} GB; try in this order: {backward}a larger parallel.model, a smaller model; "
+            "--config.plan.refuse=False trains anyway"
         )
     if config.model.remat != "auto":
         return config
@@ -364,9 +364,9 @@ def warning(config: Config, memory: float) -> str:
         "a smaller train.batch_tokens or data.max_length": True,
     }
     return (
-        f"warning: an update may not fit: about {needed / 1e9:,.2f} GB with model.remat={remat}, the device has "
-        f"{memory / 1e9:,.2f} GB; if it does not, in this order: {', '.join(knob for knob in knobs if knobs[knob])}; "
-        "--mode=plan shows what fits"
+        f"warning: an update may not fit: it needs about {needed / 1e9:,.2f} GB with model.remat={remat}, but the "
+        f"device has {memory / 1e9:,.2f} GB; if it fails, try in this order: "
+        f"{', '.join(knob for knob in knobs if knobs[knob])}; --mode=plan shows what fits"
     )
 
 
@@ -387,7 +387,7 @@ def format_plan(config: Config, plan: Mapping[str, Any]) -> str:
         ("", f"{flops * batch_tokens / 1e12:,.3f} TFLOP per update of {batch_tokens:,} tokens"),
         ("state", f"{gb['state']:,.3f} GB: parameters {gb['parameter']:,.3f}, optimiser {optimiser}"),
         ("update", f"gradients {gb['gradient']:,.3f} GB, carries of all layers {gb['carry']:,.3f} GB"),
-        ("device", f"{plan['devices']} x {plan['device']}, {plan['usable_bytes'] / 1e9:,.1f} GB to use"),
+        ("device", f"{plan['devices']} x {plan['device']}, {plan['usable_bytes'] / 1e9:,.1f} GB usable"),
     ]
     lines = [f"{name:<12}{text}" for name, text in rows]
     lines += [

@@ -207,23 +207,21 @@ def judge(points: Sequence[Point]) -> Verdict:
     for index, point in enumerate(points):
         where = f"at update {point.step} (alpha {point.alpha:.2g}, learning rate {point.learning_rate:.2g})"
         if not np.isfinite([*point.loss, *(values.sum() for values in point.gradient.values())]).all():
-            return Verdict("diverging", f"{where} loss or gradient are no longer finite")
+            return Verdict("diverging", f"{where} the loss or a gradient is not finite")
         if point.loss[-1] > 1.01 * first:
-            return Verdict(
-                "diverging", f"{where} the loss is {point.loss[-1]:.3g}, and was {first:.3g} in the beginning"
-            )
+            return Verdict("diverging", f"{where} the loss is {point.loss[-1]:.3g}, up from {first:.3g} at the start")
         if 0 < index == len(points) - 1:
             break
         layers = vanishing(point.gradient, point.by_layer)
         if layers:
             least = min(float(np.min(values) / np.max(values)) for values in point.gradient.values() if np.max(values))
             return Verdict(
-                "vanishing", f"in {layers} {where}: the least gradient is {least:.1g} of the largest of its stack"
+                "vanishing", f"in {layers} {where}: the smallest gradient is {least:.1g} of the largest of its stack"
             )
         # A stack whose branches do not grow recovers once the decoder reads the source.
         alike = collapsed({stack: {"similarity": values} for stack, values in point.similarity.items()}, COLLAPSING)
         if alike and point.alpha < points[-1].alpha:
-            return Verdict("collapsing", f"{where} all tokens of a sentence are nearly one vector after {alike}")
+            return Verdict("collapsing", f"{where} all tokens of a sentence are nearly the same vector after {alike}")
     if last > 0.99 * first:
         return Verdict("still", f"the loss stays at {last:.3g}")
     return Verdict("healthy", f"the loss falls from {first:.3g} to {last:.3g}, and every layer learns")

@@ -59,11 +59,12 @@ def parse_grid(text: str, baseline: str = "") -> list[Run]:
             for other in axes:
                 if SETS.get(name, {name}) & SETS.get(other, {other}):
                     raise UserError(
-                        f"sweep.grid: {other} and {name} set one option; write {other}=value,value, or a second grid"
+                        f"sweep.grid: {other} and {name} set the same option; write {other}=value,value, or separate "
+                        "two grids with |"
                     )
             axes[name] = list(dict.fromkeys(values.split(",")))
         if not axes:
-            where = f"; there are none in {part.strip() or 'an empty part'!r} of {text!r}" if text.strip() else ""
+            where = f"; found none in {part.strip() or 'an empty part'!r} of {text!r}" if text.strip() else ""
             raise UserError(f"sweep.grid: give axes such as method=post_ln,branchnorm depth=6L-6L,18L-18L{where}")
         runs += [dict(zip(axes, point, strict=True)) for point in itertools.product(*axes.values())]
     methods = dict.fromkeys(run["method"] for run in runs if "method" in run)
@@ -89,7 +90,7 @@ def folder_of(run: Mapping[str, str]) -> str:
 def plan_runs(config: Config) -> dict[str, tuple[Run, Config]]:
     """Every run of the config's grid, by its folder. Raises `UserError` for a grid, or a run, that cannot be."""
     if "test" not in config.evaluate.split_names:
-        raise UserError(f"evaluate.splits={config.evaluate.splits}: a sweep compares scores of test; name it, too")
+        raise UserError(f"evaluate.splits={config.evaluate.splits}: a sweep compares test scores; add test")
     grid, columns = parse_grid(config.sweep.grid, config.sweep.baseline), config.sweep.column_names
     runs: dict[str, tuple[Run, Config]] = {}
     for run in grid:
@@ -101,12 +102,14 @@ def plan_runs(config: Config) -> dict[str, tuple[Run, Config]]:
             if chosen == there:
                 raise UserError(f"sweep.grid: {name_of(run)} and {other} are the same run")
         if folder_of(run) in runs:
-            raise UserError(f"sweep.grid: two runs are named {name_of(run)}; give one of them a sweep of its own")
+            raise UserError(f"sweep.grid: two runs have the name {name_of(run)}; move one of them to another sweep")
         runs[folder_of(run)] = run, chosen
     axes = dict.fromkeys(axis for run in grid for axis in run)
     unknown = set(columns) - {*axes, "depth"}
     if unknown:
-        raise UserError(f"sweep.columns: no axis {', '.join(sorted(unknown))} in the grid; there are {', '.join(axes)}")
+        raise UserError(
+            f"sweep.columns: the grid has no axis {', '.join(sorted(unknown))}; its axes are {', '.join(axes)}"
+        )
     return runs
 
 
@@ -141,7 +144,7 @@ def _options(config: Config, run: Run) -> ml_collections.ConfigDict:
         try:
             options[section][name] = TRUTH[text.lower()] if kind is bool else kind(text)
         except (KeyError, ValueError) as error:
-            raise UserError(f"{axis}={text}: {kind.__name__} expected") from error
+            raise UserError(f"{axis}={text}: expected {kind.__name__}") from error
     return options
 
 

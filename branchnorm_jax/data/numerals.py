@@ -113,7 +113,7 @@ def items(split: str, count: int, seed: int = 0) -> Iterator[Item]:
     """
     most = capacity(split)
     if not 0 <= count <= most:
-        raise UserError(f"numerals: {count} items asked of {split}, which supplies 0 to {most}; ask for fewer")
+        raise UserError(f"numerals: {count} items requested from {split}, which supplies 0 to {most}; request fewer")
     streams = [_shuffled(kind, split, count, seed) for kind in _KINDS]
     turns = itertools.chain.from_iterable(itertools.zip_longest(*streams))
     return itertools.islice((item for item in turns if item is not None), count)
@@ -143,12 +143,12 @@ def _check_language(lang: str) -> None:
     if lang not in _TABLES:
         close = difflib.get_close_matches(lang, LANGUAGES, n=1, cutoff=0.5)
         hint = f"; did you mean {close[0]!r}?" if close else ""
-        raise UserError(f"numerals: no language {lang!r}; there are {', '.join(LANGUAGES)}{hint}")
+        raise UserError(f"numerals: no language {lang!r}; languages are {', '.join(LANGUAGES)}{hint}")
 
 
 def _check_split(split: str) -> None:
     if split not in SPLITS:
-        raise UserError(f"numerals: no split {split!r}; there are {', '.join(SPLITS)}")
+        raise UserError(f"numerals: no split {split!r}; splits are {', '.join(SPLITS)}")
 
 
 def _carriers(kind: str) -> int:

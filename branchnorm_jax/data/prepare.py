@@ -86,7 +86,10 @@ def prepare(config: DataConfig, directory: Path, say: Callable[[str], None], kee
     mixture = Mixture(train, config.temperature)
     if config.pairs:
         drawn = np.array(mixture.draws).reshape(len(directions), -1)[:, 0]
-        say("an epoch draws " + ", ".join(f"{n:,} of {d.pair}" for n, d in zip(drawn, directions, strict=True)))
+        say(
+            "sentence pairs per epoch: "
+            + ", ".join(f"{n:,} of {d.pair}" for n, d in zip(drawn, directions, strict=True))
+        )
     return Corpus(tokenizer, validated, mixture, valid)
 
 

@@ -50,18 +50,18 @@ def obstacle(model: Transformer) -> str:
     """Returns the reason why a model cannot be folded, or "" if it can."""
     r, c = model.recipe, model.config
     obstacles = {
-        "its layers pass on more than one stream": r.stream != "plain",
-        "a norm follows its branches": bool(r.branch_norm),
-        "a norm stands inside its branches": bool(r.inner_norm),
-        "its attention heads have factors": bool(r.head_scale),
-        "scalars are subtracted inside its branches": r.shifts,
-        "it has layers of both kinds, Pre-LN and Post-LN": r.post_layers is not None,
-        "a norm follows its embeddings": r.embedding_norm,
+        "its layers have more than one residual stream": r.stream != "plain",
+        "it has norms after its branches": bool(r.branch_norm),
+        "it has norms inside its branches": bool(r.inner_norm),
+        "its attention heads have scaling factors": bool(r.head_scale),
+        "its branches subtract scalars from their inputs": r.shifts,
+        "it has both Pre-LN and Post-LN layers": r.post_layers is not None,
+        "it has a norm after the embeddings": r.embedding_norm,
         "it has no norms": not r.pre and not r.post,
         "it has norms on both sides of a sub-layer": r.pre and r.post,
         "its sub-layers' inputs are scaled": r.pre_scale is not None,
-        "its skip connections have factors, and it is Pre-LN": r.pre and r.skip != Weight(),
-        "a stack of Post-LN ends with a norm": r.post and r.final != "",
+        "it is Pre-LN, and its skip connections have factors": r.pre and r.skip != Weight(),
+        "it is Post-LN, and a norm follows its last layer": r.post and r.final != "",
         f"its norms are {c.norm}": c.norm != "layer_norm",
         f"its activation is {c.activation}": c.activation not in ("relu", "gelu"),
     }

@@ -21,9 +21,9 @@ def obstacle(plain: Plain, config: ModelConfig) -> str:
     """Returns the reason why a model cannot be exported to Marian, or "" if it can."""
     first = plain.embedding_scale.values()
     obstacles = {
-        "Marian is Post-LN only": plain.pre_norm,
-        "Marian has its own position table (model.positions=marian)": config.positions != "marian",
-        "its first skip connection has a factor per feature": any((scale != scale[0]).any() for scale in first),
+        "Marian supports only Post-LN": plain.pre_norm,
+        "Marian needs its own position table (model.positions=marian)": config.positions != "marian",
+        "the first skip connection has a factor per feature": any((scale != scale[0]).any() for scale in first),
     }
     return next((reason for reason, holds in obstacles.items() if holds), "")
 

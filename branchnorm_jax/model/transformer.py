@@ -218,7 +218,7 @@ class Transformer:
         run = functools.partial(run_stack, scan=c.scan, remat=remat, group=c.group, unroll=c.unroll)
         attention = None if taps.attention is None else jnp.zeros(arguments(per_layer)[2].shape)
         if recipe.combines:
-            assert update is None, "a layer whose input all others share in cannot be updated alone"
+            assert update is None, "layers that read the outputs of all earlier layers cannot be updated one by one"
             # The sums over layers are a linear carry, which the backward pass does not need: it only recomputes layers.
             kept = remembering(layer, "full" if remat == "nested" else remat)
             run = functools.partial(run, remat="none")

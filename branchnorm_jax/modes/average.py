@@ -31,5 +31,7 @@ def average(config: Config, workdir: Workdir) -> None:
     params, alpha = jax.tree.map(lambda leaf: np.asarray(leaf / len(steps), np.float32), total)
     with atomic_directory(workdir / "average") as folder:
         Checkpoints(folder, config.train, logs.say).save_params(steps[-1], params, alpha, {"averaged": steps})
-    logs.say(f"mean of the checkpoints {', '.join(map(str, steps))}; --config.decode.checkpoint=average uses it")
+    logs.say(
+        f"averaged the checkpoints {', '.join(map(str, steps))}; --config.decode.checkpoint=average selects the average"
+    )
     print(workdir / "average")

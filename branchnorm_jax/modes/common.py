@@ -48,7 +48,8 @@ def load(config: Config, workdir: Workdir) -> Trained:
     for other in others:
         if config.decode.alignment_layer > (depth := other.model.config.decoder_layers):
             raise UserError(
-                f"decode.alignment_layer={config.decode.alignment_layer}: a model of the ensemble has {depth}"
+                f"decode.alignment_layer={config.decode.alignment_layer}: a model of the ensemble has {depth} decoder "
+                "layers"
             )
     return Trained(Translator(model, tokenizer, config.decode, logs.say, others), params, alpha, step)
 
@@ -62,12 +63,12 @@ def member(path: str, tokenizer: Tokenizer, config: Config) -> Member:
     theirs, workdir, which = find_run("decode.ensemble", path, config)
     its_tokenizer, model = network(theirs, workdir)
     if its_tokenizer.sha256 != tokenizer.sha256:
-        raise UserError(f"decode.ensemble: {workdir.path} has another vocabulary; models that vote must share one")
+        raise UserError(f"decode.ensemble: {workdir.path} has a different vocabulary; an ensemble needs a shared one")
     its_tags, tags = (data.tags if data.pairs else "none" for data in (theirs.data, config.data))
     if its_tags != tags:
         raise UserError(
-            f"decode.ensemble: {workdir.path} was trained with data.tags={its_tags}, not {tags}; models that vote must "
-            "be asked for a language in the same way"
+            f"decode.ensemble: {workdir.path} was trained with data.tags={its_tags}, not {tags}; all models of an "
+            "ensemble need the same data.tags"
         )
     params, alpha, _ = restore_model(theirs, workdir, model, which)
     return Member(model, params, alpha)

@@ -33,7 +33,9 @@ def compare(config: Config, workdir: Workdir) -> None:
         theirs, sources = written(first, split, "reference"), written(first, split, "source")
         for other in others:
             if written(other, split, "reference") != theirs:
-                raise UserError(f"compare: {other} was evaluated with other references than {first}")
+                raise UserError(
+                    f"compare: the references of {other} differ from those of {first}; evaluate both on one test set"
+                )
         references = theirs if references is None else references
         # With several pairs, the split is named like test.en-de. That pair may not be a trained one.
         data = load_config(first / "config.json").data.directions(split.partition(".")[2])[0]
@@ -44,7 +46,7 @@ def compare(config: Config, workdir: Workdir) -> None:
         except UserError as error:
             logs.say(f"counting the words of the references instead: {error}")
     if references is None:
-        raise UserError("compare: none of the systems is a workdir; give compare.reference, the file of references")
+        raise UserError("compare: none of the systems is a workdir; set compare.reference to a file of references")
     found = comparing.compare(systems, references, language, frequencies, sources)
     print(comparing.format_table(found))
     print(*comparing.write(found, workdir.path), sep="\n")
@@ -58,6 +60,6 @@ def written(workdir: Path, split: str, side: str) -> list[str]:
     """
     path = workdir / "evaluation" / f"{split}.{side}"
     if not path.exists():
-        there = ", ".join(sorted(found.stem for found in path.parent.glob(f"*.{side}"))) or "nothing"
-        raise UserError(f"{path}: no such file, {there} was evaluated; see compare.split, or run --mode=evaluate")
+        there = ", ".join(sorted(found.stem for found in path.parent.glob(f"*.{side}"))) or "none"
+        raise UserError(f"{path}: no such file; evaluated splits: {there}; change compare.split or run --mode=evaluate")
     return list(text_lines(path))

@@ -34,25 +34,25 @@ def export(config: Config, workdir: Workdir) -> None:
     if config.decode.ensemble:
         raise UserError("config: an ensemble cannot be exported; leave decode.ensemble empty")
     if e.format == "huggingface" and e.quantization:
-        raise UserError("config: export.quantization is for export.format=ctranslate2")
+        raise UserError("config: export.quantization needs export.format=ctranslate2")
     if e.path and folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
-        raise UserError(f"export.path={folder}: there is something already, which is not replaced; choose a new folder")
+        raise UserError(f"export.path={folder}: it exists and is not an empty folder; choose a new folder")
     trained = load(config, workdir)
     model, tokenizer = trained.translator.model, trained.translator.tokenizer
     if config.decode.length_penalty_kind != "fairseq":
-        logs.say("other engines divide scores by L^p: set their length penalty yourself")
+        logs.say("other engines divide scores by L^p: set their length penalty accordingly")
     if config.decode.temperature:
-        logs.say("decode.temperature is not exported: other engines search unless you set their sampling yourself")
+        logs.say("decode.temperature is not exported: to sample in the other engine, set its own options")
     if config.data.pairs and config.data.tags in ("target", "both"):
         logs.say(
-            "translations begin with a language tag: give it to the engine, as target_prefix (CTranslate2) or "
+            "translations begin with a language tag: pass it to the engine as target_prefix (CTranslate2) or "
             "forced_bos_token_id (Hugging Face)"
         )
     if reason := fold.obstacle(model):
-        raise UserError(f"export: {config.model.method} is no plain Transformer: {reason}")
+        raise UserError(f"export: {config.model.method} is not a plain Transformer: {reason}")
     plain = fold.fold(model, trained.params, trained.alpha)
     if e.format == "huggingface" and (reason := huggingface.obstacle(plain, config.model)):
-        raise UserError(f"export: not for Hugging Face: {reason}; take export.format=ctranslate2")
+        raise UserError(f"export: cannot write this model for Hugging Face: {reason}; use export.format=ctranslate2")
     most = config.decode.max_input_length
     longest = max(most, trained.translator.engine.limit(most) + 1)
     vocabularies = tokenizer.source_pieces, tokenizer.target_pieces
@@ -94,12 +94,12 @@ def check_export(config: Config, trained: Trained, folder: Path, longest: int) -
     if not fitting:
         raise UserError(
             f"export: none of the first {len(pairs)} validation pairs fits into the {longest} positions of the "
-            "exported model; set a larger decode.max_input_length, or export.check_lines=0 for no check"
+            "exported model; set a larger decode.max_input_length, or export.check_lines=0 to skip the check"
         )
     if len(fitting) < len(pairs):
         logs.say(
-            f"{len(pairs) - len(fitting)} of {len(pairs)} validation pairs are left out of the check: a side has more "
-            f"tokens than the exported model has positions, {longest} (decode.max_input_length)"
+            f"the check skips {len(pairs) - len(fitting)} of {len(pairs)} validation pairs with a side longer than the "
+            f"exported model's maximum, {longest} tokens (decode.max_input_length)"
         )
     sources, targets = zip(*fitting, strict=True)
     ours = translator.token_log_probs(trained.params, trained.alpha, sources, targets)
@@ -111,7 +111,7 @@ def check_export(config: Config, trained: Trained, folder: Path, longest: int) -
         else:
             theirs = huggingface.log_probs(folder, sources, targets)
     except UserError as error:
-        logs.say(f"not compared: {error}")
+        logs.say(f"the exported model was not checked: {error}")
         return
     # Each engine gives the unused tokens a different, very small probability.
     used = ~np.isin(np.concatenate(targets), model.unused)

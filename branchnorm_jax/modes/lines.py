@@ -46,14 +46,14 @@ def check_files(source: Path, target: Path) -> None:
     The check runs before the model is loaded, because these mistakes would otherwise appear late.
     """
     if not source.is_file():
-        raise UserError("config: decode.output needs decode.input, a file: what is not one cannot be read again")
+        raise UserError("config: decode.output needs a regular file as decode.input, because a restart reads it again")
     if not target.absolute().parent.is_dir():
-        raise UserError(f"decode.output={target}: there is no such folder")
+        raise UserError(f"decode.output={target}: its folder does not exist")
     if target.exists() and not target.is_file():
         # The finished file would replace whatever is at this path, even a device.
-        raise UserError(f"decode.output={target}: this is no file; without decode.output stdout gets the translations")
+        raise UserError(f"decode.output={target}: not a regular file; leave decode.output empty to write to stdout")
     if target.exists() and target.samefile(source):
-        raise UserError(f"decode.output={target}: this is decode.input, too")
+        raise UserError(f"decode.output={target}: this is also decode.input; choose another file")
 
 
 @contextlib.contextmanager
@@ -129,14 +129,17 @@ def translate_file(config: Config, trained: Trained, source: Path, target: Path)
         done, before = finished_lines(part), read_record(record)
         if done and before != made_of:
             changed = ", ".join(name for name in made_of if before.get(name) != made_of[name])
-            logs.say(f"{part}: {done:,} lines are translated again: made with other {changed if before else 'options'}")
+            logs.say(
+                f"{part}: translating {done:,} lines again, because they were made with different "
+                f"{changed if before else 'options'}"
+            )
             done = 0
         done = done // config.decode.nbest // CHUNK * CHUNK
         file.truncate(end_of_line(part, done * config.decode.nbest))
         file.seek(0, os.SEEK_END)
         write_atomically(record, json.dumps(made_of))
         if done:
-            logs.say(f"{part}: {done:,} lines are there already")
+            logs.say(f"{part}: resuming after {done:,} finished lines")
         with opened(str(source)) as (stream, name):
             total, chunks = lines_ahead(stream), read_chunks(stream, name, CHUNK)
             for _ in range(done // CHUNK):

@@ -117,7 +117,7 @@ def analyze(config: Config, workdir: Workdir) -> None:
             except UserError as error:
                 logs.say(str(error))
     if (workdir / "status.json").exists() and not workdir.has_checkpoints:
-        logs.say(f"{workdir.path}: no checkpoint; the untrained model is measured")
+        logs.say(f"{workdir.path}: no checkpoint; measuring the untrained model")
     workdir.create()
     corpus = corpus_of(config, workdir)
     _, valid = make_plans(config.data, corpus.train, corpus.valid, config.train.batch_tokens, config.train.seed)
@@ -154,7 +154,9 @@ def sweep(config: Config, workdir: Workdir) -> None:
     result.
     """
     if workdir.has_checkpoints:
-        raise UserError(f"{workdir.path}: this is the workdir of a training; give the sweep a --workdir of its own")
+        raise UserError(
+            f"{workdir.path}: this is the workdir of a training run; choose another --workdir for the sweep"
+        )
     # Before the first run, so that a mistake in the last run is reported at once.
     memory, runs = devices.memory(), {}
     for name, (run, chosen) in sweeping.plan_runs(config).items():
@@ -182,7 +184,7 @@ def sweep(config: Config, workdir: Workdir) -> None:
         folder = folders[name][1]
         status = sweeping.ended(folder, chosen)
         if status:
-            logs.say(f"sweep {number}/{len(runs)}: {name} is there already, {status}")
+            logs.say(f"sweep {number}/{len(runs)}: skipping {name}, already {status}")
         else:
             logs.say(f"sweep {number}/{len(runs)}: {name}")
             for option, value in sweeping.recommended(config, run).items():

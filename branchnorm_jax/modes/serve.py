@@ -52,7 +52,7 @@ def serve(config: Config, workdir: Workdir) -> None:
             logs.say,
         )
         server = uvicorn.Server(uvicorn.Config(app, lifespan="on", log_config=None, log_level="warning"))
-        logs.say(f"serving at {url(listener)}; Ctrl-C ends it")
+        logs.say(f"serving at {url(listener)}; press Ctrl-C to stop")
         server.run([listener])
 
 

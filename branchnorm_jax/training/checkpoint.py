@@ -115,8 +115,8 @@ class Checkpoints:
             if len(found) < int(number):
                 validated = "validated " if kind == "best" else ""
                 raise UserError(
-                    f"{self._directory}: average.checkpoints={which}, but the {validated}checkpoints are "
-                    f"{sorted(found)}; train.keep_{kind} says how many a run keeps"
+                    f"{self._directory}: average.checkpoints={which}, but the only {validated}checkpoints are "
+                    f"{sorted(found)}; train.keep_{kind} sets how many a run keeps"
                 )
             return sorted(found)
         steps = [part.strip() for part in which.split(",")]
@@ -124,7 +124,7 @@ class Checkpoints:
             raise UserError(f"config: average.checkpoints={which!r} is neither last:n, nor best:n, nor a list of steps")
         missing = sorted({int(step) for step in steps} - set(there))
         if missing:
-            raise UserError(f"{self._directory}: no checkpoints of steps {missing}; there are {there}")
+            raise UserError(f"{self._directory}: no checkpoints of steps {missing}; the existing steps are {there}")
         return sorted({int(step) for step in steps})
 
     def save_params(self, step: int, params: Params, alpha: Alpha, memory: SavedLoopState) -> None:
@@ -213,11 +213,11 @@ class Checkpoints:
                 raise
             except Exception as error:
                 self._warn(
-                    f"checkpoint {step} in {self._directory} is damaged ({_summary(error)}): trying the one before"
+                    f"checkpoint {step} in {self._directory} is damaged ({_summary(error)}); trying the previous one"
                 )
         if steps:
             raise UserError(
-                f"{self._directory}: none of the checkpoints {steps} can be read; delete them to start anew"
+                f"{self._directory}: none of the checkpoints {steps} can be read; delete them to start over"
             )
         return None
 
@@ -231,10 +231,10 @@ class Checkpoints:
             raise UserError(f"{self._directory}: no checkpoint; train first")
         if which.isdecimal():
             if int(which) not in steps:
-                raise UserError(f"{self._directory}: no checkpoint of step {which}; there are {steps}")
+                raise UserError(f"{self._directory}: no checkpoint of step {which}; the existing steps are {steps}")
             return [int(which)]
         if which not in ("best", "last"):
-            raise UserError(f"{self._directory}: checkpoint {which!r}: neither best, nor last, average or a step")
+            raise UserError(f"{self._directory}: unknown checkpoint {which!r}; use best, last, average or a step")
         best = self.best_step() if which == "best" else None
         return ([best] if best is not None else []) + [step for step in reversed(steps) if step != best]
 

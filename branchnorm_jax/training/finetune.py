@@ -36,12 +36,14 @@ def parent_of(config: Config, workdir: Workdir) -> Workdir:
     """
     theirs, parent, which = find_run("train.finetune_from", config.train.finetune_from, config)
     if parent.path.resolve() == workdir.path.resolve():
-        raise UserError("train.finetune_from: that is this --workdir; choose another one for the new run")
+        raise UserError("train.finetune_from: this is the --workdir of the new run; choose another --workdir")
     if theirs.data.pairs and not config.data.pairs:
-        raise UserError(f"train.finetune_from: {parent.path} has tags of languages; set data.pairs, be it to one pair")
+        raise UserError(
+            f"train.finetune_from: {parent.path} has language tags; set data.pairs, to a single pair if needed"
+        )
     if config.data.pairs and config.data.tags != "none" and not theirs.data.pairs:
         raise UserError(
-            f"train.finetune_from: {parent.path} has no tags of languages; leave data.pairs empty or set data.tags=none"
+            f"train.finetune_from: {parent.path} has no language tags; leave data.pairs empty or set data.tags=none"
         )
     of_the_data = OF_THE_VOCABULARY + (("tags",) if theirs.data.pairs else ())
     ours = {field.name for field in dataclasses.fields(ModelConfig) if not field.metadata["free"]} - OF_THE_TRAINING
@@ -52,7 +54,9 @@ def parent_of(config: Config, workdir: Workdir) -> Workdir:
         if getattr(getattr(theirs, section), name) != getattr(getattr(config, section), name)
     ]
     if changed:
-        raise UserError(f"train.finetune_from: {parent.path} has another model; set {' '.join(changed)} here, too")
+        raise UserError(
+            f"train.finetune_from: {parent.path} has a different model; set {' '.join(changed)} here as well"
+        )
     # Check the vocabulary and the checkpoint now, so that errors appear before any work starts.
     network(theirs, parent)
     checkpoints, name = open_checkpoints(theirs, parent, which)
@@ -82,5 +86,5 @@ def parents_parameters(config: Config, model: Transformer) -> tuple[Params, Alph
     """Restores the parameters and alpha of the run that `train.finetune_from` names."""
     theirs, parent, which = find_run("train.finetune_from", config.train.finetune_from, config)
     params, alpha, step = restore_model(theirs, parent, model, which)
-    logs.say(f"begins with the parameters of {parent.path}, step {step}")
+    logs.say(f"starting from the parameters of {parent.path}, step {step}")
     return params, alpha

@@ -75,7 +75,7 @@ class TensorBoard:
         """
         self._writer: Any = None
         try:
-            with needs_extra("plots", "TensorBoard"):
+            with needs_extra("plots", "TensorBoard needs tensorboardX"):
                 from tensorboardX import SummaryWriter
         except MissingExtraError as error:
             say(f"{directory} is not written: {error}")

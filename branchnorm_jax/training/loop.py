@@ -74,14 +74,16 @@ def train(config: Config, workdir: Workdir) -> None:
         except BaseException as error:
             failure = error
             if isinstance(error, OSError):
-                failure = StorageError(f"{workdir.path}: {error.strerror or error}; what was saved before is kept")
+                failure = StorageError(f"{workdir.path}: {error.strerror or error}; earlier checkpoints are kept")
             status = failure.status if isinstance(failure, BranchNormError | Preempted) else "failed"
             # If the disk is full, writing the status may fail, too. Report the first error, not the second.
             with contextlib.suppress(OSError):
                 run.write_status(status, str(failure) or type(failure).__name__)
             raise failure from error
     if signal_number:
-        raise Preempted(f"stopped by signal {signal_number}; the run was complete by then, and is saved", signal_number)
+        raise Preempted(
+            f"stopped by signal {signal_number} after the last update; the run is complete and saved", signal_number
+        )
 
 
 def check_names(config: Config) -> None:
@@ -95,10 +97,13 @@ def check_names(config: Config) -> None:
     recipe = get_recipe(config.model.method)
     get_base(config.model.init or recipe.init)
     if config.train.update_in_backward and recipe.combines:
-        raise UserError(f"config: train.update_in_backward: the layers of {config.model.method} depend on all others")
+        raise UserError(
+            f"config: train.update_in_backward does not support {config.model.method}: its layers depend on all "
+            "earlier layers"
+        )
     may_roll_back = "rollback" in (config.train.nonfinite, config.train.spike)
     if may_roll_back and config.train.rollback == "alpha" and recipe.branch.end is None:
-        raise UserError(f"config: train.rollback=alpha: {config.model.method} has no alpha; take rollback=batches")
+        raise UserError(f"config: train.rollback=alpha: {config.model.method} has no alpha; use train.rollback=batches")
     growth.alpha(config.model)
     make_optimizer(config.train)
     schedules.learning_rate(config.train, config.model.width)
@@ -144,7 +149,7 @@ class Run:
         if self.step > self.total:
             raise UserError(
                 f"{workdir.path}: this run is at step {self.step}, past the {self.total} updates of train.epochs="
-                f"{train.epochs:g}; ask for more, or choose another --workdir"
+                f"{train.epochs:g}; raise train.epochs or choose another --workdir"
             )
         self.checkpoints.forget_after(self.step)
         self._describe()
@@ -219,7 +224,7 @@ class Run:
         else:
             updates = decision.step - self.step + train.rollback_updates
             self._replace_in_state(hold_steps=jnp.int32(updates))
-            change = f"alpha stands for {updates} updates"
+            change = f"holding alpha for {updates} updates"
         text = f"rolled back to step {self.step}, {change}"
         logs.say(f"{decision.reason}\nstep {decision.step}: {text}")
         write_event(self.workdir, decision.step, "rollback", text, to=self.step)
@@ -227,7 +232,7 @@ class Run:
     def _run_updates(self, preemption: hosts.Preemption) -> None:
         """Runs the loop to its end. Raises `Halted` if a decision stops the run or rolls it back."""
         start = self.step
-        self.write_status("running", "a run that ends writes another status")
+        self.write_status("running", "the run has not written its final status")
         if start < self.total and not self.compiled:
             self._compile()
         recorder = Recorder(self.workdir, self.loop_state.evaluated, start, self.total)
@@ -305,11 +310,14 @@ class Run:
         alpha = {stack: values.get("alpha", 1.0) for stack, values in layers.items()}
         where = vanishing({stack: values["gradient"] for stack, values in layers.items()}, alpha)
         if where and not loop_state.vanishing:
-            logs.say(f"step {step}: the gradient vanishes in {where}: they learn next to nothing")
+            logs.say(f"step {step}: the gradient vanishes in {where}; these layers learn almost nothing")
         loop_state.vanishing = where
         alike = collapsed(layers)
         if alike and not loop_state.collapsed:
-            logs.say(f"step {step}: all tokens of a sentence are nearly one vector after {alike}: nothing to attend to")
+            logs.say(
+                f"step {step}: all tokens of a sentence are nearly the same vector after {alike}; attention cannot "
+                "distinguish them"
+            )
         loop_state.collapsed = alike
 
     def _halt_if_needed(self, decision: Decision) -> None:
@@ -406,7 +414,7 @@ class Run:
             f"batches of {', '.join(f'{rows}x{source}+{target}' for rows, source, target in self._shapes())} positions "
             f"({100 * self.plan.fill:.1f} % real tokens)"
         )
-        logs.say(f"from step {self.step} to {self.total}")
+        logs.say(f"training from step {self.step} to {self.total}")
 
 
 def _due(step: int, start: int, every: int) -> bool:

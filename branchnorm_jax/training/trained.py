@@ -70,7 +70,7 @@ def find_run(option: str, name: str, config: Config) -> tuple[Config, Workdir, s
     """
     folder, _, which = name.partition(":")
     if not folder:
-        raise UserError(f"{option}={name}: this names no run; write workdir, or workdir:checkpoint")
+        raise UserError(f"{option}={name}: no workdir given; write workdir or workdir:checkpoint")
     workdir = Workdir(Path(folder))
     if not (workdir / "config.json").exists():
         raise UserError(f"{option}: {folder}: no training run in this folder")

@@ -173,16 +173,16 @@ def find_fault(metrics: Any, limit: float) -> tuple[str, str]:
     for name, value in (
         ("loss", metrics.loss),
         ("gradient norm", metrics.grad_norm),
-        ("norm of the update", metrics.update_norm),
+        ("update norm", metrics.update_norm),
     ):
         if not math.isfinite(value):
             return "nonfinite", f"the {name} is {value}"
     for name, value, above in (
-        ("update", metrics.update_norm, metrics.update_deviations),
+        ("update norm", metrics.update_norm, metrics.update_deviations),
         ("loss", metrics.loss, metrics.loss_deviations),
     ):
         if above > limit:
-            return "spike", f"the {name} is {value:.4g}, {above:.3g} standard deviations above the last ones"
+            return "spike", f"the {name} is {value:.4g}, {above:.3g} standard deviations above its recent mean"
     return "", ""
 
 
@@ -223,6 +223,6 @@ def plan_rollback(trouble: Decision, train: TrainConfig, loop_state: LoopState) 
         return Rollback(first, (first, trouble.step))
     if trouble.step <= loop_state.troubled:
         # The same values of alpha would lead to the same trouble.
-        text = f"diverged: {trouble.reason}; alpha stood still, and it came again"
+        text = f"diverged: {trouble.reason}; holding alpha did not prevent it"
         raise DivergedError(text, trouble.step, trouble.kind)
     return Rollback(trouble.step, None)

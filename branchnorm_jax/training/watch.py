@@ -119,7 +119,7 @@ def _ranges(numbers: list[int]) -> str:
 def largest_update(layers: Layers) -> str:
     """Description of the layer with the largest relative update; "" without statistics."""
     found = [(np.max(of["update"]), stack, np.argmax(of["update"])) for stack, of in layers.items()]
-    return f", most of it in {max(found)[1]} layer {max(found)[2] + 1}" if found else ""
+    return f"; the largest relative update is in {max(found)[1]} layer {max(found)[2] + 1}" if found else ""
 
 
 def origin(layers: Layers) -> str:

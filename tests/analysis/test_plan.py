@@ -167,7 +167,7 @@ def test_a_run_whose_state_cannot_fit_is_refused(options: dict[str, object], byt
     count = sum(leaf.size for leaf in jax.tree.leaves(Transformer(run.model, 8000, 8000).abstract_params()))
     enough = bytes_of_a_parameter * count + 100  # and the counters of the steps
     assert fitting(run, enough) == run
-    with pytest.raises(UserError, match=r"need .* GB, the device has .* a larger parallel.model"):
+    with pytest.raises(UserError, match=r"need .* GB, but the device has .* a larger parallel.model"):
         fitting(run, 0.999 * enough)
     trying = dataclasses.replace(run, plan=PlanConfig(refuse=False))
     assert fitting(trying, 1.0) == trying

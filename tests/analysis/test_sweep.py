@@ -72,9 +72,9 @@ def test_runs_take_recommendations_where_nobody_chose_and_only_if_asked() -> Non
         ("method=post_ln |", "none in 'an empty part' of"),
         ("dept=1L-1L", "did you mean 'depth'"),
         ("sweep.grid=x", "no axis 'sweep.grid'"),
-        ("method=post_ln method=rezero", "set one option"),
-        ("method=post_ln model.method=rezero", "method and model.method set one option"),
-        ("depth=2L-2L model.encoder_layers=3", "depth and model.encoder_layers set one option"),
+        ("method=post_ln method=rezero", "set the same option"),
+        ("method=post_ln model.method=rezero", "method and model.method set the same option"),
+        ("depth=2L-2L model.encoder_layers=3", "depth and model.encoder_layers set the same option"),
         ("method=post_ln,rezero", "'deepnorm' is not among the grid's methods \\(post_ln, rezero\\)"),
     ],
 )
@@ -105,10 +105,10 @@ def test_folders_of_runs_stay_in_the_workdir() -> None:
     [
         (SweepConfig("train.learning_rate=1e-3,0.001"), "learning_rate=0.001 and learning_rate=1e-3 are the same run"),
         (SweepConfig("depth=2L-2L model.heads=7"), "sweep.grid: 2L-2L-heads=7: config: model.heads=7 does not divide"),
-        (SweepConfig("train.seed=x"), "sweep.grid: seed=x: train.seed=x: int expected"),
+        (SweepConfig("train.seed=x"), "sweep.grid: seed=x: train.seed=x: expected int"),
         (
             SweepConfig("train.seed=1,2", "depth, nosuch"),
-            "sweep.columns: no axis nosuch in the grid",
+            "sweep.columns: the grid has no axis nosuch",
         ),
     ],
     ids=["spelling", "value", "type", "columns"],
@@ -120,7 +120,7 @@ def test_what_is_no_sweep(options: SweepConfig, said: str) -> None:
 
 def test_a_sweep_without_scores_to_compare() -> None:
     config = dataclasses.replace(Config(), evaluate=EvaluateConfig(splits="valid"))
-    with pytest.raises(UserError, match=r"evaluate\.splits=valid: a sweep compares scores of test"):
+    with pytest.raises(UserError, match=r"evaluate\.splits=valid: a sweep compares test scores"):
         sweep.plan_runs(config)
 
 
@@ -205,7 +205,7 @@ def test_a_sweep_keeps_what_diverged_and_goes_on_where_it_was(tmp_path: Path) ->
     assert (tmp_path / "sweep.png").read_bytes().startswith(b"\x89PNG")
     again = run_main(*options)
     assert again.returncode == 0, again.stderr
-    assert again.stderr.count("is there already") == 3
+    assert again.stderr.count(": skipping ") == 3
     assert again.stdout == (tmp_path / "sweep.md").read_text()
     run, done_there = sweep.parse_grid(grid)[0], Workdir(tmp_path / "post_ln-1L-1L")
     config = load(done_there / "config.json")
@@ -224,7 +224,7 @@ def test_a_sweep_keeps_what_diverged_and_goes_on_where_it_was(tmp_path: Path) ->
     results.write_text("{}")
     mended = run_main(f"--workdir={tmp_path}", "--mode=sweep")
     assert mended.returncode == 0, mended.stderr
-    assert mended.stderr.count("is there already") == 2
+    assert mended.stderr.count(": skipping ") == 2
     assert (tmp_path / "sweep.md").read_text() == again.stdout
     # A status that is newer than the scores: the run went on and was not evaluated yet.
     os.utime(done_there / "status.json")

@@ -157,7 +157,9 @@ def test_tags_come_before_what_they_are_for(tmp_path: Path, tags: str) -> None:
     german = pieces.index(">>de<<")
     assert german not in corpus.tokenizer.encode_source([">>de<< one house"])[0]
     assert corpus.tokenizer.decode_target([german, *corpus.tokenizer.encode_target(["ein Haus"])[0]]) == "ein Haus"
-    assert any("an epoch draws 120 of de-en, 60 of fr-en, 120 of en-de, 60 of en-fr" in line for line in said)
+    assert any(
+        "sentence pairs per epoch: 120 of de-en, 60 of fr-en, 120 of en-de, 60 of en-fr" in line for line in said
+    )
     again = prepare(_small(config), tmp_path / "run", said.append)
     assert again.identity() == corpus.identity()
     assert all(store.reused for store in again.train.stores)

@@ -304,7 +304,7 @@ def test_unknown_language_names_the_known_and_the_nearest() -> None:
 
 
 def test_unknown_split() -> None:
-    with pytest.raises(UserError, match="no split 'dev'; there are train, valid, test"):
+    with pytest.raises(UserError, match="no split 'dev'; splits are train, valid, test"):
         numerals.items("dev", 1)
     with pytest.raises(UserError, match="no split 'Train'"):
         numerals.pairs("Train", "en", "de", 1)
@@ -312,6 +312,6 @@ def test_unknown_split() -> None:
 
 @pytest.mark.parametrize("count", [-1, 10**9])
 def test_impossible_count(count: int) -> None:
-    with pytest.raises(UserError, match=rf"{count} items asked of valid"):
+    with pytest.raises(UserError, match=rf"{count} items requested from valid"):
         numerals.items("valid", count)
     assert list(numerals.items("valid", 0)) == []

@@ -157,7 +157,7 @@ def test_mode_compare_takes_workdirs_and_files(tmp_path: Path, trained: Path) ->
         "--mode=compare", f"--workdir={tmp_path / 'out'}", f"--config.compare.systems=x={tmp_path},{trained}"
     )
     assert done.returncode == 2
-    assert f"{tmp_path}/evaluation/test.hypothesis: no such file, nothing was evaluated" in done.stderr
+    assert f"{tmp_path}/evaluation/test.hypothesis: no such file; evaluated splits: none" in done.stderr
     (tmp_path / "ref").write_text("eins\nzwei\n", encoding="utf-8")
     (tmp_path / "other").write_text("eins\ndrei\n", encoding="utf-8")
     systems = f"--config.compare.systems=good={tmp_path / 'sys'},other={tmp_path / 'other'}"
@@ -216,7 +216,9 @@ def test_a_direction_that_was_never_trained(tmp_path: Path, capsys: pytest.Captu
     found, said = compared(tmp_path, systems, "test.de-zh", capsys)
     assert found["frequencies_of"] == "training text"
     assert "instead" not in said
-    with pytest.raises(UserError, match=r"test.hypothesis: no such file, test.de-zh was evaluated; see compare.split"):
+    with pytest.raises(
+        UserError, match=r"test.hypothesis: no such file; evaluated splits: test.de-zh; change compare.split"
+    ):
         compared(tmp_path, systems, "test", capsys)
 
 

@@ -219,7 +219,7 @@ def test_pairs_longer_than_the_exported_model_are_not_compared(
     export(to_export(trained, tmp_path / "out", 40, temperature=1.0, **short), Workdir(trained))
     told = capsys.readouterr().err
     assert (tmp_path / "out" / "model.bin").exists()
-    found = re.search(r"(\d+) of 40 validation pairs are left out of the check: .* positions, 28", told)
+    found = re.search(r"skips (\d+) of 40 validation pairs .* exported model's maximum, 28 tokens", told)
     assert found and 0 < int(found[1]) < 40
     assert f"over {40 - int(found[1])} validation pairs" in told
     assert "decode.temperature is not exported" in told
@@ -241,7 +241,7 @@ def test_what_lies_there_is_not_replaced(
     (mine / "thesis.txt").write_text("years of work")
     monkeypatch.chdir(mine)
     there = {"folder": mine, "file": mine / "thesis.txt", "here": Path()}[which]
-    with pytest.raises(UserError, match=r"export\.path=.*something already, which is not replaced"):
+    with pytest.raises(UserError, match=r"export\.path=.*it exists and is not an empty folder"):
         export(to_export(trained, there, 2), Workdir(trained))
     assert (mine / "thesis.txt").read_text() == "years of work"
 

@@ -74,7 +74,7 @@ def test_a_killed_translation_goes_on(trained: Path, tmp_path: Path, monkeypatch
     lines.translate_file(options(trained, **(decode | {"min_length": 3, "length_penalty": 0.5})), run, source, other)
     assert calls == 3 + 4
     assert (
-        f"{part}: {4 * nbest} lines are translated again: made with other length_penalty, min_length"
+        f"{part}: translating {4 * nbest} lines again, because they were made with different length_penalty, min_length"
         in capsys.readouterr().err
     )
 
@@ -101,7 +101,11 @@ def test_outputs_that_cannot_be_written(tmp_path: Path) -> None:
     source, pipe = tmp_path / "in", tmp_path / "pipe"
     source.write_text("one\n")
     os.mkfifo(pipe)
-    for target, said in ((pipe, "no file"), (tmp_path, "no file"), (tmp_path / "a" / "b", "no such folder")):
+    for target, said in (
+        (pipe, "not a regular file"),
+        (tmp_path, "not a regular file"),
+        (tmp_path / "a" / "b", "its folder does not exist"),
+    ):
         with pytest.raises(UserError, match=f"decode.output={target}: .*{said}"):
             lines.check_files(source, target)
     with pytest.raises(UserError, match=r"cannot be written: Is a directory"), lines.writable(tmp_path):

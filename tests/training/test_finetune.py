@@ -129,9 +129,9 @@ def test_tags_of_languages_are_not_forgotten(trained: Path, tmp_path: Path) -> N
     [
         (
             {"ffn_width": 32, "method": "deepnorm"},
-            r"has another model; set model\.ffn_width=24 model\.method=branchnorm",
+            r"has a different model; set model\.ffn_width=24 model\.method=branchnorm",
         ),
-        ({"positions": "fairseq"}, r"has another model; set model\.positions=marian"),
+        ({"positions": "fairseq"}, r"has a different model; set model\.positions=marian"),
     ],
 )
 def test_another_model_is_refused(trained: Path, tmp_path: Path, model: dict[str, Any], message: str) -> None:
@@ -142,7 +142,7 @@ def test_another_model_is_refused(trained: Path, tmp_path: Path, model: dict[str
 def test_a_parent_without_tags_cannot_be_asked_for_a_language(trained: Path, tmp_path: Path) -> None:
     config = child_of(trained)
     config = dataclasses.replace(config, data=dataclasses.replace(config.data, pairs="en-de,de-en"))
-    with pytest.raises(UserError, match=r"has no tags of languages; leave data\.pairs empty"):
+    with pytest.raises(UserError, match=r"has no language tags; leave data\.pairs empty"):
         loop.train(config, Workdir(tmp_path / "child"))
 
 
@@ -157,16 +157,16 @@ def test_what_cannot_be_begun_with(trained: Path, tmp_path: Path) -> None:
     run = Workdir(tmp_path / "child")
     for name, message in (
         (str(tmp_path), "no training run in this folder"),
-        (f"{trained}:7", "no checkpoint of step 7; there are"),
-        (f"{trained}:newest", "neither best, nor last"),
-        (":7", "this names no run"),
+        (f"{trained}:7", "no checkpoint of step 7; the existing steps are"),
+        (f"{trained}:newest", "unknown checkpoint 'newest'; use best, last"),
+        (":7", "no workdir given"),
     ):
         with pytest.raises(UserError, match=message):
             loop.train(child_of(trained, finetune_from=name), run)
         assert not (run / "vocabulary").exists(), "told before any text is prepared"
     copied = shutil.copytree(trained, tmp_path / "copied")
     shutil.rmtree(copied / "checkpoints")
-    with pytest.raises(UserError, match="that is this --workdir"):
+    with pytest.raises(UserError, match="this is the --workdir of the new run"):
         loop.train(child_of(trained, finetune_from=str(copied)), Workdir(copied))
 
 

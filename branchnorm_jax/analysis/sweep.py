@@ -38,14 +38,18 @@ Run = dict[str, str]
 """One point of a grid: axis -> value, as written."""
 
 SETS = {"method": {"model.method"}, "depth": {"model.encoder_layers", "model.decoder_layers"}}
-"""The options that an axis sets, where it is not one itself."""
+"""The options that the axes `method` and `depth` set; every other axis is the name of an option."""
 
 AXES = {*SETS, *(name for name, _ in fields() if name.split(".")[0] in ("model", "data", "train", "decode"))}
 TRUTH = {"true": True, "false": False}
 
 
 def parse_grid(text: str, baseline: str = "") -> list[Run]:
-    """All runs of a grid, in its order, each once. Raises `UserError` for what is no grid, or lacks the baseline."""
+    """Returns the runs of a grid in order, without duplicates.
+
+    Raises:
+      UserError: if the text is not a grid, or if the grid does not contain the baseline.
+    """
     runs: list[Run] = []
     for part in text.split("|"):
         axes: dict[str, list[str]] = {}
@@ -76,19 +80,19 @@ def parse_grid(text: str, baseline: str = "") -> list[Run]:
 
 
 def name_of(run: Mapping[str, str], separator: str = "-") -> str:
-    """Folder of a run, or label in a table: its values, with the names of options that do not speak for themselves."""
+    """Returns the name of a run: the values of its axes, with the option's name except for method and depth."""
     return separator.join(v if k in ("method", "depth") else f"{k.split('.')[-1]}={v}" for k, v in run.items())
 
 
 def folder_of(run: Mapping[str, str]) -> str:
-    """Folder of a run: its name, where that can be one."""
+    """Returns the folder of a run: its name, shortened and with a hash if it is not a valid folder name."""
     name = name_of(run)
     plain = re.sub(r"[^\w.,+=-]", "_", name)[:100].lstrip(".")
     return name if plain == name else f"{plain}-{hashlib.sha256(name.encode()).hexdigest()[:8]}"
 
 
 def plan_runs(config: Config) -> dict[str, tuple[Run, Config]]:
-    """Every run of the config's grid, by its folder. Raises `UserError` for a grid, or a run, that cannot be."""
+    """Returns the runs of the config's grid by folder. Raises `UserError` if the grid or one of its runs is invalid."""
     if "test" not in config.evaluate.split_names:
         raise UserError(f"evaluate.splits={config.evaluate.splits}: a sweep compares test scores; add test")
     grid, columns = parse_grid(config.sweep.grid, config.sweep.baseline), config.sweep.column_names
@@ -114,21 +118,21 @@ def plan_runs(config: Config) -> dict[str, tuple[Run, Config]]:
 
 
 def configure(config: Config, run: Run) -> Config:
-    """The config of one run. Raises `UserError` for values that its options do not take."""
+    """Returns the config of one run. Raises `UserError` if a value is invalid."""
     options = configs.with_recommended(_options(config, run), recommended(config, run))
     # A run does not depend on the grid that it is in: a longer grid leaves the runs that are there as they are.
     return dataclasses.replace(configs.from_config_dict(options), sweep=SweepConfig())
 
 
 def recommended(config: Config, run: Run) -> dict[str, Any]:
-    """The options that a run takes from the authors of its method, if `sweep.recommended`: "section.name" -> value."""
+    """Returns the recommended options of a run's method, "section.name" -> value; empty without `sweep.recommended`."""
     options = _options(config, run)
     found = get_recipe(options.model.method).recommended if config.sweep.recommended else {}
     return {name: value for name, value in found.items() if name not in configs.assigned(options)}
 
 
 def _options(config: Config, run: Run) -> ml_collections.ConfigDict:
-    """The sweep's options with the values of a run; what the user or the grid chose counts as assigned."""
+    """Returns the sweep's options with the values of a run; options set by user or grid count as assigned."""
     options = configs.default_config()
     defaults, chosen = configs.to_flat(Config()), config.sweep.chosen.split(",")
     for full, value in configs.to_flat(config).items():
@@ -149,7 +153,7 @@ def _options(config: Config, run: Run) -> ml_collections.ConfigDict:
 
 
 def ended(workdir: Workdir, config: Config) -> str:
-    """How a run with this very config ended, "done" or "diverged"; "" if it is still to be trained or evaluated."""
+    """Returns how the run with exactly this config ended, "done" or "diverged"; "" if it has not ended."""
     if not (workdir / "config.json").exists() or configs.load(workdir / "config.json") != config:
         return ""
     status = read_json(workdir / "status.json").get("status")
@@ -164,7 +168,7 @@ def ended(workdir: Workdir, config: Config) -> str:
 
 
 def score_of(workdir: Workdir, metric: str) -> float | None:
-    """A score of the test set; None if the run has none that can be read."""
+    """Returns a score of the test set; None if the run has no readable score."""
     entry: Any = read_json(workdir / "results.json")
     for name in ("test", metric, "score"):
         entry = entry.get(name) if isinstance(entry, dict) else None
@@ -172,7 +176,7 @@ def score_of(workdir: Workdir, metric: str) -> float | None:
 
 
 def texts_of(workdir: Workdir) -> tuple[list[str], list[str]] | None:
-    """References and hypotheses of the test set; None if they cannot be read, or do not belong together."""
+    """Returns references and hypotheses of the test set; None if they cannot be read or do not match."""
     try:
         # Of several pairs of languages, test.en-de.reference and so on.
         references, hypotheses = (
@@ -185,7 +189,7 @@ def texts_of(workdir: Workdir) -> tuple[list[str], list[str]] | None:
 
 
 def collect(folders: Mapping[str, tuple[Run, Workdir]]) -> list[dict[str, Any]]:
-    """One row per run: its axes, how it ended, scores, what it cost."""
+    """Returns one row per run: axes, status, scores, cost."""
     rows = []
     for name, (run, workdir) in folders.items():
         status = read_json(workdir / "status.json")
@@ -206,7 +210,7 @@ def collect(folders: Mapping[str, tuple[Run, Workdir]]) -> list[dict[str, Any]]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON file with an object; a missing or broken one is empty."""
+    """Reads a JSON object; returns {} if the file is missing or broken."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -240,7 +244,7 @@ def compare(rows: list[dict[str, Any]], folders: Mapping[str, tuple[Run, Workdir
 
 
 def to_csv(rows: Sequence[Mapping[str, Any]]) -> str:
-    """sweep.csv: every run."""
+    """Returns the content of sweep.csv, one line per run."""
     out = io.StringIO()
     names = list(dict.fromkeys(name for row in rows for name in row))
     writer = csv.DictWriter(out, names, lineterminator="\n", restval="")
@@ -250,7 +254,7 @@ def to_csv(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def cells(rows: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> dict[tuple[str, str], list[Mapping[str, Any]]]:
-    """Rows by (label of the line, label of the column); runs that differ in their seed alone share a cell."""
+    """Groups rows by (row label, column label) of the table; runs that differ only in their seed share a cell."""
     table: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
     for row in rows:
         axes = {axis: row[axis] for axis in row if axis in AXES and axis != "train.seed"}
@@ -261,7 +265,10 @@ def cells(rows: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> dict[tup
 
 
 def to_markdown(rows: Sequence[Mapping[str, Any]], columns: Sequence[str], baseline: str) -> str:
-    """sweep.md: BLEU, mean over seeds and half their range; a star where each run differs from the baseline's."""
+    """Returns the content of sweep.md: BLEU, mean over seeds and half their range.
+
+    A star marks cells in which every run differs significantly from the baseline.
+    """
     table = cells(rows, columns)
     down, across = (list(dict.fromkeys(key[side] for key in table)) for side in (0, 1))
 
@@ -284,7 +291,7 @@ def to_markdown(rows: Sequence[Mapping[str, Any]], columns: Sequence[str], basel
 
 
 def draw(rows: Sequence[Mapping[str, Any]], columns: Sequence[str], path: Path) -> None:
-    """BLEU of every line of the table over its columns; runs without a score stand at the foot as crosses."""
+    """Plots BLEU over the columns, one line per row of the table; crosses at the bottom mark runs without a score."""
     pyplot = figures.pyplot()
 
     table = cells(rows, columns)

@@ -93,7 +93,7 @@ def split_of(axis: str, value: int) -> str:
 
 
 def capacity(split: str) -> int:
-    """How many different items `items` can supply. Raises `UserError` for an unknown split."""
+    """Returns the number of different items that `items` can supply. Raises `UserError` for an unknown split."""
     _check_split(split)
     return sum(len(_values(kind, split)) * _carriers(kind) for kind in _KINDS)
 
@@ -101,11 +101,11 @@ def capacity(split: str) -> int:
 def items(split: str, count: int, seed: int = 0) -> Iterator[Item]:
     """Different items of a split, in an order that depends on `seed` alone; a smaller count gives a prefix.
 
-    The kinds take turns; one whose values are used up drops out.
+    The kinds take turns until their values are used up.
 
     Args:
       split: "train", "valid" or "test".
-      count: how many.
+      count: the number of items.
       seed: of the order, at least 0.
 
     Raises:
@@ -132,7 +132,7 @@ def render(item: Item, lang: str) -> str:
 
 
 def pairs(split: str, source_lang: str, target_lang: str, count: int, seed: int = 0) -> Iterator[tuple[str, str]]:
-    """`items(split, count, seed)` in two languages; raises, at the call, what `items` and `render` raise."""
+    """Yields `items(split, count, seed)` in two languages; the call raises the errors of `items` and `render`."""
     _check_language(source_lang)
     _check_language(target_lang)
     chosen = items(split, count, seed)
@@ -192,7 +192,7 @@ def _amount(value: tuple[int, ...]) -> Decimal:
     return Decimal(100 * value[0] + value[1]) / 100
 
 
-# What a slot of a carrier phrase, {form} or {form:argument}, is filled with: f(value, language, argument).
+# Fills a slot of a carrier phrase, {form} or {form:argument}: f(value, language, argument).
 _Form = Callable[[tuple[int, ...], str, str], str]
 _SLOT = re.compile(r"\{(?P<form>\w+)(?::(?P<argument>[\w-]+))?\}")
 _FORMS: dict[str, _Form] = {

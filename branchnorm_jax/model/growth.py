@@ -49,12 +49,12 @@ class Order(NamedTuple):
 
 
 def _staggered(rank: Callable[[int], np.ndarray]) -> Order:
-    """Layers share the curve of `equal`, squeezed into 1 - stagger of T; rank 0 starts first, rank 1 last."""
+    """Every layer has the curve of `equal`, compressed to (1 - stagger) T; rank 0 starts first, rank 1 last."""
     return Order(lambda l, layers, stagger: (stagger * rank(layers), 1 - stagger + stagger * rank(layers)))  # noqa: E741
 
 
 def _spread(layers: int) -> np.ndarray:
-    """Layers with their numbers' bits reversed: those that have started are always spread evenly over the stack."""
+    """Returns ranks in bit-reversed order, so that the layers that have started are spread evenly over the stack."""
     bits = max(1, (layers - 1).bit_length())
     reversed_bits = [int(f"{layer:0{bits}b}"[::-1], 2) for layer in range(layers)]
     return np.argsort(np.argsort(reversed_bits)) / max(1, layers - 1)

@@ -41,15 +41,19 @@ def train(model: ModelConfig, train: TrainConfig) -> tuple[TrainState, Metrics]:
     return jax.device_get((state, metrics))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("method", "optimizer", "remat", "changes"),
     [
         ("branchnorm", "adamw", "nested", {"group": 2, "alpha_order": "bottom_up", "shared_embeddings": "none"}),
-        ("branchnorm", "adamw", "full", {}),
-        ("pre_ln", "lamb", "nested", {}),
-        ("admin", "radam", "full", {"carry_dtype": "float16"}),
-        ("residual_dual", "adagrad", "full", {"alpha_schedule": "adaptive"}),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                ("branchnorm", "adamw", "full", {}),
+                ("pre_ln", "lamb", "nested", {}),
+                ("admin", "radam", "full", {"carry_dtype": "float16"}),
+                ("residual_dual", "adagrad", "full", {"alpha_schedule": "adaptive"}),
+            )
+        ),
     ],
 )
 def test_it_makes_the_same_updates(method: str, optimizer: str, remat: str, changes: dict[str, Any]) -> None:

@@ -124,7 +124,6 @@ def test_a_stack_whose_tokens_are_all_alike_has_collapsed(last: dict[str, float]
     assert collapsed(layers) == said
 
 
-@pytest.mark.slow
 def test_accumulation_averages_its_parts() -> None:
     _, _, whole, _ = one_update(CONFIG)
     _, _, parts, _ = one_update(with_train(accumulation=2))
@@ -167,14 +166,10 @@ def test_watching_changes_no_figure_and_can_be_off() -> None:
     np.testing.assert_allclose(on._replace(layers={})[:-1], off[:-1], rtol=1e-6)
 
 
-@pytest.mark.slow
-def test_a_run_logs_and_draws_its_layers(tmp_path: Path) -> None:
-    options = (*HASTY, f"--workdir={tmp_path}", "--config.train.steps=12", "--config.train.watch_every=5")
-    done = run_main(*options, "--config.train.eval_every=0")
-    assert done.returncode == 0, done.stderr
-    lines = [json.loads(line) for line in (tmp_path / "layers.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in lines] == [0, 5, 10, 11]
-    config = json.loads((tmp_path / "config.json").read_text())["model"]
+def test_a_run_logs_and_draws_its_layers(trained: Path, tmp_path: Path) -> None:
+    lines = [json.loads(line) for line in (trained / "layers.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [0, 100, 119]
+    config = json.loads((trained / "config.json").read_text())["model"]
     for line in lines:
         for stack in ("encoder", "decoder"):
             assert {len(values) for values in line[stack].values()} == {config[f"{stack}_layers"]}

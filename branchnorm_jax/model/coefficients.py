@@ -52,7 +52,13 @@ def layer_alpha(alpha: Alpha | jax.Array, depth: Depth, stack: str) -> jax.Array
 def resolve(
     recipe: Recipe, depth: Depth, stack: str, alpha: Alpha | jax.Array, dtype: Any = jnp.float32
 ) -> Coefficients:
-    """The coefficients of a stack's layers, [L] each in `dtype`."""
+    """The coefficients of a stack's layers, [L] each in `dtype`.
+
+    >>> from branchnorm_jax.model.methods import get_recipe
+    >>> found = resolve(get_recipe("branchnorm"), Depth(3, 3), "encoder", alpha=jnp.array([0.0, 0.5, 1.0]))
+    >>> found.skip.tolist(), found.branch.tolist()
+    ([1.0, 1.0, 1.0], [0.0, 0.5, 1.0])
+    """
 
     def numbers(rule: Rule) -> jax.Array:
         return jnp.asarray(by_layer(rule, depth, stack), dtype)

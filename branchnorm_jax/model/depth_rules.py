@@ -9,7 +9,12 @@ from branchnorm_jax.model.recipe import Depth, PerStack, Rule
 
 
 def deepnorm_alpha(depth: Depth) -> PerStack:
-    """DeepNorm's skip weight: 0.81 (N^4 M)^(1/16) in the encoder, (3M)^(1/4) in the decoder."""
+    """DeepNorm's skip weight: 0.81 (N^4 M)^(1/16) in the encoder, (3M)^(1/4) in the decoder.
+
+    >>> skip = deepnorm_alpha(Depth(100, 100))
+    >>> round(skip.encoder, 2), round(skip.decoder, 2)
+    (3.42, 4.16)
+    """
     n, m = depth
     return PerStack(0.81 * (n**4 * m) ** (1 / 16), (3 * m) ** (1 / 4))
 
@@ -63,7 +68,11 @@ def layer_power(power: float) -> Rule:
 
 
 def keel_skip(depth: Depth) -> PerStack:
-    """Keel's skip weight: the number of residual sub-layers of the stack, 2N or 3M; 1 in the first layer."""
+    """Keel's skip weight: the number of residual sub-layers of the stack, 2N or 3M; 1 in the first layer.
+
+    >>> keel_skip(Depth(3, 2))
+    PerStack(encoder=(1.0, 6.0, 6.0), decoder=(1.0, 6.0))
+    """
     n, m = depth
     return PerStack((1.0, *[2.0 * n] * (n - 1)), (1.0, *[3.0 * m] * (m - 1)))
 
@@ -89,5 +98,9 @@ def layerscale_start(depth: Depth) -> PerStack:
 
 
 def first_quarter(depth: Depth) -> PerStack:
-    """1 in the first quarter of the layers (rounded down), 0 in the others."""
+    """1 in the first quarter of the layers (rounded down), 0 in the others.
+
+    >>> first_quarter(Depth(8, 3))
+    PerStack(encoder=(1.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0), decoder=(0.0, 0.0, 0.0))
+    """
     return PerStack(*(tuple(float(l < layers // 4) for l in range(layers)) for layers in depth))  # noqa: E741

@@ -107,6 +107,10 @@ def alpha(config: ModelConfig) -> Callable[[jax.Array], Alpha]:
 
     Raises:
       UserError: if alpha_start or alpha_end is not a rule, or alpha would shrink.
+
+    >>> schedule = alpha(ModelConfig(encoder_layers=2, decoder_layers=1, alpha_steps=8, alpha_order="bottom_up"))
+    >>> [schedule(jnp.int32(u))["encoder"].tolist() for u in (0, 2, 4, 6, 8)]
+    [[0.0, 0.0], [0.5, 0.0], [1.0, 0.0], [1.0, 0.5], [1.0, 1.0]]
     """
     shape, total, power = SHAPES[config.alpha_schedule], config.alpha_steps, ORDERS[config.alpha_order].power
     curves = {stack: _curve(config, stack) for stack in STACKS}
@@ -125,7 +129,11 @@ def alpha(config: ModelConfig) -> Callable[[jax.Array], Alpha]:
 
 
 def is_uniform(config: ModelConfig) -> bool:
-    """Whether all layers have the same alpha at all times."""
+    """Whether all layers have the same alpha at all times.
+
+    >>> is_uniform(ModelConfig(alpha_order="equal")), is_uniform(ModelConfig(alpha_order="linear"))
+    (True, False)
+    """
     curves = np.concatenate([np.stack(_curve(config, stack)) for stack in STACKS], axis=1)
     return bool((curves == curves[:, :1]).all())
 
@@ -168,6 +176,11 @@ def levels(rule: str, depth: Depth, stack: str) -> np.ndarray:
 
     Raises:
       UserError: if the rule is none of these, or a number above 1.
+
+    >>> levels("1/l", Depth(4, 1), "encoder").round(2).tolist()
+    [1.0, 0.5, 0.33, 0.25]
+    >>> levels("6/sqrt(n)", Depth(2, 50), "decoder").round(2)[:3].tolist()  # n = 3 x 50
+    [0.49, 0.49, 0.49]
     """
     layers: int = getattr(depth, stack)
     if rule == "deepnorm":

@@ -20,6 +20,9 @@ def layer_norm(x: jax.Array, scale: jax.Array, bias: jax.Array, epsilon: float =
 
     The variance is the biased one, computed from the centred values: the one-pass form E[x^2] - E[x]^2 loses digits
     that a thousand layers would add up.
+
+    >>> layer_norm(jnp.array([1.0, 7.0]), jnp.ones(2), jnp.zeros(2)).round(3).tolist()  # mean 4, standard deviation 3
+    [-1.0, 1.0]
     """
     return standardise(_exact(x), epsilon) * scale + bias
 
@@ -49,7 +52,11 @@ def _standardise(x: jax.Array, epsilon: float) -> tuple[jax.Array, jax.Array]:
 
 
 def rms_norm(x: jax.Array, scale: jax.Array, epsilon: float = 1e-5) -> jax.Array:
-    """x / sqrt(mean(x^2) + epsilon) * scale over the last axis (Zhang and Sennrich, 2019)."""
+    """x / sqrt(mean(x^2) + epsilon) * scale over the last axis (Zhang and Sennrich, 2019).
+
+    >>> rms_norm(jnp.array([4.0, 0.0, 0.0, 0.0]), jnp.ones(4)).round(3).tolist()  # sqrt(mean(x^2)) = 2
+    [2.0, 0.0, 0.0, 0.0]
+    """
     x = _exact(x)
     return x * jax.lax.rsqrt(jnp.square(x).mean(-1, keepdims=True) + epsilon) * scale
 

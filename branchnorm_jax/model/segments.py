@@ -23,12 +23,20 @@ def decoder_inputs(target_BT: jax.Array) -> jax.Array:
     """What the decoder reads under teacher forcing: EOS, then the target without its last token.
 
     In a row with several sentences, the EOS at the end of one sentence is also the first input of the next one.
+
+    >>> decoder_inputs(jnp.array([[5, 6, EOS, 7, EOS, PAD]])).tolist()
+    [[1, 5, 6, 1, 7, 1]]
     """
     return jnp.pad(target_BT[:, :-1], ((0, 0), (1, 0)), constant_values=EOS)
 
 
 def source_segments(source_BS: jax.Array) -> Segments:
-    """Segments of sources, which end in EOS. Padding may be on either side of a sentence."""
+    """Segments of sources, which end in EOS. Padding may be on either side of a sentence.
+
+    >>> packed = source_segments(jnp.array([[5, 6, EOS, 7, EOS, PAD]]))
+    >>> packed.ids.tolist(), packed.positions.tolist()
+    ([[1, 1, 1, 2, 2, 2]], [[0, 1, 2, 0, 1, 2]])
+    """
     return _segments(source_BS, jnp.pad(source_BS[:, :-1], ((0, 0), (1, 0))) == EOS)
 
 

@@ -231,6 +231,11 @@ def best_group(depth: int, carry_bytes: float, layer_bytes: float, whole: bool =
 
     The minimum is flat, and a remainder would copy all parameters once. So the result is the nearest divisor of L if
     there is one within a factor of 1.5, or if `whole` asks for a divisor.
+
+    >>> best_group(100, carry_bytes=1e6, layer_bytes=0), best_group(100, carry_bytes=1e6, layer_bytes=1.5e6)
+    (10, 5)
+    >>> best_group(101, carry_bytes=1e6, layer_bytes=0), best_group(101, carry_bytes=1e6, layer_bytes=0, whole=True)
+    (10, 1)
     """
     best = math.sqrt(depth * carry_bytes / (carry_bytes + 2 * layer_bytes))
     divisors = [g for g in range(1, depth + 1) if depth % g == 0]

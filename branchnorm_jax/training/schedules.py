@@ -26,6 +26,10 @@ def inverse_sqrt(train: TrainConfig, width: int) -> Schedule:
     """fairseq's inverse_sqrt: linear from `warmup_init` to the peak over W updates, then peak sqrt(W / step).
 
     Without warm-up (W = 0) the learning rate is peak / sqrt(max(step, 1)).
+
+    >>> rate = inverse_sqrt(TrainConfig(learning_rate=1.0, warmup_steps=100, warmup_init=0.0), width=512)
+    >>> [round(float(rate(jnp.int32(step))), 3) for step in (0, 50, 100, 400, 10_000)]
+    [0.0, 0.5, 1.0, 0.5, 0.1]
     """
     peak, warmup, first = train.learning_rate, train.warmup_steps, train.warmup_init
 
@@ -73,6 +77,11 @@ def polynomial(train: TrainConfig, width: int) -> Schedule:
     """Polynomial decay: the warm-up of `constant`, then a decay until step P = `decay_steps`.
 
     The learning rate during the decay is end + (peak - end) (1 - (step - W) / (P - W))^power.
+
+    >>> options = TrainConfig(learning_rate=1.0, warmup_steps=10, decay_steps=110, decay_power=2.0, warmup_init=0.0)
+    >>> rate = polynomial(options, width=512)
+    >>> [round(float(rate(jnp.int32(step))), 3) for step in (5, 10, 60, 110, 200)]
+    [0.5, 1.0, 0.25, 0.0, 0.0]
     """
     warm, peak, end, warmup = constant(train, width), train.learning_rate, train.end_learning_rate, train.warmup_steps
     length = max(train.decay_steps - warmup, 1)
@@ -88,6 +97,10 @@ def range_test(train: TrainConfig, width: int) -> Schedule:
     """Learning-rate range test (Smith, 2017): init (peak / init)^(step / W), from `warmup_init` to the peak.
 
     A single run shows the learning rate at which a method diverges.
+
+    >>> rate = range_test(TrainConfig(warmup_init=1e-6, learning_rate=1.0, warmup_steps=600), width=512)
+    >>> [f"{float(rate(jnp.int32(step))):.1e}" for step in (0, 100, 300, 600)]
+    ['1.0e-06', '1.0e-05', '1.0e-03', '1.0e+00']
     """
     first, ratio = train.warmup_init, train.learning_rate / max(train.warmup_init, 1e-30)
 
@@ -104,6 +117,9 @@ def val_decay(scores: Sequence[float], patience: int) -> bool:
     are more than `patience` scores, and the last score is below each of the `patience` scores before it. The caller
     ignores the result during the warm-up (section 2.4 of the paper). Like the authors' code, it keeps the scores of the
     warm-up.
+
+    >>> val_decay([30.0, 31.0, 32.0, 29.0], patience=3), val_decay([30.0, 28.0, 32.0, 29.0], patience=3)
+    (True, False)
     """
     return len(scores) > patience and scores[-1] < min(scores[-1 - patience : -1])
 
@@ -173,7 +189,11 @@ def clock_at(model: ModelConfig, alpha: Alpha) -> int:
 
 
 def advance(clock: jax.Array, hold_steps: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """(clock, hold_steps) after an update. The clock advances by 1, except while `hold_steps` > 0."""
+    """(clock, hold_steps) after an update. The clock advances by 1, except while `hold_steps` > 0.
+
+    >>> [tuple(map(int, advance(jnp.int32(7), jnp.int32(hold)))) for hold in (0, 1, 5)]
+    [(8, 0), (7, 0), (7, 4)]
+    """
     return clock + (hold_steps == 0), jnp.maximum(hold_steps - 1, 0)
 
 

@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.measure import save
-from branchnorm_jax.analysis import devices, plan
+from branchnorm_jax.analysis import devices, estimate, plan
 from branchnorm_jax.model.norms import apply_norm, declare_norm
 from branchnorm_jax.model.transformer import Transformer
 from branchnorm_jax.options import Config, DataConfig, ModelConfig, TrainConfig
@@ -79,8 +79,8 @@ def base(layers: int, toy: bool, **changes: Any) -> Config:
 def train(config: Config) -> dict[str, Any]:
     """Measures `UPDATES` updates on random words with a power-law distribution."""
     config = plan.fitting(config, devices.memory())
-    rows, vocabulary = plan.rows_of(config, LENGTH, 1), config.data.vocab_size
-    step, _, _ = plan.update(config, rows, LENGTH)
+    rows, vocabulary = estimate.rows_of(config, LENGTH, 1), config.data.vocab_size
+    step, _, _ = estimate.update(config, rows, LENGTH)
     model, optimizer = Transformer(config.model, vocabulary, vocabulary), make_optimizer(config.train)
     state = jax.jit(lambda: first_state(model.init(jax.random.key(0)), optimizer))()
     run, rng = jax.jit(step, donate_argnums=0), np.random.default_rng(0)
@@ -94,7 +94,7 @@ def train(config: Config) -> dict[str, Any]:
         losses.append(float(metrics.nll))
         times.append(time.perf_counter() - begin)
     seconds = float(np.median(times[3:]))
-    flops = 3 * sum(plan.forward_flops(config, LENGTH, LENGTH, vocabulary).values())
+    flops = 3 * sum(estimate.forward_flops(config, LENGTH, LENGTH, vocabulary).values())
     return {
         "remat": config.model.remat,
         "losses": losses,
@@ -102,7 +102,7 @@ def train(config: Config) -> dict[str, Any]:
         "target_tokens_per_second": rows * LENGTH / seconds,
         "mfu": flops * rows * LENGTH / seconds / devices.find("").matrix,
         "peak_bytes": peak_memory_bytes(),
-        "planned_bytes": plan.update_costs(config, rows, LENGTH).peak,
+        "planned_bytes": estimate.update_costs(config, rows, LENGTH).peak,
     }
 
 

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from benchmarks.depth import VOCABULARY, batch, update
 from benchmarks.measure import alternate, save
-from branchnorm_jax.analysis.plan import forward_flops
+from branchnorm_jax.analysis.estimate import forward_flops
 from branchnorm_jax.model import growth
 from branchnorm_jax.model.segments import decoder_inputs
 from branchnorm_jax.model.transformer import Transformer

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 
 from benchmarks.measure import save
-from branchnorm_jax.analysis import devices, plan
+from branchnorm_jax.analysis import devices, estimate
 from branchnorm_jax.model.stack import REMAT
 from branchnorm_jax.options import Config, DataConfig, ModelConfig, PlanConfig, TrainConfig
 
@@ -53,10 +53,10 @@ def memory(count: int) -> dict[str, Any]:
     ratios: list[float] = []
     while len(ratios) < count:
         config, rows, length = draw(rng)
-        predicted = plan.update_costs(config, rows, length).peak
+        predicted = estimate.update_costs(config, rows, length).peak
         if predicted > devices.host_memory() / 4:
             continue
-        ratios.append(predicted / plan.compiled_update_bytes(config, rows, length))
+        ratios.append(predicted / estimate.compiled_update_bytes(config, rows, length))
         jax.clear_caches()
         print(f"{len(ratios)}/{count}: {ratios[-1]:.3f}", flush=True)
     return {
@@ -87,11 +87,11 @@ def times() -> dict[str, Any]:
             train=TrainConfig(batch_tokens=1024),
             plan=PlanConfig(sentence_length=32),
         )
-        on_device = plan.calibrate(config)
-        length = plan.lengths(config)[0]
-        rows = plan.rows_of(config, length, 1)
-        predicted = on_device(plan.seconds(config, devices.find(""), plan.update_costs(config, rows, length)))
-        measured = plan.measured_seconds(config, rows, length)
+        on_device = estimate.calibrate(config)
+        length = estimate.lengths(config)[0]
+        rows = estimate.rows_of(config, length, 1)
+        predicted = on_device(estimate.seconds(config, devices.find(""), estimate.update_costs(config, rows, length)))
+        measured = estimate.measured_seconds(config, rows, length)
         ratios[" ".join(f"{key}={value}" for key, value in changes.items())] = predicted / measured
         jax.clear_caches()
         print(f"{predicted:.3f} s predicted, {measured:.3f} s measured: {changes}", flush=True)

@@ -7,7 +7,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 
-from branchnorm_jax.analysis import devices, figures, methods_table, signal
+from branchnorm_jax.analysis import devices, estimate, figures, methods_table, signal
 from branchnorm_jax.analysis import plan as planning
 from branchnorm_jax.analysis import preflight as flight
 from branchnorm_jax.analysis import sweep as sweeping
@@ -58,10 +58,10 @@ def methods(config: Config, workdir: Workdir) -> None:
 def plan(config: Config, workdir: Workdir) -> None:
     """Predicts the cost of the run, prints it and writes it to plan.json."""
     check_names(config)
-    with logs.progress_bar(len(planning.remat_choices(config)), 0, "choice", "plan") as bar:
+    with logs.progress_bar(len(estimate.remat_choices(config)), 0, "choice", "plan") as bar:
         found = planning.make_plan(config, bar.update)
     if config.plan.compile and not config.plan.device and config.parallel.model == 1:
-        found["compiled_bytes"] = planning.compiled_bytes(planning.with_remat(config, found["chosen_remat"]))
+        found["compiled_bytes"] = estimate.compiled_bytes(estimate.with_remat(config, found["chosen_remat"]))
     print(planning.format_plan(config, found))
     workdir.create()
     write_atomically(workdir / "plan.json", planning.to_json(found))

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 from branchnorm_jax.analysis import costs
-from branchnorm_jax.analysis.plan import compiled_update_bytes, update_costs
+from branchnorm_jax.analysis.estimate import compiled_update_bytes, update_costs
 from branchnorm_jax.model.stack import REMAT
 from branchnorm_jax.options import Config, DataConfig, ModelConfig, TrainConfig
 

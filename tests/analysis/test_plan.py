@@ -9,24 +9,22 @@ import jax
 import pytest
 
 from branchnorm_jax import config as configs
-from branchnorm_jax.analysis import plan
+from branchnorm_jax.analysis import estimate
 from branchnorm_jax.analysis.devices import find, host_memory, memory
-from branchnorm_jax.analysis.plan import (
+from branchnorm_jax.analysis.estimate import (
     calibrate,
     compiled_update_bytes,
-    fitting,
     fitting_tokens,
     forward_flops,
     held_bytes,
-    make_plan,
     peak_bytes,
     recomputed_flops,
     seconds,
     shrink,
     update_costs,
-    warning,
     with_remat,
 )
+from branchnorm_jax.analysis.plan import fitting, make_plan, warning
 from branchnorm_jax.analysis.report import draw_curves
 from branchnorm_jax.errors import UserError
 from branchnorm_jax.model.stack import REMAT
@@ -117,7 +115,7 @@ def test_as_many_tokens_as_fit(remat: str, accumulation: int) -> None:
     def peak(rows: float) -> float:
         return update_costs(run, int(rows) * accumulation, length).peak
 
-    length = plan.lengths(run)[0]
+    length = estimate.lengths(run)[0]
     assert fitting_tokens(run, 0.99 * peak(1)) == 0
     for enough in (1.3 * peak(1), 1e9):
         rows = fitting_tokens(run, enough) // length
@@ -129,7 +127,7 @@ def test_calibration_is_exact_where_it_measured(monkeypatch: pytest.MonkeyPatch)
     run = config("8L-8L", model__width=16, model__ffn_width=32, model__heads=2, data__vocab_size=100)
     run = dataclasses.replace(run, train=dataclasses.replace(run.train, batch_tokens=256))
     clock = {1: 2.0, 4: 5.0}
-    monkeypatch.setattr(plan, "measured_seconds", lambda shallow, *_: clock[shallow.model.encoder_layers])
+    monkeypatch.setattr(estimate, "measured_seconds", lambda shallow, *_: clock[shallow.model.encoder_layers])
     on_device, device = calibrate(run), find("")
     for layers, expected in (clock | {8: 9.0}).items():
         shallow = shrink(run, layers, layers)

@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from branchnorm_jax.analysis.plan import make_plan, peak_bytes
+from branchnorm_jax.analysis.estimate import peak_bytes
+from branchnorm_jax.analysis.plan import make_plan
 from branchnorm_jax.data.batches import make_plans
 from branchnorm_jax.data.prepare import prepare
 from branchnorm_jax.model.transformer import Transformer

@@ -70,9 +70,6 @@ ALONE = (*LOOPS, "dot_general", "gather", "scatter", "scatter-add", "sort", "top
 RESULT_IN_MEMORY = (*ALONE, "reduce_sum", "reduce_max", "reduce_min", "reduce_and", "reduce_or", "argmax", "argmin")
 """Primitives that are not recomputed in the kernels that read their results."""
 
-INNER = ("jaxpr", "call_jaxpr", "fun_jaxpr", "callee")
-"""Parameters of a primitive that contain an inner program."""
-
 SAME_BYTES = ("reshape", "squeeze", "expand_dims", "stop_gradient", "copy", "reshard", "sharding_constraint", "name")
 """Primitives whose result shares the buffer of their operand."""
 
@@ -133,7 +130,7 @@ def flatten(jaxpr: Any, wanted: Sequence[bool] | None = None) -> Program:
         for equation in jaxpr.eqns:
             name, params = equation.primitive.name, equation.params
             inputs = [value(atom) for atom in equation.invars]
-            inner = next((params[key] for key in INNER if key in params), None)
+            inner = params.get("jaxpr", params.get("call_jaxpr", params.get("fun_jaxpr")))
             if inner is not None and name not in LOOPS:
                 outputs = run(getattr(inner, "jaxpr", inner), inputs)
             elif name in SAME_BYTES and len(inputs) == len(equation.outvars):

@@ -1,4 +1,4 @@
-"""The matrix product with its own gradient, against the formulas in NumPy."""
+"""The matrix product and its derivatives, against their formulas in NumPy."""
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +26,21 @@ def test_both_derivatives_of_the_product_equal_their_formulas(leading: tuple[int
     changes = tuple(jnp.asarray(value, jnp.float32) for value in (x_change, kernel_change))
     _, change = jax.jvp(product, arguments, changes)
     np.testing.assert_allclose(change, x_change @ kernel + x @ kernel_change, rtol=1e-5, atol=1e-5)
+
+
+def test_gradients_of_single_examples_and_second_derivatives() -> None:
+    """d/dW of |x W|^2 / 2 is x^T x W; per example by vmap, and its directional derivative x^T x V."""
+    draw = np.random.default_rng(0).normal
+    x, kernel, direction = draw(size=(4, 3, 6)), draw(size=(6, 7)), draw(size=(6, 7))
+
+    def gradient(kernel: jax.Array, x: jax.Array) -> jax.Array:
+        return jax.grad(lambda kernel: 0.5 * jnp.square(product(x, kernel)).sum())(kernel)
+
+    each = jax.vmap(gradient, (None, 0))(jnp.asarray(kernel, jnp.float32), jnp.asarray(x, jnp.float32))
+    np.testing.assert_allclose(each, np.einsum("btd,bte,ef->bdf", x, x, kernel), rtol=1e-4, atol=1e-4)
+    arguments = (jnp.asarray(kernel, jnp.float32),), (jnp.asarray(direction, jnp.float32),)
+    _, second = jax.jvp(lambda kernel: gradient(kernel, jnp.asarray(x, jnp.float32)), *arguments)
+    np.testing.assert_allclose(second, np.einsum("btd,bte,ef->df", x, x, direction), rtol=1e-4, atol=1e-4)
 
 
 def test_the_backward_pass_stores_the_input_itself() -> None:

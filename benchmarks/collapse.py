@@ -13,6 +13,7 @@ Reads the runs of configs/sweep_collapse.py. For each run, over the updates:
 
 import argparse
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -139,7 +140,7 @@ def by_setting(runs: dict[str, dict[str, Any]]) -> dict[str, list[dict[str, Any]
     """Setting -> its runs, which differ in the seed alone."""
     settings: dict[str, list[dict[str, Any]]] = {}
     for name, run in runs.items():
-        settings.setdefault(name.partition("-seed=")[0], []).append(run)
+        settings.setdefault(re.sub(r"-?seed=\d+", "", name), []).append(run)
     return settings
 
 

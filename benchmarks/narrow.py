@@ -2,7 +2,8 @@
 
     taskset -c 0 python -m benchmarks.narrow
 
-At these widths memory traffic costs more than arithmetic, so the choice that stores least is not the slowest one.
+At these widths memory traffic costs more than arithmetic, so computing activations again can be faster than storing
+them.
 Takes about five minutes on one core.
 """
 

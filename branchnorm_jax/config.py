@@ -102,7 +102,7 @@ def with_recommended(config: ml_collections.ConfigDict, recommended: Mapping[str
 
 
 FOLLOWS = {"model.alpha_steps": "train.warmup_steps"}
-"""option -> the option that it follows, unless it is `assigned`. BranchNorm's paper has T = warm-up."""
+"""option -> the option that it follows, unless it is `assigned`. In BranchNorm's paper T is the warm-up."""
 
 
 def with_followers(config: ml_collections.ConfigDict) -> ml_collections.ConfigDict:

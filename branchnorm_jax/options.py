@@ -89,7 +89,11 @@ class ModelConfig:
         "alpha at update 0: a number, a rule of depth such as 1/sqrt(n) (n sub-layers, L layers, l the layer), or "
         "deepnorm (DeepNorm's ratio of branch to skip); empty: the default of the order, 0 for equal",
     )
-    alpha_end: str = option("", "alpha from update T on, see alpha_start; empty: the default of the order, 1 for equal")
+    alpha_end: str = option(
+        "",
+        "alpha from update T on, see alpha_start; empty: the default of the order, 1 for equal; the orders fix_* are "
+        "constant, and ignore both",
+    )
     alpha_stagger: float = option(
         0.5, "bottom_up, top_down, progressive: share of T after which the last layer starts", minimum=0, maximum=0.99
     )

@@ -15,7 +15,7 @@ import ml_collections
 from configs import numerals
 
 
-def get_config(depth: str = "") -> ml_collections.ConfigDict:
+def narrow(depth: str = "") -> ml_collections.ConfigDict:
     """The quickstart's corpus; width, batches and length such that all runs together take hours on two CPU cores."""
     config = numerals.get_config(depth)
     config.model.width = 64
@@ -24,7 +24,6 @@ def get_config(depth: str = "") -> ml_collections.ConfigDict:
     # At this width storing activations takes longer than computing them again: 0.20 s an update against 0.13 s at
     # 18L-18L.
     config.model.remat = "full"
-    config.model.alpha_steps = 600
     config.train.steps = 600
     config.train.batch_tokens = 1024
     config.train.warmup_steps = 200
@@ -32,6 +31,13 @@ def get_config(depth: str = "") -> ml_collections.ConfigDict:
     config.train.eval_bleu_sentences = 0
     config.train.best_metric = "loss"
     config.train.checkpoint_every = 200
+    return config
+
+
+def get_config(depth: str = "") -> ml_collections.ConfigDict:
+    """Methods and depths; alpha grows over the whole run unless the grid says otherwise."""
+    config = narrow(depth)
+    config.model.alpha_steps = 600
     config.sweep.grid = (
         "method=post_ln,pre_ln,deepnorm,branchnorm,rezero,sub_ln,t_fixup,admin depth=6L-6L,18L-18L"
         # T = 600 spans the run; T = 200 ends with the warm-up, as the paper's 4000 does.

@@ -1,9 +1,9 @@
-"""Equal tuning: every method with the same small grid at 18L-18L, chosen by the validation loss.
+"""A small grid for every method at 18L-18L: which learning rate, and which T, suits it best?
 
     python main.py --mode=sweep --config=configs/sweep_tuning.py --workdir=runs/tuning
 
-The grid has three learning rates, and two lengths T for methods with a growing branch: a tenth and half of the run.
-Corpus, width and batches are those of numerals_deep.py. Results: docs/results.md.
+The grid has three learning rates, two lengths T for methods with a growing branch (a tenth and half of the run), and
+two powers of the update for BranchNorm. Corpus, width and batches are those of numerals_deep.py.
 """
 
 import ml_collections

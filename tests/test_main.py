@@ -467,3 +467,21 @@ def test_a_methods_recommended_options_are_shown_taken_and_saved(tmp_path: Path)
     assert saved["train"]["learning_rate"] == 5e-3  # the command line wins
     again = run_main(f"--workdir={tmp_path / 'run'}", "--config.train.steps=3")
     assert again.returncode == 0, again.stderr
+
+
+def test_the_recipe_by_depth_gives_way_to_what_was_set() -> None:
+    """updates x alpha^2, an end of 16 / sqrt(n), and T = warm-up: the defaults of branchnorm alone."""
+
+    def chosen(*options: str) -> list[str]:
+        code = (
+            "import sys; from branchnorm_jax.cli import parse; c = parse(['main.py', *sys.argv[1:]])[0]; "
+            "print(c.train.branch_update_power, c.model.alpha_end, c.model.alpha_steps)"
+        )
+        command = [sys.executable, "-c", code, "--config=configs/text.py:500L-500L", *options]
+        return subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout.split()
+
+    assert chosen() == ["2.0", "16/sqrt(n)", "4000"]
+    assert chosen("--config.train.warmup_steps=300") == ["2.0", "16/sqrt(n)", "300"]
+    mine = "--config.train.branch_update_power=0", "--config.model.alpha_end=1", "--config.model.alpha_steps=70"
+    assert chosen(*mine, "--config.train.warmup_steps=300") == ["0.0", "1", "70"]
+    assert chosen("--config.model.method=deepnorm")[0] == "0.0"

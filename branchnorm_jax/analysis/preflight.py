@@ -224,7 +224,7 @@ def judge(points: Sequence[Point]) -> Verdict:
             return Verdict("collapsing", f"{where} all tokens of a sentence are nearly the same vector after {alike}")
     if last > 0.99 * first:
         return Verdict("still", f"the loss stays at {last:.3g}")
-    return Verdict("healthy", f"the loss falls from {first:.3g} to {last:.3g}, and every layer learns")
+    return Verdict("healthy", f"the loss falls from {first:.3g} to {last:.3g}, and every layer gets a gradient")
 
 
 def to_json(config: Config, verdict: Verdict, points: Sequence[Point]) -> str:
@@ -257,9 +257,7 @@ def draw(points: Sequence[Point], path: Path, title: str) -> None:
                 values = np.maximum(values, floor) if is_log else values
                 label = f"update {point.step}, alpha {point.alpha:.2g}"
                 axis.plot(np.arange(1, len(values) + 1), values, ".-", linewidth=0.8, markersize=3, label=label)
-            axis.set(
-                title=f"{stack}: {text}", xlabel="layer", yscale="log" if name in ("gradient", "update") else "linear"
-            )
+            axis.set(title=f"{stack}: {text}", xlabel="layer", yscale="log" if is_log else "linear")
             axis.xaxis.set_major_locator(ticker.MaxNLocator(integer=True))
             if not is_log:
                 axis.set_ylim(-0.05, 1.05)

@@ -119,7 +119,7 @@ def plan_runs(config: Config) -> dict[str, tuple[Run, Config]]:
 
 def configure(config: Config, run: Run) -> Config:
     """Returns the config of one run. Raises `UserError` if a value is invalid."""
-    options = configs.with_recommended(_options(config, run), recommended(config, run))
+    options = configs.with_followers(configs.with_recommended(_options(config, run), recommended(config, run)))
     # A run does not depend on the grid that it is in: a longer grid leaves the runs that are there as they are.
     return dataclasses.replace(configs.from_config_dict(options), sweep=SweepConfig())
 
@@ -134,10 +134,12 @@ def recommended(config: Config, run: Run) -> dict[str, Any]:
 def _options(config: Config, run: Run) -> ml_collections.ConfigDict:
     """Returns the sweep's options with the values of a run; options set by user or grid count as assigned."""
     options = configs.default_config()
-    defaults, chosen = configs.to_flat(Config()), config.sweep.chosen.split(",")
-    for full, value in configs.to_flat(config).items():
+    given, defaults, chosen = configs.to_flat(config), configs.to_flat(Config()), config.sweep.chosen.split(",")
+    for full, value in given.items():
         section, name = full.split(".")
-        if value != defaults[full] or full in chosen:
+        # An option that equals the one it follows keeps following it, in runs that change that one.
+        usual = given[configs.FOLLOWS[full]] if full in configs.FOLLOWS else defaults[full]
+        if value != usual or full in chosen:
             options[section][name] = value
     for axis, text in run.items():
         if axis == "depth":

@@ -154,7 +154,7 @@ def _curve(config: ModelConfig, stack: str) -> _Curve:
     if (start > end).any():
         raise UserError(
             f"config: alpha cannot shrink: at {config.encoder_layers}L-{config.decoder_layers}L model.alpha_start="
-            f"{limits[0]} is above model.alpha_end={limits[1]}"
+            f"{limits[0]} is above model.alpha_end={limits[1]}; set model.alpha_end to a larger value, at most 1"
         )
     span = order.span(np.arange(1, layers + 1), layers, config.alpha_stagger)
     begin, finish = (np.broadcast_to(np.asarray(share), (layers,)) for share in span)

@@ -90,12 +90,12 @@ METHODS["branchnorm"] = BRANCHNORM = Recipe(
     citation="BranchNorm: Robustly Scaling Extremely Deep Transformers (Liu et al., 2023)",
     arxiv="2305.02790",
     note="alpha grows as model.alpha_schedule says until update T = model.alpha_steps. The paper does not scale "
-    "updates; with Adam and train.branch_update_power=0 the encoder collapses (see docs/results.md).",
+    "updates, and its alpha ends at 1 at every depth; with Adam the encoder then collapses (see docs/results.md).",
     post=True,
     branch=Weight(ZERO, end=ONE),
     init="xavier_normal",
     gain=DEEPNORM_GAIN,
-    # alpha ends at 1 up to about 100 layers, where longer stacks collapse; see docs/depth.md.
+    # 16/sqrt(n) is 1 up to 85 layers. With an end of 1, 500L-500L collapses; see docs/depth.md.
     recommended={"train.branch_update_power": 2.0, "model.alpha_end": "16/sqrt(n)"},
 )
 METHODS["mixnorm"] = replace(

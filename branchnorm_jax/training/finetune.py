@@ -4,11 +4,15 @@ import dataclasses
 import json
 import shutil
 
+import jax.numpy as jnp
+
 from branchnorm_jax.data.prepare import Corpus, prepare
 from branchnorm_jax.data.tokenizer import ORIGIN, UNUSED
 from branchnorm_jax.errors import UserError
 from branchnorm_jax.files import atomic_directory
+from branchnorm_jax.model import growth
 from branchnorm_jax.model.coefficients import Alpha
+from branchnorm_jax.model.methods import get_recipe
 from branchnorm_jax.model.parameters import Params
 from branchnorm_jax.model.transformer import Transformer
 from branchnorm_jax.options import Config, ModelConfig
@@ -83,8 +87,19 @@ def corpus_of(config: Config, workdir: Workdir) -> Corpus:
 
 
 def parents_parameters(config: Config, model: Transformer) -> tuple[Params, Alpha]:
-    """Restores the parameters and alpha of the run that `train.finetune_from` names."""
+    """Restores the parameters and alpha of the run that `train.finetune_from` names.
+
+    Raises:
+      UserError: if alpha ends below the parent's in this run: the model would start as another function.
+    """
     theirs, parent, which = find_run("train.finetune_from", config.train.finetune_from, config)
     params, alpha, step = restore_model(theirs, parent, model, which)
+    end = growth.alpha(config.model)(jnp.int32(config.model.alpha_steps))
+    largest, allowed = (max(float(values.max()) for values in of.values()) for of in (alpha, end))
+    if get_recipe(config.model.method).branch.end is not None and largest > allowed + 1e-6:
+        raise UserError(
+            f"train.finetune_from: alpha is {largest:.3g} in {parent.path}, but ends at {allowed:.3g} here; "
+            f"set model.alpha_end={theirs.model.alpha_end or '1'}"
+        )
     logs.say(f"starting from the parameters of {parent.path}, step {step}")
     return params, alpha

@@ -10,10 +10,10 @@ import pytest
 from ml_collections import ConfigDict
 
 from branchnorm_jax.analysis import sweep
-from branchnorm_jax.config import default_config, from_config_dict, load, record_chosen
+from branchnorm_jax.config import default_config, from_config_dict, load, record_chosen, with_followers
 from branchnorm_jax.errors import UserError
 from branchnorm_jax.model.methods import METHODS
-from branchnorm_jax.options import Config, EvaluateConfig, SweepConfig
+from branchnorm_jax.options import Config, EvaluateConfig, ModelConfig, SweepConfig
 from branchnorm_jax.workdir import Workdir
 from tests.conftest import HASTY, run_main
 
@@ -59,6 +59,22 @@ def test_runs_take_recommendations_where_nobody_chose_and_only_if_asked() -> Non
     record_chosen(again, {"model.attention_dropout"})
     assert dataclasses.replace(run_of(again, "admin"), model=admin.model) == admin
     assert run_of(again, "admin").model.attention_dropout == Config().model.attention_dropout
+
+
+def test_alpha_follows_the_warmup_of_each_run_unless_t_was_chosen() -> None:
+    def alpha_steps(warmup: int, chosen: int | None, run: dict[str, str]) -> int:
+        options = default_config("2L-2L")
+        options.train.warmup_steps = warmup
+        if chosen is not None:
+            options.model.alpha_steps = chosen
+        return sweep.configure(from_config_dict(with_followers(options)), run).model.alpha_steps
+
+    assert alpha_steps(300, None, {"method": "branchnorm"}) == 300
+    assert alpha_steps(300, None, {"train.warmup_steps": "100"}) == 100
+    assert alpha_steps(300, 700, {"train.warmup_steps": "100"}) == 700
+    # Also if the chosen T is the default.
+    assert alpha_steps(300, ModelConfig().alpha_steps, {"train.warmup_steps": "100"}) == ModelConfig().alpha_steps
+    assert alpha_steps(300, None, {"model.alpha_steps": "50"}) == 50
 
 
 @pytest.mark.parametrize(

@@ -55,6 +55,12 @@ def test_the_orders_of_progressive_residual_warmup(order: str) -> None:
         np.testing.assert_allclose(found, expected, atol=1e-6)
 
 
+def test_a_constant_order_ignores_the_limits() -> None:
+    """Otherwise a method's recommended end would make it grow."""
+    for stack, found in by_update(alpha_order="fix_L", alpha_start="0", alpha_end="16/sqrt(n)").items():
+        np.testing.assert_allclose(found, np.full_like(found, 1 / LAYERS[stack]), rtol=1e-6)
+
+
 def test_every_order_has_a_formula() -> None:
     assert set(growth.ORDERS) == {*PRORES, "bottom_up", "top_down", "progressive"}  # the last three: test_schedules.py
 

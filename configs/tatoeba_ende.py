@@ -6,6 +6,10 @@
 The corpus has 156,000 pairs of seven words on average, from tatoeba.org. The folder contains
 {train,valid,test}.{en,de}, plain or compressed. Without the option it is $BRANCHNORM_DATA/tatoeba_en-de, or
 data/tatoeba_en-de.
+
+Measured on one core of an AMD EPYC with jax 0.10.2 at commit 93689e0, next to other work: test sacreBLEU 24.5 at 6L-6L
+(7 minutes), 27.6 at 18L-18L (18 minutes) and 30.4 at 50L-50L (54 minutes), after 3000 updates;
+nrefs:1|case:mixed|eff:no|tok:13a|smooth:exp|version:2.6.0. Results: docs/results.md.
 """
 
 import os

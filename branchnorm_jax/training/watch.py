@@ -28,8 +28,8 @@ WEAK_SHARE = 0.1
 COLLAPSED = 0.999
 """Threshold for a collapsed stack, a token similarity.
 
-Above the threshold, the output of a stack is almost the same vector for all tokens of a sentence. An encoder can recover
-from up to 0.9999 if its first layers still get a gradient (docs/results.md).
+Above the threshold, the output of a stack is almost the same vector for all tokens of a sentence. An encoder can
+recover from up to 0.9999 if its first layers still get a gradient (docs/results.md).
 """
 
 

@@ -26,7 +26,12 @@ def read(folder: Path) -> dict[str, Any]:
     options = configs.to_flat(configs.load(folder / "config.json"))
     return {
         "workdir": folder.name,
-        "options": {name: value for name, value in options.items() if value != default[name]},
+        # A folder's name says which corpus it has; where it lies is one machine's.
+        "options": {
+            name: Path(value).name if name == "data.path" else value
+            for name, value in options.items()
+            if value != default[name]
+        },
         "validation": [
             {name: line[name] for name in VALIDATION} for line in read_lines(folder / "validation.jsonl", VALIDATION)
         ],

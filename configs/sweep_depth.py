@@ -21,8 +21,7 @@ def narrow(depth: str = "") -> ml_collections.ConfigDict:
     config.model.width = 64
     config.model.ffn_width = 128
     config.model.dropout = 0.0
-    # At this width storing activations takes longer than computing them again: 0.20 s an update against 0.13 s at
-    # 18L-18L.
+    # At this width storing activations takes longer than computing them again (docs/results.md).
     config.model.remat = "full"
     config.train.steps = 600
     config.train.batch_tokens = 1024

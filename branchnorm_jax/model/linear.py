@@ -17,8 +17,8 @@ def product(x: jax.Array, kernel: jax.Array) -> jax.Array:
     """x W, [..., d_in] times [d_in, d_out], as a product of two matrices.
 
     If x kept its leading axes, XLA would transpose copies of x for the gradient of W on CPUs, a fifth of the update of
-    a deep, narrow model. The backward pass stores x itself. Without `jax.checkpoint` each product would store a reshaped
-    copy.
+    a deep, narrow model. The backward pass stores x itself. Without `jax.checkpoint` each product would store a copy
+    of x with another shape.
     """
     return (x.reshape(-1, x.shape[-1]) @ kernel).reshape(*x.shape[:-1], kernel.shape[-1])
 

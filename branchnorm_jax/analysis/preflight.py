@@ -153,7 +153,7 @@ def lapse(
     step = jax.jit(make_train_step(model, optimizer, config), donate_argnums=0)
     look = jax.jit(lambda params, alpha: _look(config, model, params, probe_batch, alpha))
     state = jax.jit(lambda params: first_state(params, optimizer))(params)
-    grows = get_recipe(config.model.method).branch.end is not None
+    grows = get_recipe(config.model.method).grows
     results: list[Point] = []
     for start in points:
         # Copy alpha to the host, because each update donates the arrays of the state.

@@ -141,6 +141,11 @@ class Recipe:
     gain: Mapping[str, Rule] = dataclasses.field(default_factory=dict, hash=False)
     recommended: Mapping[str, Any] = dataclasses.field(default_factory=dict, hash=False)
 
+    @property
+    def grows(self) -> bool:
+        """Whether the branch weight b grows with alpha."""
+        return self.branch.end is not None
+
     def gain_of(self, sublayer: str, matrix: str) -> Rule | None:
         """The factor on the initial values of a sub-layer's matrix and its bias; None: 1."""
         return self.gain.get(f"{sublayer}/{matrix}", self.gain.get("fc1" if matrix == "gate" else matrix))

@@ -96,7 +96,7 @@ def parents_parameters(config: Config, model: Transformer) -> tuple[Params, Alph
     params, alpha, step = restore_model(theirs, parent, model, which)
     end = growth.alpha(config.model)(jnp.int32(config.model.alpha_steps))
     largest, allowed = (max(float(values.max()) for values in of.values()) for of in (alpha, end))
-    if get_recipe(config.model.method).branch.end is not None and largest > allowed + 1e-6:
+    if get_recipe(config.model.method).grows and largest > allowed + 1e-6:
         raise UserError(
             f"train.finetune_from: alpha is {largest:.3g} in {parent.path}, but ends at {allowed:.3g} here; "
             f"set model.alpha_end={theirs.model.alpha_end or '1'}"

@@ -160,7 +160,7 @@ def rates(config: Config) -> Callable[[jax.Array, Alpha, jax.Array], dict[str, j
     `encoder_rate_steps` updates, or to all updates if `encoder_rate_steps` is 0.
     """
     train, power = config.train, config.train.branch_update_power
-    grows = get_recipe(config.model.method).branch.end is not None
+    grows = get_recipe(config.model.method).grows
 
     def by_layer(step: jax.Array, alpha: Alpha, rate: jax.Array) -> dict[str, jax.Array]:
         found = dict.fromkeys(STACKS, rate)

@@ -273,7 +273,6 @@ def _validate_update_in_backward(config: Config) -> None:
         ("train.accumulation", train.accumulation, (1,)),
         ("train.nonfinite", train.nonfinite, ("stop", "rollback")),
         ("train.spike", train.spike, ("log", "stop", "rollback")),
-        ("model.scan", model.scan, (True,)),
         ("model.unroll", model.unroll, (1,)),
     ):
         if value not in allowed:
@@ -316,6 +315,9 @@ def to_json(config: Config) -> str:
 RENAMED = {("model", "alpha_order", "uniform"): "equal"}
 """(section, option, value) saved by earlier versions -> the current name of the value."""
 
+DROPPED = (("model", "scan"), ("train", "prefetch"), ("serve", "max_body_bytes"))
+"""(section, option) saved by earlier versions that no longer exists. No trained number depends on any of them."""
+
 
 def load(path: Path) -> Config:
     """Reads a config that `to_json` wrote. Raises `UserError` if the file is missing or not a config."""
@@ -326,6 +328,8 @@ def load(path: Path) -> Config:
         for (section, option, old), new in RENAMED.items():
             if values[section].get(option) == old:
                 values[section][option] = new
+        for section, option in DROPPED:
+            values.get(section, {}).pop(option, None)
         return from_config_dict(values)
     except (OSError, ValueError, UserError) as error:
         raise UserError(

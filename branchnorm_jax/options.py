@@ -121,7 +121,6 @@ class ModelConfig:
     carry_dtype: str = option(
         "float32", "data type of the residual stream between sub-layers", choices=("float32", "float16", "bfloat16")
     )
-    scan: bool = option(True, "run the layers as one lax.scan (compile time independent of depth)", free=True)
     remat: str = option(
         "none",
         "what the backward pass recomputes to save memory: nothing (none); scores and hidden feed-forward layers "
@@ -137,7 +136,13 @@ class ModelConfig:
     logits_mb: int = option(
         128, "largest block of float32 logits in the loss, per device", unit="MB", minimum=1, free=True
     )
-    unroll: int = option(1, "layers per iteration of the scan", minimum=1, free=True)
+    unroll: int = option(
+        1,
+        "layers per iteration of lax.scan; the depth: no loop, which is faster, but slower to compile",
+        unit="layers",
+        minimum=1,
+        free=True,
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -384,7 +389,6 @@ class TrainConfig:
     patience: int = option(
         0, "stop after this many validations without a better one; 0: never", unit="validations", minimum=0, free=True
     )
-    prefetch: int = option(4, "batches that a thread prepares ahead", unit="batches", minimum=1, free=True)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -503,7 +507,6 @@ class ServeConfig:
     max_characters: int = option(
         5000, "largest number of characters of a line", unit="characters", minimum=1, free=True
     )
-    max_body_bytes: int = option(1_000_000, "largest body of a request", unit="bytes", minimum=1, free=True)
     max_waiting: int = option(
         256, "largest number of waiting requests; any more are answered with 503", unit="requests", minimum=1, free=True
     )
@@ -514,6 +517,11 @@ class ServeConfig:
     warm_up_length: int = option(
         32, "compile the programs for lines of up to this many tokens at the start", unit="tokens", minimum=0, free=True
     )
+
+    @property
+    def max_body_bytes(self) -> int:
+        """The longest body within the limits, in bytes: JSON may escape a character as two times six bytes."""
+        return self.max_lines * (12 * self.max_characters + 16) + 1000
 
 
 @dataclasses.dataclass(frozen=True)

@@ -177,13 +177,13 @@ def rows_of(packing: Packing, shapes: Sequence[Shape]) -> list[int]:
     return np.bincount(packing.shape, minlength=len(shapes)).tolist()
 
 
-def prefetch(function: Callable[[int], T], start: int, stop: int, depth: int) -> Generator[T, None, None]:
+def prefetch(function: Callable[[int], T], start: int, stop: int, ahead: int = 4) -> Generator[T, None, None]:
     """Yields function(start), ..., function(stop - 1), computed in a thread.
 
-    The thread is at most `depth` items ahead. If the function raises an exception, it is re-raised here in place of the
+    The thread is at most `ahead` items ahead. If the function raises an exception, it is re-raised here in place of the
     corresponding item.
     """
-    items: queue.Queue[tuple[T | None, BaseException | None]] = queue.Queue(maxsize=depth)
+    items: queue.Queue[tuple[T | None, BaseException | None]] = queue.Queue(maxsize=ahead)
     stopped = threading.Event()
 
     def put(item: tuple[T | None, BaseException | None]) -> None:

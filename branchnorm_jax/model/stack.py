@@ -27,7 +27,6 @@ def run_stack(
     carry: Carry,
     per_layer: PerLayer,
     *,
-    scan: bool = True,
     remat: str = "none",
     group: int = 0,
     unroll: int = 1,
@@ -53,36 +52,32 @@ def run_stack(
       carry: input of the first layer; its types and shapes do not change.
       per_layer: tree of [L, ...] leaves: parameters, coefficients, keys, caches. A list of L trees (see `unstack`) runs
         as a Python loop that ignores the options below and returns its outputs as a list.
-      scan: one `lax.scan`, whose compile time does not depend on L; otherwise a Python loop, which XLA can optimise
-        across layers, and whose compile time grows with L.
       remat: one of `REMAT`; "auto" means "none" here.
       group: g; 0 chooses it by `best_group`. If g does not divide L, the last group is shorter.
-      unroll: layers per iteration of the scan.
+      unroll: layers per iteration of the `lax.scan`. Its compile time does not depend on L. With L or more there is no
+        loop: XLA can optimise across layers, but compile time and program grow with L.
 
     Returns:
       The last carry, and the outputs stacked to [L, ...] leaves.
     """
-
-    def run(layer: Layer, carry: Carry, per_layer: PerLayer, unroll: int = 1) -> tuple[Carry, PerLayer]:
-        if scan:
-            return jax.lax.scan(layer, carry, per_layer, unroll=unroll)
-        carry, outputs = loop(layer, carry, unstack(per_layer))
-        return carry, jax.tree.map(lambda *leaves: jnp.stack(leaves), *outputs)
-
     if isinstance(per_layer, list):
-        return loop(layer, carry, per_layer)
+        outputs = []
+        for each in per_layer:
+            carry, output = layer(carry, each)
+            outputs.append(output)
+        return carry, outputs
     depth = depth_of(per_layer)
     if remat != "nested":
-        return run(remembering(layer, remat, looped=scan and unroll < depth), carry, per_layer, unroll)
+        return jax.lax.scan(remembering(layer, remat, looped=unroll < depth), carry, per_layer, unroll=unroll)
 
     def run_group(carry: Carry, layers: PerLayer) -> tuple[Carry, PerLayer]:
-        looped = scan and unroll < depth_of(layers)
-        return run(remembering(layer, "full", looped), carry, layers, unroll)
+        looped = unroll < depth_of(layers)
+        return jax.lax.scan(remembering(layer, "full", looped), carry, layers, unroll=unroll)
 
     group = min(group or best_group(depth, size_of(carry), size_of(per_layer) / depth), depth)
     whole = depth - depth % group
     groups = jax.tree.map(lambda leaf: leaf[:whole].reshape(-1, group, *leaf.shape[1:]), per_layer)
-    carry, outputs = run(remembering(run_group, remat, looped=scan and group < whole), carry, groups)
+    carry, outputs = jax.lax.scan(remembering(run_group, remat, looped=group < whole), carry, groups)
     outputs = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), outputs)
     if whole < depth:
         rest = jax.tree.map(lambda leaf: leaf[whole:], per_layer)
@@ -98,15 +93,6 @@ def unstack(per_layer: PerLayer) -> list[PerLayer]:
     parameters and caches for a few tokens, so these copies would cost much of its time.
     """
     return [jax.tree.map(lambda leaf, index=index: leaf[index], per_layer) for index in range(depth_of(per_layer))]
-
-
-def loop(layer: Layer, carry: Carry, layers: list[PerLayer]) -> tuple[Carry, list[PerLayer]]:
-    """`run_stack` of unstacked layers."""
-    outputs = []
-    for each in layers:
-        carry, output = layer(carry, each)
-        outputs.append(output)
-    return carry, outputs
 
 
 class LayerUpdate(NamedTuple):

@@ -215,7 +215,7 @@ class Transformer:
         if isinstance(params[stack], list):
             scanned = list(zip(params[stack], unstack(inputs), per_layer, strict=True))
         remat = c.remat if per_layer is None else "none"
-        run = functools.partial(run_stack, scan=c.scan, remat=remat, group=c.group, unroll=c.unroll)
+        run = functools.partial(run_stack, remat=remat, group=c.group, unroll=c.unroll)
         attention = None if taps.attention is None else jnp.zeros(arguments(per_layer)[2].shape)
         if recipe.combines:
             assert update is None, "layers that read the outputs of all earlier layers cannot be updated one by one"

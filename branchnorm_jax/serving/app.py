@@ -86,7 +86,7 @@ async def body(request: Request, most: int) -> bytes:
 
     Raises `HTTPException` 413 as soon as it exceeds `most` bytes.
     """
-    too_large = HTTPException(413, f"the body has more than {most:,} bytes (serve.max_body_bytes)")
+    too_large = HTTPException(413, f"the body has more than {most:,} bytes (serve.max_lines, serve.max_characters)")
     if int(request.headers.get("content-length", 0)) > most:
         raise too_large
     content = bytearray()

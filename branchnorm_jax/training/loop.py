@@ -236,7 +236,7 @@ class Run:
         if start < self.total and not self.compiled:
             self._compile()
         recorder = Recorder(self.workdir, self.loop_state.evaluated, start, self.total)
-        batches = prefetch(self.plan.batch_at, start, self.total, self.config.train.prefetch)
+        batches = prefetch(self.plan.batch_at, start, self.total)
         with contextlib.closing(recorder), contextlib.closing(batches):
             self._advance(start, batches, recorder, preemption)
 

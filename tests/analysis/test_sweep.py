@@ -101,7 +101,7 @@ def test_what_is_no_grid(grid: str, said: str) -> None:
 
 @pytest.mark.parametrize(
     ("axis", "value"),
-    [("train.seed", "x"), ("depth", "18"), ("model.heads", "7"), ("model.scan", "yes")],
+    [("train.seed", "x"), ("depth", "18"), ("model.heads", "7"), ("model.output_bias", "maybe")],
 )
 def test_values_that_an_option_does_not_take(axis: str, value: str) -> None:
     with pytest.raises(UserError):

@@ -20,7 +20,7 @@ from branchnorm_jax.model.transformer import Transformer
 from branchnorm_jax.options import ModelConfig
 from tests.reference import transformer as reference
 
-SMALL = ModelConfig(encoder_layers=3, decoder_layers=2, width=16, ffn_width=24, heads=2, dropout=0.0, scan=False)
+SMALL = ModelConfig(encoder_layers=3, decoder_layers=2, width=16, ffn_width=24, heads=2, dropout=0.0, unroll=3)
 SOURCE = jnp.array([[5, 6, 7, 1, 0, 0], [9, 8, 7, 6, 5, 1]])
 TARGET = jnp.array([[1, 4, 5, 6, 0], [1, 7, 8, 9, 3]])
 KEY, ALPHA = jax.random.key(0), jnp.float32(0.7)

@@ -209,10 +209,10 @@ def test_loop_scan_and_remat_draw_the_same_masks_and_give_the_same_numbers() -> 
         return jax.jit(jax.value_and_grad(loss))(params)
 
     params = init(small(method=method, **depth), KEY)
-    loss, gradient = loss_and_gradient(scan=True)
+    loss, gradient = loss_and_gradient()
     norm = np.sqrt(sum(float(jnp.square(leaf).sum()) for leaf in jax.tree.leaves(gradient)))
     ways: list[dict[str, Any]] = [{"remat": remat, "group": 2} for remat in ("save_branches", "nested")]
-    for how in [dict(scan=False), *ways]:
+    for how in [dict(unroll=3), *ways]:
         other_loss, other_gradient = loss_and_gradient(**how)
         np.testing.assert_allclose(other_loss, loss, rtol=1e-6)
         difference = jax.tree.map(lambda a, b: float(jnp.abs(a - b).max()), gradient, other_gradient)
@@ -230,12 +230,12 @@ def test_dropout_follows_its_key_and_is_off_without() -> None:
 
 
 @pytest.mark.parametrize("method", ["branchnorm", "pre_ln"])
-@pytest.mark.parametrize(("scan", "apart"), [(False, False), (True, False), (True, True)])
-def test_decoding_with_a_cache_equals_teacher_forcing(method: str, scan: bool, apart: bool) -> None:
-    model = small(method=method, scan=scan)
+@pytest.mark.parametrize("unstacked", [False, True])
+def test_decoding_with_a_cache_equals_teacher_forcing(method: str, unstacked: bool) -> None:
+    model = small(method=method)
     params, alpha = randomised(init(model, KEY), 0.1), jnp.float32(0.6)
     forced = forward(model, params, SOURCE, TARGET, alpha)
-    params = unstack_decoder(model, params) if apart else params
+    params = unstack_decoder(model, params) if unstacked else params
     # Two hypotheses per sentence share its slots.
     found, real = cached_logits(model, params, SOURCE, TARGET, alpha, 2), np.asarray(TARGET != 0)
     for hypothesis in (0, 1):

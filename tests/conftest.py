@@ -1,4 +1,4 @@
-"""Fixtures: a tiny run, and main.py as a user starts it."""
+"""Shared fixtures, among them a tiny trained run, and helpers that start main.py as a user does."""
 
 import fcntl
 import json
@@ -142,7 +142,7 @@ def kill_when(process: subprocess.Popen[str], ready: Callable[[], bool], number:
         assert process.poll() is None, process.stderr.read() if process.stderr else ""
         time.sleep(0.01)
     process.kill()
-    raise AssertionError("the process never got that far")
+    raise AssertionError("the process was not ready within two minutes")
 
 
 @pytest.fixture(scope="session")

@@ -1,6 +1,6 @@
 """Checks the architecture: allowed imports, module docstrings, function sizes, forbidden paths.
 
-A room is a subpackage of the package, or a module that lies directly in the package.
+A component is a subpackage of the package, or a module directly in the package.
 """
 
 import ast
@@ -15,7 +15,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = "branchnorm_jax"
 
-# room -> rooms it may import. Every room may also import those of FOR_ALL.
+# component -> components that it may import. Every component may also import those in FOR_ALL.
 MAY_IMPORT = {
     "errors": set(),
     "options": set(),
@@ -41,7 +41,7 @@ MAY_IMPORT = {
 }
 FOR_ALL = {"options", "errors", "tokens"}
 
-# room -> external packages that it must not import anywhere.
+# component -> external packages that it must not import anywhere.
 MUST_NOT_IMPORT = {
     "data": {"jax", "jaxlib", "flax", "optax", "orbax"},
     "model": {"os", "io", "pathlib", "shutil", "time", "datetime"},
@@ -76,8 +76,8 @@ def name_of(path: Path) -> str:
     return str(path.relative_to(ROOT))
 
 
-def room_of(path: Path) -> str:
-    """Returns the subpackage of a file, or the module's name if it lies directly in the package."""
+def component_of(path: Path) -> str:
+    """Returns the subpackage of a file, or the name of a module directly in the package."""
     parts = path.relative_to(ROOT / PACKAGE).with_suffix("").parts
     return parts[0]
 
@@ -100,30 +100,30 @@ def imports(tree: ast.Module, package: list[str]) -> Iterator[tuple[str, bool]]:
 
 
 def faults(source: str, path: Path) -> list[str]:
-    """Returns the forbidden imports of a file at `path` with this text."""
-    room = room_of(path)
-    if room == "__init__":
+    """Returns a message for each forbidden import of a file at `path` with this text."""
+    component = component_of(path)
+    if component == "__init__":
         allowed = set()
-    elif room in MAY_IMPORT:
-        allowed = MAY_IMPORT[room] | FOR_ALL | {room}
+    elif component in MAY_IMPORT:
+        allowed = MAY_IMPORT[component] | FOR_ALL | {component}
     else:
-        return [f"{room} is no room of MAY_IMPORT"]
-    found = []
+        return [f"{component} is missing from MAY_IMPORT"]
+    messages = []
     for name, inside in imports(ast.parse(source), list(path.relative_to(ROOT).parent.parts)):
         top, *rest = name.split(".")
         if top == PACKAGE and rest and rest[0] not in allowed and rest[0] != "__version__":
-            found.append(f"{room} must not import {name}")
+            messages.append(f"{component} must not import {name}")
         if top == "main":
-            found.append("nothing imports main")
-        if top in MUST_NOT_IMPORT.get(room, set()):
-            found.append(f"{room} must not import {top}")
+            messages.append("nothing imports main")
+        if top in MUST_NOT_IMPORT.get(component, set()):
+            messages.append(f"{component} must not import {top}")
         if top in HEAVY and not inside:
-            found.append(f"{top} is imported outside of a function")
-    return found
+            messages.append(f"{top} is imported outside of a function")
+    return messages
 
 
 @pytest.mark.parametrize("path", PACKAGE_FILES, ids=name_of)
-def test_imports(path):
+def test_imports_follow_the_architecture(path):
     assert faults(path.read_text(encoding="utf-8"), path) == []
 
 
@@ -151,20 +151,20 @@ def test_imports(path):
         ("kitchen/x.py", "", True),
     ],
 )
-def test_the_rule_itself(file, source, broken):
+def test_import_check_detects_violations(file, source, broken):
     assert bool(faults(source, ROOT / PACKAGE / file)) == broken
 
 
-def test_every_room_is_a_package():
-    rooms = {path.parent for path in PACKAGE_FILES}
-    assert {name_of(room) for room in rooms if not (room / "__init__.py").exists()} == set()
+def test_every_folder_is_a_package():
+    components = {path.parent for path in PACKAGE_FILES}
+    assert {name_of(component) for component in components if not (component / "__init__.py").exists()} == set()
 
 
 def test_data_loads_without_jax_and_tensorflow():
     modules = [
         ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
         for path in PACKAGE_FILES
-        if room_of(path) == "data"
+        if component_of(path) == "data"
     ]
     code = "import importlib, sys\nfor name in sys.argv[1:]: importlib.import_module(name)\nprint(*sys.modules)"
     command = [sys.executable, "-c", code, *modules]
@@ -174,7 +174,7 @@ def test_data_loads_without_jax_and_tensorflow():
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=name_of)
-def test_a_file_says_what_it_is(path):
+def test_every_file_has_a_docstring(path):
     assert ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))), "no docstring"
 
 
@@ -203,9 +203,9 @@ def too_large(source: str) -> Iterator[str]:
     return walk(ast.parse(source), "")
 
 
-def test_functions_are_small():
-    found = {f"{name_of(path)}:{name}" for path in PACKAGE_FILES for name in too_large(path.read_text("utf-8"))}
-    assert found - TOO_LARGE == set()
+def test_functions_respect_the_limits():
+    large = {f"{name_of(path)}:{name}" for path in PACKAGE_FILES for name in too_large(path.read_text("utf-8"))}
+    assert large - TOO_LARGE == set()
 
 
 @pytest.mark.parametrize(
@@ -218,20 +218,22 @@ def test_functions_are_small():
         ("class C:\n  def f(self, a, b, c, d, e, f, g, *, h, i): pass", ["C.f"]),
     ],
 )
-def test_the_limits_themselves(source, large):
+def test_size_check_applies_the_limits(source, large):
     assert list(too_large(source)) == large
 
 
-def test_every_arrow_is_needed():
-    used: dict[str, set[str]] = {room: set() for room in MAY_IMPORT}
+def test_every_allowed_import_is_used():
+    used: dict[str, set[str]] = {component: set() for component in MAY_IMPORT}
     for path in PACKAGE_FILES:
         names = imports(ast.parse(path.read_text(encoding="utf-8")), list(path.relative_to(ROOT).parent.parts))
         tops = {name.split(".")[1] for name, _ in names if name.startswith(f"{PACKAGE}.")}
-        used.setdefault(room_of(path), set()).update(tops)
-    assert {room: allowed - used[room] for room, allowed in MAY_IMPORT.items() if allowed - used[room]} == {}
+        used.setdefault(component_of(path), set()).update(tops)
+    assert {
+        component: allowed - used[component] for component, allowed in MAY_IMPORT.items() if allowed - used[component]
+    } == {}
 
 
-def test_no_path_of_one_machine():
+def test_no_machine_specific_paths():
     command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     if listed.returncode:

@@ -1,4 +1,4 @@
-"""The list of options: what it accepts, what it refuses and how it says so."""
+"""Options: accepted values, rejected values and error messages."""
 
 import copy
 import dataclasses
@@ -18,8 +18,8 @@ from branchnorm_jax.model.methods import METHODS
 from branchnorm_jax.options import Config, ModelConfig, TrainConfig, fields
 
 
-def refused(values, *parts):
-    """Whether these values are refused in one line that contains `parts`; says what is missing if not."""
+def rejected(values, *parts):
+    """Returns whether the values are rejected with a one-line error. Checks that the error contains `parts`."""
     with pytest.raises(UserError) as raised:
         from_config_dict(values)
     message = str(raised.value)
@@ -27,8 +27,8 @@ def refused(values, *parts):
     return "\n" not in message
 
 
-def a_valid_value(field):
-    """Strategy: values of the option's own type, within its choices and range."""
+def valid_values(field):
+    """Returns a strategy for values of the option's type, within its choices and range."""
     meta, default = field.metadata, field.default
     if meta["choices"]:
         return st.sampled_from(meta["choices"])
@@ -42,11 +42,11 @@ def a_valid_value(field):
     return st.text(max_size=8)
 
 
-def test_defaults_are_valid_and_come_back():
+def test_defaults_are_valid_and_preserved():
     assert from_config_dict(options.default_config()) == from_config_dict({}) == Config()
 
 
-def test_names_that_scripts_rely_on():
+def test_options_that_scripts_use_exist():
     names = {name for name, _ in fields()}
     promised = {
         "model": "method encoder_layers decoder_layers width ffn_width heads dropout dtype carry_dtype alpha_steps "
@@ -59,7 +59,7 @@ def test_names_that_scripts_rely_on():
 
 
 @pytest.mark.parametrize(("name", "field"), list(fields()), ids=lambda value: value if isinstance(value, str) else "")
-def test_every_option_has_help_and_a_default_that_its_own_rules_accept(name, field):
+def test_every_option_has_help_and_a_valid_default(name, field):
     section, option = name.split(".")
     assert field.metadata["help"]
     assert options.to_flat(from_config_dict({section: {option: field.default}}))[name] == field.default
@@ -78,18 +78,18 @@ def test_every_option_has_help_and_a_default_that_its_own_rules_accept(name, fie
         ("train.beam_sise", "decode.beam_size"),
     ],
 )
-def test_an_unknown_name_gets_the_nearest(name, hint):
+def test_unknown_options_get_the_nearest_name(name, hint):
     section, option = name.split(".")
-    assert refused({section: {option: 1}}, repr(name), f"did you mean {hint!r}")
+    assert rejected({section: {option: 1}}, repr(name), f"did you mean {hint!r}")
 
 
-def test_a_name_like_no_other_gets_no_hint():
-    assert refused({"model": {"qqqqzzzz": 1}}, "'model.qqqqzzzz'")
+def test_dissimilar_names_get_no_hint():
+    assert rejected({"model": {"qqqqzzzz": 1}}, "'model.qqqqzzzz'")
     assert options.nearest_name("zzzz.qqqq") == ""
 
 
-def test_an_unknown_section_is_named_with_the_known_ones():
-    assert refused({"modle": {}}, "'modle'", *vars(Config()))
+def test_unknown_section_error_lists_the_known_sections():
+    assert rejected({"modle": {}}, "'modle'", *vars(Config()))
 
 
 @pytest.mark.parametrize(
@@ -105,11 +105,11 @@ def test_an_unknown_section_is_named_with_the_known_ones():
         ("model", "method", 3, "str"),
     ],
 )
-def test_wrong_types(section, name, value, type_name):
-    assert refused({section: {name: value}}, f"{section}.{name} must be {type_name}", repr(value))
+def test_wrong_types_are_rejected(section, name, value, type_name):
+    assert rejected({section: {name: value}}, f"{section}.{name} must be {type_name}", repr(value))
 
 
-def test_an_int_will_do_for_a_float():
+def test_ints_are_accepted_for_floats():
     value = from_config_dict({"decode": {"length_penalty": 1}}).decode.length_penalty
     assert (value, type(value)) == (1.0, float)
 
@@ -124,30 +124,30 @@ def test_an_int_will_do_for_a_float():
         ("train", "steps", -1, "minimum 0"),
     ],
 )
-def test_ranges(section, name, value, bound):
-    assert refused({section: {name: value}}, f"{section}.{name}={value}", bound)
+def test_values_outside_the_range_are_rejected(section, name, value, bound):
+    assert rejected({section: {name: value}}, f"{section}.{name}={value}", bound)
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("name", ["train.learning_rate", "decode.length_penalty", "train.epochs"])
-def test_no_option_is_infinite_or_not_a_number(name, value):
+def test_infinite_and_nan_values_are_rejected(name, value):
     section, option = name.split(".")
-    assert refused({section: {option: value}}, f"{name}={value}")
+    assert rejected({section: {option: value}}, f"{name}={value}")
 
 
 @pytest.mark.parametrize("name", ["adam_b1", "adam_b2"])
-def test_a_moment_that_never_moves_is_refused(name):
-    assert refused({"train": {name: 1.0}}, f"train.{name}=1.0")  # its bias correction would divide by 1 - 1^t = 0
+def test_adam_betas_of_one_are_rejected(name):
+    assert rejected({"train": {name: 1.0}}, f"train.{name}=1.0")  # its bias correction would divide by 1 - 1^t = 0
 
 
-def test_choices():
-    assert refused({"model": {"dtype": "float15"}}, "model.dtype='float15'", "float32", "bfloat16")
+def test_values_outside_the_choices_are_rejected():
+    assert rejected({"model": {"dtype": "float15"}}, "model.dtype='float15'", "float32", "bfloat16")
 
 
 @pytest.mark.parametrize(
     ("depth", "encoder", "decoder"), [("18L-18L", 18, 18), ("100-6", 100, 6), ("1000L-1L", 1000, 1), ("", 6, 6)]
 )
-def test_depth_is_the_argument(depth, encoder, decoder):
+def test_depth_argument_sets_both_stacks(depth, encoder, decoder):
     config = options.default_config(depth)
     assert config.is_locked
     model = from_config_dict(config).model
@@ -155,26 +155,26 @@ def test_depth_is_the_argument(depth, encoder, decoder):
 
 
 @pytest.mark.parametrize("depth", ["6L", "6L-6L-6L", "-1L-6L", "6L-", "deep", "6l-6l", " 6L-6L", "6.5L-6L"])
-def test_depth_that_is_none(depth):
+def test_invalid_depths_are_rejected(depth):
     with pytest.raises(UserError, match="expected a depth such as 6L-6L") as raised:
         options.default_config(depth)
     assert repr(depth) in str(raised.value)
 
 
 def test_depth_zero_is_below_the_minimum():
-    assert refused(options.default_config("0L-6L"), "model.encoder_layers=0", "minimum 1")
+    assert rejected(options.default_config("0L-6L"), "model.encoder_layers=0", "minimum 1")
 
 
-def test_the_config_dict_is_locked():
+def test_config_dict_is_locked():
     with pytest.raises(AttributeError):
         options.default_config().model.widht = 3
 
 
-def test_steps_xor_epochs():
-    assert refused(
+def test_either_steps_or_epochs_is_required():
+    assert rejected(
         {"train": {"steps": 10, "epochs": 1.0}}, "either train.steps or train.epochs", "steps=10", "epochs=1"
     )
-    assert refused({"train": {"steps": 0}}, "either train.steps or train.epochs")
+    assert rejected({"train": {"steps": 0}}, "either train.steps or train.epochs")
     assert from_config_dict({"train": {"steps": 0, "epochs": 2}}).train.epochs == 2.0
 
 
@@ -200,8 +200,8 @@ def test_steps_xor_epochs():
         ({"evaluate": {"splits": ""}}, ["evaluate.splits"]),
     ],
 )
-def test_options_that_do_not_go_together(values, parts):
-    assert refused(values, *parts)
+def test_incompatible_options_are_rejected(values, parts):
+    assert rejected(values, *parts)
 
 
 @pytest.mark.parametrize(
@@ -213,12 +213,12 @@ def test_options_that_do_not_go_together(values, parts):
         {"decode": {"nbest": 4}, "evaluate": {"splits": "valid,test"}},
     ],
 )
-def test_options_that_do_go_together(values):
+def test_compatible_options_are_accepted(values):
     flat = options.to_flat(from_config_dict(values))
     assert all(flat[f"{section}.{name}"] == value for section in values for name, value in values[section].items())
 
 
-def test_a_config_is_frozen():
+def test_config_is_frozen():
     config = Config()
     with pytest.raises(dataclasses.FrozenInstanceError):
         config.model.width = 3  # type: ignore[misc]
@@ -226,7 +226,7 @@ def test_a_config_is_frozen():
         config.train = config.train  # type: ignore[misc]
 
 
-def test_difference():
+def test_difference_lists_the_changed_options():
     changes = {"model": {"width": 256, "remat": "full"}, "train": {"steps": 5}}
     old, new = Config(), from_config_dict(changes)
     assert options.difference(old, new, free=False) == ["model.width: 512 -> 256"]
@@ -240,13 +240,13 @@ def test_difference():
 
 @given(st.data())
 def test_save_and_load_round_trip(tmp_path_factory, data):
-    """Any option, at any value that its rules accept, comes back from the file equal and of the same type."""
+    """Any option with any valid value is loaded with the same value and type."""
     name, field = data.draw(st.sampled_from(list(fields())))
     section, option = name.split(".")
     try:
-        config = from_config_dict({section: {option: data.draw(a_valid_value(field))}})
+        config = from_config_dict({section: {option: data.draw(valid_values(field))}})
     except UserError:
-        reject()  # a rule that ties it to another option
+        reject()  # another option makes this value invalid
     path = tmp_path_factory.getbasetemp() / "config.json"
     path.write_text(options.to_json(config))
     loaded = options.load(path)
@@ -257,7 +257,7 @@ def test_save_and_load_round_trip(tmp_path_factory, data):
 
 
 @pytest.mark.parametrize("text", [b"", b"{", b"[]", b"null", b"\xff", b'{"model": 3}', b'{"model": {"widht": 3}}'])
-def test_a_config_file_that_is_none_is_named(tmp_path, text):
+def test_invalid_config_files_are_named(tmp_path, text):
     path = tmp_path / "config.json"
     path.write_bytes(text)
     with pytest.raises(UserError) as raised:
@@ -265,12 +265,12 @@ def test_a_config_file_that_is_none_is_named(tmp_path, text):
     assert str(path) in str(raised.value)
 
 
-def test_a_missing_config_file_is_named(tmp_path):
+def test_missing_config_files_are_named(tmp_path):
     with pytest.raises(UserError, match=r"none\.json"):
         options.load(tmp_path / "none.json")
 
 
-def test_what_is_saved_is_plain_json_with_every_option(tmp_path):
+def test_saved_config_is_json_with_every_option(tmp_path):
     (tmp_path / "config.json").write_text(options.to_json(Config()))
     saved = json.loads((tmp_path / "config.json").read_text())
     assert [f"{section}.{name}" for section in saved for name in saved[section]] == [n for n, _ in fields()]
@@ -284,7 +284,7 @@ def test_help_lists_every_option_with_default_unit_and_meaning():
         assert [part for part in expected if part not in lines[name]] == [], name
 
 
-def test_help_begins_with_what_matters_most_and_lists_each_option_once():
+def test_help_begins_with_the_common_options_and_lists_each_option_once():
     groups = [group.splitlines() for group in options.help_text().split("\n\n")]
     names = [[line.split()[0] for line in lines] for _, *lines in groups]
     assert sorted(itertools.chain(*names)) == sorted(name for name, _ in fields())
@@ -295,7 +295,7 @@ def test_help_begins_with_what_matters_most_and_lists_each_option_once():
         assert {name.split(".")[0] for name in group} == {head.partition(":")[0]}
 
 
-def test_a_methods_recommendations_give_way_to_what_was_assigned_even_to_a_default() -> None:
+def test_assigned_options_override_recommendations_even_at_the_default() -> None:
     recommended = {
         "train.learning_rate": 1e-3,
         "train.warmup_steps": 8000,
@@ -307,14 +307,14 @@ def test_a_methods_recommendations_give_way_to_what_was_assigned_even_to_a_defau
     config.train.learning_rate = 7e-4
     config.train["warmup_steps"] = TrainConfig().warmup_steps
     config.train.update({"optimizer": TrainConfig().optimizer})
-    found = from_config_dict(with_recommended(copy.deepcopy(config), recommended))
-    assert found == from_config_dict(with_recommended(config, recommended))
-    assert (found.train.learning_rate, found.train.warmup_steps) == (7e-4, TrainConfig().warmup_steps)
-    assert (found.train.optimizer, found.train.schedule) == (TrainConfig().optimizer, "noam")
-    assert (found.model.dropout, found.model.encoder_layers) == (0.5, 2)
+    loaded = from_config_dict(with_recommended(copy.deepcopy(config), recommended))
+    assert loaded == from_config_dict(with_recommended(config, recommended))
+    assert (loaded.train.learning_rate, loaded.train.warmup_steps) == (7e-4, TrainConfig().warmup_steps)
+    assert (loaded.train.optimizer, loaded.train.schedule) == (TrainConfig().optimizer, "noam")
+    assert (loaded.model.dropout, loaded.model.encoder_layers) == (0.5, 2)
 
 
-def test_alpha_follows_the_warmup_unless_it_was_assigned() -> None:
+def test_alpha_steps_follow_the_warmup_unless_assigned() -> None:
     config = default_config()
     config.train.warmup_steps = 200
     assert from_config_dict(with_followers(copy.deepcopy(config))).model.alpha_steps == 200
@@ -325,8 +325,8 @@ def test_alpha_follows_the_warmup_unless_it_was_assigned() -> None:
     assert from_config_dict(with_followers(without)).model.alpha_steps == ModelConfig().alpha_steps
 
 
-def test_what_was_saved_was_chosen() -> None:
-    """A run that is resumed keeps its options, whatever is recommended today."""
+def test_saved_options_count_as_assigned() -> None:
+    """A resumed run keeps its options even if the recommendations have changed."""
     saved = ml_collections.ConfigDict(dataclasses.asdict(Config())).lock()
     assert assigned(saved) == {name for name, _ in fields()}
     assert from_config_dict(with_recommended(saved, {"train.schedule": "noam"})) == Config()

@@ -1,4 +1,4 @@
-"""The commands of the documents do what the documents say."""
+"""Runs the commands and examples of the documents."""
 
 import os
 import re
@@ -24,14 +24,14 @@ SMALLER = (
 
 
 def blocks(document: str) -> list[tuple[str, str]]:
-    """(language, text) of the code blocks of a document, in order."""
+    """Returns (language, text) of the code blocks of a document, in order."""
     text = (ROOT / "docs" / document).read_text(encoding="utf-8")
     return re.findall(r"^```(bash|python)\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
 
 
 @pytest.fixture
-def house(tmp_path: Path) -> Path:
-    """A folder that looks like a checkout, with text of a user's own."""
+def checkout(tmp_path: Path) -> Path:
+    """Returns a folder that looks like a checkout, with the parallel text of a user."""
     for name in ("main.py", "configs", "branchnorm_jax"):
         (tmp_path / name).symlink_to(ROOT / name)
     (tmp_path / "text").mkdir()
@@ -42,26 +42,30 @@ def house(tmp_path: Path) -> Path:
 
 
 @pytest.mark.slow
-def test_from_two_text_files_to_a_served_model(house: Path) -> None:
-    """docs/translation.md, from top to bottom."""
+def test_translation_guide_runs_from_text_files_to_a_server(checkout: Path) -> None:
+    """Runs docs/translation.md from top to bottom."""
     environment = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "JAX_PLATFORMS": "cpu"}
     server: subprocess.Popen[bytes] | None = None
     try:
         for language, block in blocks("translation.md"):
             if language == "python":
-                done = subprocess.run([sys.executable, "-c", block], cwd=house, capture_output=True, text=True)
+                done = subprocess.run([sys.executable, "-c", block], cwd=checkout, capture_output=True, text=True)
                 assert done.returncode == 0, done.stderr
                 continue
             commands = re.sub(r"\\\n\s*", "", block).strip()
-            commands = re.sub(r"(?m)^python main\.py --config=.*$", lambda found: f"{found[0]} {SMALLER}", commands)
+            commands = re.sub(r"(?m)^python main\.py --config=.*$", lambda match: f"{match[0]} {SMALLER}", commands)
             if "--mode=serve" in commands:
-                server = subprocess.Popen(commands.split(), cwd=house, env=environment)
+                server = subprocess.Popen(commands.split(), cwd=checkout, env=environment)
                 wait_for("http://localhost:8000/health", server)
                 continue
             if "curl" in commands and not shutil.which("curl"):
                 continue
             done = subprocess.run(
-                ["bash", "-euo", "pipefail", "-c", commands], cwd=house, env=environment, capture_output=True, text=True
+                ["bash", "-euo", "pipefail", "-c", commands],
+                cwd=checkout,
+                env=environment,
+                capture_output=True,
+                text=True,
             )
             assert done.returncode == 0, f"{commands}\n{done.stderr}"
             if "curl" in commands:
@@ -70,16 +74,16 @@ def test_from_two_text_files_to_a_served_model(house: Path) -> None:
         if server is not None:
             server.terminate()
             server.wait()
-    assert len((house / "test.hypothesis").read_text(encoding="utf-8").splitlines()) == 20
+    assert len((checkout / "test.hypothesis").read_text(encoding="utf-8").splitlines()) == 20
     for name in ("runs/mine/curves.png", "runs/mine/results.json", "runs/both/compare.html", "runs/many/status.json"):
-        assert (house / name).stat().st_size > 0, name
+        assert (checkout / name).stat().st_size > 0, name
     for name in ("ctranslate2/model.bin", "ctranslate2-int8/model.bin", "huggingface/model.safetensors"):
-        assert (house / "runs/mine/export" / name).stat().st_size > 0, name
+        assert (checkout / "runs/mine/export" / name).stat().st_size > 0, name
 
 
 @pytest.mark.slow
-def test_the_examples_in_python(trained: Path, tmp_path: Path) -> None:
-    """docs/api.md, from top to bottom, in at most 15 lines each."""
+def test_python_examples_run(trained: Path, tmp_path: Path) -> None:
+    """Runs docs/api.md from top to bottom. Each example has at most 15 lines."""
     (tmp_path / "runs").mkdir()
     (tmp_path / "runs" / "quickstart").symlink_to(trained)
     examples = [block for language, block in blocks("api.md") if language == "python"]
@@ -101,14 +105,14 @@ def test_the_examples_in_python(trained: Path, tmp_path: Path) -> None:
 
 
 def wait_for(address: str, server: subprocess.Popen[bytes], seconds: float = 300) -> None:
-    """Until this server answers."""
-    until = time.monotonic() + seconds
+    """Waits until this server answers."""
+    deadline = time.monotonic() + seconds
     while True:
         try:
             urllib.request.urlopen(address).read()
-            assert server.poll() is None, "another server answers at its port"
+            assert server.poll() is None, "another server answers at this address"
             return
         except OSError:
             assert server.poll() is None, "the server ended"
-            assert time.monotonic() < until, f"{address} does not answer"
+            assert time.monotonic() < deadline, f"{address} does not answer"
             time.sleep(1)

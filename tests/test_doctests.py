@@ -17,7 +17,7 @@ MODULES = (
 
 
 @pytest.mark.parametrize("name", MODULES)
-def test_examples_of_docstrings(name: str) -> None:
+def test_docstring_examples(name: str) -> None:
     result = doctest.testmod(importlib.import_module(name))
     assert result.attempted > 0
     assert result.failed == 0

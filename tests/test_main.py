@@ -1,4 +1,4 @@
-"""The front door: modes, and one clear line with exit code 2 for each mistake a user can make."""
+"""The command line: its modes, and exit code 2 with a one-line error for each mistake of a user."""
 
 import json
 import math
@@ -22,7 +22,7 @@ from tests.conftest import HASTY, ROOT, TINY, read_status, run_main
 
 
 def is_one_line(error: str, *parts: str) -> bool:
-    """stderr ends in one line of ours that contains all `parts`, and shows no traceback."""
+    """Checks that the last line of stderr contains all `parts` and that there is no traceback."""
     lines = error.strip().splitlines()
     assert "Traceback" not in error
     for part in parts:
@@ -59,14 +59,14 @@ def is_one_line(error: str, *parts: str) -> bool:
     ],
     ids=lambda value: value[-1] if value else "nothing",
 )
-def test_mistakes_on_the_command_line(options: list[str], parts: list[str]) -> None:
+def test_command_line_mistakes_are_reported(options: list[str], parts: list[str]) -> None:
     done = run_main(*options)
     assert done.returncode == 2, done.stderr
     assert is_one_line(done.stderr, *parts)
 
 
 @pytest.mark.slow
-def test_a_length_on_the_command_line_replaces_that_of_the_file(tmp_path: Path) -> None:
+def test_epochs_on_the_command_line_replace_the_steps_of_the_config(tmp_path: Path) -> None:
     workdir = tmp_path / "run"
     options = [option for option in HASTY if "train.steps" not in option]
     done = run_main(*options, "--config.train.epochs=0.5", "--workdir", str(workdir))
@@ -76,7 +76,7 @@ def test_a_length_on_the_command_line_replaces_that_of_the_file(tmp_path: Path) 
 
 
 @pytest.mark.slow
-def test_without_a_workdir_the_config_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_default_workdir_is_named_after_the_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("branchnorm_jax", "configs", "main.py"):
         (tmp_path / name).symlink_to(ROOT / name)
     code = "import sys, main; sys.exit(main.main(sys.argv))"
@@ -90,7 +90,7 @@ def test_without_a_workdir_the_config_names_it(tmp_path: Path, monkeypatch: pyte
 
 
 def small_config(**data: object) -> Config:
-    """A config for text files of a few lines."""
+    """Returns a config for text files of a few lines."""
     values = configs.default_config("1L-1L")
     with values.unlocked():
         values.model.update(width=8, heads=2, ffn_width=8)
@@ -101,7 +101,7 @@ def small_config(**data: object) -> Config:
 
 
 def corpus(folder: Path) -> Path:
-    """A corpus of three short splits."""
+    """Writes a corpus of three short splits and returns its folder."""
     folder.mkdir(exist_ok=True)
     for split in ("train", "valid", "test"):
         for lang in ("en", "de"):
@@ -140,7 +140,9 @@ def removed(folder: Path) -> None:
     ],
     ids=["missing", "unequal", "invalid", "empty", "vocabulary", "folder"],
 )
-def test_bad_corpora(damage: Callable[[Path], None], data: dict, parts: list[str], tmp_path: Path) -> None:
+def test_invalid_corpora_are_rejected(
+    damage: Callable[[Path], None], data: dict, parts: list[str], tmp_path: Path
+) -> None:
     folder = corpus(tmp_path / "corpus")
     damage(folder)
     with pytest.raises(UserError) as error:
@@ -151,7 +153,7 @@ def test_bad_corpora(damage: Callable[[Path], None], data: dict, parts: list[str
 
 
 @pytest.mark.slow
-def test_another_config_corpus_or_vocabulary_in_a_workdir_is_refused(tmp_path: Path) -> None:
+def test_workdir_rejects_another_config_or_corpus(tmp_path: Path) -> None:
     folder, workdir = corpus(tmp_path / "corpus"), Workdir(tmp_path / "run")
     config = small_config(path=str(folder))
     train(config, workdir)
@@ -172,8 +174,8 @@ def test_another_config_corpus_or_vocabulary_in_a_workdir_is_refused(tmp_path: P
 
 
 @pytest.mark.slow
-def test_a_start_that_failed_does_not_bind_the_workdir(tmp_path: Path) -> None:
-    """Before the first checkpoint nothing is lost: the corrected command works where the wrong one failed."""
+def test_failed_start_does_not_fix_the_options_of_the_workdir(tmp_path: Path) -> None:
+    """Before the first checkpoint, the corrected command works in the workdir where the wrong one failed."""
     folder, workdir = corpus(tmp_path / "corpus"), Workdir(tmp_path / "run")
     with pytest.raises(UserError, match="vocab_size"):
         train(small_config(path=str(folder), vocab_size=5000), workdir)
@@ -183,7 +185,7 @@ def test_a_start_that_failed_does_not_bind_the_workdir(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_broken_files_of_a_workdir(trained: Path, tmp_path: Path) -> None:
+def test_broken_files_in_a_workdir_are_reported(trained: Path, tmp_path: Path) -> None:
     workdir = tmp_path / "run"
     shutil.copytree(trained, workdir)
     options = ("--mode=translate", f"--workdir={workdir}")
@@ -202,26 +204,26 @@ def test_broken_files_of_a_workdir(trained: Path, tmp_path: Path) -> None:
     unfinished = workdir / "checkpoints" / "130.orbax-checkpoint-tmp"
     unfinished.mkdir()
     assert run_main(*options, stdin="Five.\n").returncode == 0
-    assert unfinished.exists(), "reading must not clean up behind a training that is saving"
+    assert unfinished.exists(), "reading must not delete the unfinished checkpoint of a running training"
     (workdir / "config.json").write_text("{")
     assert is_one_line(run_main(*options, stdin="Five.\n").stderr, "config.json", "--config again")
 
 
-def test_workdirs_that_cannot_be_written(tmp_path: Path) -> None:
+def test_unwritable_workdirs_are_rejected(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     done = run_main(*TINY, f"--workdir={tmp_path / 'file'}")
     assert done.returncode == 2
     assert is_one_line(done.stderr, "file", "--workdir")
 
 
-def test_too_little_space_is_told_before_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_low_disk_space_is_reported_before_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1000))
     with pytest.raises(UserError, match="GB are free"):
         train(small_config(path=str(corpus(tmp_path / "corpus"))), Workdir(tmp_path / "run"))
 
 
-def test_help_lists_modes_and_options() -> None:
+def test_help_lists_every_option() -> None:
     done = run_main("--mode=help")
     assert done.returncode == 0
     for name, _ in fields():
@@ -229,7 +231,7 @@ def test_help_lists_modes_and_options() -> None:
 
 
 @pytest.mark.slow
-def test_plan_counts_without_allocating(tmp_path: Path) -> None:
+def test_plan_counts_parameters_without_allocating(tmp_path: Path) -> None:
     done = run_main(
         "--mode=plan", "--config=configs/numerals.py:500L-500L", "--config.model.width=512", "--config.model.heads=8",
         "--config.model.ffn_width=2048", f"--workdir={tmp_path}", "--config.data.vocab_size=250002",
@@ -250,14 +252,14 @@ def test_plan_counts_without_allocating(tmp_path: Path) -> None:
     assert plan["peak_bytes"] == plan["remat"][plan["chosen_remat"]]["peak_bytes"] > plan["state_bytes"]
 
 
-def test_a_run_whose_state_cannot_fit_is_not_started(tmp_path: Path) -> None:
+def test_runs_whose_state_cannot_fit_are_not_started(tmp_path: Path) -> None:
     done = run_main(*TINY, f"--workdir={tmp_path / 'run'}", "--config.model.width=500000")
     assert done.returncode == 2
     assert is_one_line(done.stderr, "GB", "train.update_in_backward=True", "parallel.model", "plan.refuse=False")
     assert not (tmp_path / "run" / "config.json").exists()
 
 
-def test_a_run_does_not_become_shorter_than_it_is(trained: Path, tmp_path: Path) -> None:
+def test_steps_below_the_current_step_are_rejected(trained: Path, tmp_path: Path) -> None:
     run = shutil.copytree(trained, tmp_path / "run")
     done = run_main(f"--workdir={run}", "--config.train.steps=60")
     assert done.returncode == 2
@@ -265,7 +267,7 @@ def test_a_run_does_not_become_shorter_than_it_is(trained: Path, tmp_path: Path)
     assert (run / "config.json").read_bytes() == (trained / "config.json").read_bytes()
 
 
-def test_status_and_metrics_have_what_scripts_rely_on(trained: Path) -> None:
+def test_status_and_metrics_have_the_fields_that_scripts_use(trained: Path) -> None:
     status = read_status(trained)
     assert set(status) >= {
         "status", "reason", "step", "state_sha256", "compile_seconds", "compiled_shapes", "batch_fill",
@@ -278,7 +280,7 @@ def test_status_and_metrics_have_what_scripts_rely_on(trained: Path) -> None:
     names = {"step", "loss", "nll", "learning_rate", "alpha", "grad_norm", "target_tokens", "seconds", "batch"}
     names |= {"update_norm", "loss_deviations", "update_deviations"}
     assert all(set(line) == names for line in lines)
-    # alpha of an update is that of the step before it, and reaches 1 after T = 10.
+    # An update uses the alpha after the previous update. alpha reaches 1 after T = 10 updates.
     assert [line["alpha"] for line in lines] == pytest.approx([min(1, step / 10) for step in range(120)])
     assert lines[-1]["loss"] < lines[0]["loss"]
     steps = [json.loads(line)["step"] for line in (trained / "validation.jsonl").read_text().splitlines()]
@@ -290,7 +292,7 @@ def test_status_and_metrics_have_what_scripts_rely_on(trained: Path) -> None:
 LINES = ["twenty-one", "", "The answer is 1,234.", "   ", "Number of visitors today: four thousand and two."]
 
 
-def test_translate_keeps_lines_and_does_not_depend_on_order_or_batch(trained: Path) -> None:
+def test_translate_keeps_every_line_and_ignores_order_and_batch(trained: Path) -> None:
     options = ("--mode=translate", f"--workdir={trained}", "--config.decode.nbest=2")
 
     def translate(lines: list[str], *more: str) -> list[list[str]]:
@@ -312,7 +314,7 @@ def test_translate_keeps_lines_and_does_not_depend_on_order_or_batch(trained: Pa
             assert float(other_score) == pytest.approx(float(score), abs=2e-4)
 
 
-def test_translate_from_a_file_prints_nbest_with_scores_and_warns_of_cut_lines(trained: Path, tmp_path: Path) -> None:
+def test_translate_prints_nbest_with_scores_and_warns_about_cut_lines(trained: Path, tmp_path: Path) -> None:
     (tmp_path / "in").write_text("twenty-one\n" + "one hundred and " * 30 + "two\n")
     with (tmp_path / "in").open() as file:
         done = subprocess.run(
@@ -352,8 +354,8 @@ def test_translate_names_the_line_of_invalid_utf8(trained: Path) -> None:
 
 
 @pytest.mark.slow
-def test_score_prints_a_line_per_pair_whatever_the_order(trained: Path) -> None:
-    """That the figures are right is tested in tests/decoding/test_translate.py."""
+def test_score_prints_one_line_per_pair_in_any_order(trained: Path) -> None:
+    """tests/decoding/test_translate.py tests the values."""
     pairs = ["The answer is 1,234.\tDie Antwort lautet 1.234.", "twenty-one\teinundzwanzig", "one\t", "\teins"]
     scored = []
     for lines in (pairs, pairs[::-1]):
@@ -390,14 +392,14 @@ def test_evaluate_writes_scores_with_signatures(trained: Path, tmp_path: Path) -
     assert "tok:13a" in done.stdout
 
 
-def test_inference_without_a_run_says_so(tmp_path: Path) -> None:
+def test_inference_without_a_run_is_rejected(tmp_path: Path) -> None:
     done = run_main("--mode=translate", "--config=configs/numerals.py", f"--workdir={tmp_path}")
     assert done.returncode == 2
     assert is_one_line(done.stderr, "train first")
 
 
 @pytest.mark.slow
-def test_a_diverging_run_says_so_and_keeps_nothing_that_is_not_finite(tmp_path: Path) -> None:
+def test_diverging_run_is_reported_and_saves_no_checkpoint(tmp_path: Path) -> None:
     options = ("--config.train.learning_rate=1e38", "--config.train.warmup_steps=0", "--config.train.eval_every=0")
     done = run_main(*TINY, f"--workdir={tmp_path}", *options)
     assert done.returncode == 3, done.stderr
@@ -405,7 +407,7 @@ def test_a_diverging_run_says_so_and_keeps_nothing_that_is_not_finite(tmp_path: 
     status = read_status(tmp_path)
     assert status["status"] == "diverged"
     assert "step" in status["reason"]
-    # The update that ended it is there, as JSON that any program reads.
+    # The metrics include the last update as standard JSON, in which nonfinite values are null.
     last = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1], parse_constant=pytest.fail)
     assert None in (last["loss"], last["grad_norm"], last["update_norm"])
     assert not [entry for entry in (tmp_path / "checkpoints").iterdir() if entry.name.isdecimal()]
@@ -413,7 +415,7 @@ def test_a_diverging_run_says_so_and_keeps_nothing_that_is_not_finite(tmp_path: 
 
 @pytest.mark.slow
 def test_training_never_imports_tensorflow(tmp_path: Path) -> None:
-    """The whole way of a run: text, training, validation with BLEU, TensorBoard files, checkpoints."""
+    """Covers a whole run: text, training, validation with BLEU, TensorBoard files, and checkpoints."""
     code = (
         "import sys, main\n"
         "code = main.main(['main.py', *sys.argv[1:]])\n"
@@ -432,12 +434,12 @@ def test_methods_mode_lists_every_method_and_its_page_is_up_to_date() -> None:
     before = page.read_text(encoding="utf-8")
     done = run_main("--mode=methods")
     assert done.returncode == 0, done.stderr
-    named = {line for line in done.stdout.splitlines() if line and not line.startswith(" ")}
-    assert named == set(METHODS)
-    assert page.read_text(encoding="utf-8") == before, "python main.py --mode=methods writes it"
+    listed = {line for line in done.stdout.splitlines() if line and not line.startswith(" ")}
+    assert listed == set(METHODS)
+    assert page.read_text(encoding="utf-8") == before, "run python main.py --mode=methods to update the page"
 
 
-def test_a_config_file_that_sets_a_default_chooses_it(tmp_path: Path) -> None:
+def test_defaults_assigned_in_a_config_file_override_recommendations(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(
         "from branchnorm_jax.config import default_config\n\n\n"
         "def get_config():\n"
@@ -447,7 +449,7 @@ def test_a_config_file_that_sets_a_default_chooses_it(tmp_path: Path) -> None:
         "    config.data.source = 'text'\n"
         "    return config\n"
     )
-    # Without a text the training ends where the options have been printed.
+    # Without a text, training ends after it has printed the options.
     options = (f"--workdir={tmp_path / 'run'}", "--config.data.path=/nowhere", "--config.train.warmup_steps=4000")
     done = run_main(f"--config={tmp_path / 'mine.py'}", *options)
     assert is_one_line(done.stderr, "/nowhere")
@@ -457,20 +459,20 @@ def test_a_config_file_that_sets_a_default_chooses_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_methods_recommended_options_are_shown_taken_and_saved(tmp_path: Path) -> None:
+def test_recommended_options_are_printed_used_and_saved(tmp_path: Path) -> None:
     options = ("--config.model.method=t_fixup", "--config.train.steps=2")
     done = run_main(*HASTY, *options, f"--workdir={tmp_path / 'run'}")
     assert done.returncode == 0, done.stderr
     assert "train.schedule: 'inverse_sqrt' -> 'inverse_sqrt_nowarmup'  (recommended for t_fixup)" in done.stderr
     saved = json.loads((tmp_path / "run" / "config.json").read_text())
     assert saved["train"]["schedule"] == "inverse_sqrt_nowarmup"
-    assert saved["train"]["learning_rate"] == 5e-3  # the command line wins
+    assert saved["train"]["learning_rate"] == 5e-3  # the command line has precedence
     again = run_main(f"--workdir={tmp_path / 'run'}", "--config.train.steps=3")
     assert again.returncode == 0, again.stderr
 
 
-def test_the_recipe_by_depth_gives_way_to_what_was_set() -> None:
-    """updates x alpha^2, an end of 16 / sqrt(n), and T = warm-up: the defaults of branchnorm alone."""
+def test_explicit_options_override_the_depth_recipe() -> None:
+    """The recipe of branchnorm has updates x alpha^2, an alpha that ends at 16 / sqrt(n), and T = warm-up."""
 
     def chosen(*options: str) -> list[str]:
         code = (
@@ -482,6 +484,6 @@ def test_the_recipe_by_depth_gives_way_to_what_was_set() -> None:
 
     assert chosen() == ["2.0", "16/sqrt(n)", "4000"]
     assert chosen("--config.train.warmup_steps=300") == ["2.0", "16/sqrt(n)", "300"]
-    mine = "--config.train.branch_update_power=0", "--config.model.alpha_end=1", "--config.model.alpha_steps=70"
-    assert chosen(*mine, "--config.train.warmup_steps=300") == ["0.0", "1", "70"]
+    explicit = "--config.train.branch_update_power=0", "--config.model.alpha_end=1", "--config.model.alpha_steps=70"
+    assert chosen(*explicit, "--config.train.warmup_steps=300") == ["0.0", "1", "70"]
     assert chosen("--config.model.method=deepnorm")[0] == "0.0"

@@ -1,4 +1,4 @@
-"""The installed package: what the wheel contains, and what happens where an extra is not installed."""
+"""The installed package: contents of the wheel, and errors when an extra is not installed."""
 
 import os
 import shutil
@@ -17,7 +17,7 @@ SETUPTOOLS = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8")
 
 
 def requirements(name: str) -> set[str]:
-    """The names of the packages in a file of requirements/."""
+    """Returns the names of the packages in a file of requirements/."""
     lines = (ROOT / "requirements" / f"{name}.txt").read_text(encoding="utf-8").splitlines()
     return {name_of(line) for line in lines if line and not line.startswith("#")}
 
@@ -27,12 +27,12 @@ def name_of(requirement: str) -> str:
     return requirement.split(";")[0].split(">")[0].split("<")[0].split("=")[0].strip()
 
 
-def test_every_folder_of_the_package_is_listed() -> None:
+def test_pyproject_lists_every_folder_of_the_package() -> None:
     folders = {path.parent.relative_to(ROOT) for path in (ROOT / "branchnorm_jax").rglob("*.py")}
     assert set(SETUPTOOLS["packages"]) == {".".join(folder.parts) for folder in folders} | {"branchnorm_jax.configs"}
 
 
-def test_requirements_txt_is_the_core_and_the_extras_that_every_machine_can_install() -> None:
+def test_requirements_txt_includes_the_core_and_the_portable_extras() -> None:
     lines = (ROOT / "requirements.txt").read_text(encoding="utf-8").splitlines()
     included = {line.removeprefix("-r requirements/").removesuffix(".txt") for line in lines if line[0] != "#"}
     extras = set(SETUPTOOLS["dynamic"]["optional-dependencies"])
@@ -41,7 +41,7 @@ def test_requirements_txt_is_the_core_and_the_extras_that_every_machine_can_inst
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
-    """The wheel of a copy of the checkout, since building leaves files behind."""
+    """Builds the wheel from a copy of the checkout, because building leaves files behind."""
     source, built = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("dist")
     for name in ("pyproject.toml", "README.md", "LICENSE", "requirements", "configs", "branchnorm_jax"):
         subprocess.run(["cp", "-r", ROOT / name, source], check=True)
@@ -53,7 +53,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
 
 
 @pytest.mark.slow
-def test_the_wheel_holds_the_package_and_the_configs_and_nothing_else(wheel: zipfile.ZipFile) -> None:
+def test_wheel_contains_only_the_package_and_the_configs(wheel: zipfile.ZipFile) -> None:
     expected = {
         str(path.relative_to(ROOT))
         for path in (ROOT / "branchnorm_jax").rglob("*")
@@ -64,22 +64,20 @@ def test_the_wheel_holds_the_package_and_the_configs_and_nothing_else(wheel: zip
 
 
 @pytest.mark.slow
-def test_the_wheel_asks_for_the_core_alone_and_offers_the_extras(wheel: zipfile.ZipFile) -> None:
+def test_wheel_requires_only_the_core_and_declares_the_extras(wheel: zipfile.ZipFile) -> None:
     text = next(wheel.read(name).decode() for name in wheel.namelist() if name.endswith("METADATA"))
     needed: dict[str, set[str]] = {}
     for line in Parser().parsestr(text).get_all("Requires-Dist", []):
         extra = line.partition("extra == ")[2].strip('"') or "core"
         needed.setdefault(extra, set()).add(name_of(line))
-    all_of_them = requirements("dev") | requirements("serve") | requirements("tfds") | requirements("plots")
-    alone = {name: requirements(name) for name in ("core", "serve", "tfds", "plots", "gpu", "tpu")}
-    assert needed == alone | {"dev": all_of_them}
+    dev = requirements("dev") | requirements("serve") | requirements("tfds") | requirements("plots")
+    separate = {name: requirements(name) for name in ("core", "serve", "tfds", "plots", "gpu", "tpu")}
+    assert needed == separate | {"dev": dev}
 
 
 @pytest.mark.slow
-def test_the_installed_command_finds_configs_by_name_and_configs_that_build_on_them(
-    wheel: zipfile.ZipFile, tmp_path: Path
-) -> None:
-    """Unpacked as pip does it, run from elsewhere."""
+def test_installed_command_finds_configs_by_name_and_by_file(wheel: zipfile.ZipFile, tmp_path: Path) -> None:
+    """Unpacks the wheel as pip does, and runs the command in another folder. The file extends a built-in config."""
     wheel.extractall(tmp_path / "site")
     (tmp_path / "mine.py").write_text(
         "from configs import sweep_depth\n\n\n"
@@ -101,8 +99,8 @@ def test_the_installed_command_finds_configs_by_name_and_configs_that_build_on_t
         assert (tmp_path / "runs" / folder / "plan.json").exists()
 
 
-def without(package: str, *options: str) -> subprocess.CompletedProcess[str]:
-    """main.py where `package` is not installed: Python refuses to import what is None."""
+def run_without(package: str, *options: str) -> subprocess.CompletedProcess[str]:
+    """Runs the command as if `package` were not installed: Python cannot import a module that is set to None."""
     code = f"import sys; sys.modules[{package!r}] = None; from branchnorm_jax.cli import command; command()"
     return subprocess.run([sys.executable, "-c", code, *options], cwd=ROOT, capture_output=True, text=True)
 
@@ -116,8 +114,8 @@ def without(package: str, *options: str) -> subprocess.CompletedProcess[str]:
         ("tensorflow_datasets", "tfds", ("--config.data.source=tfds", "--config.data.path=x/de-en")),
     ],
 )
-def test_a_missing_extra_is_named(package: str, extra: str, options: tuple[str, ...], tmp_path: Path) -> None:
-    done = without(package, *TINY, f"--workdir={tmp_path}", *options)
+def test_missing_extras_are_named(package: str, extra: str, options: tuple[str, ...], tmp_path: Path) -> None:
+    done = run_without(package, *TINY, f"--workdir={tmp_path}", *options)
     assert done.returncode == 2
     assert "Traceback" not in done.stderr
     last = done.stderr.splitlines()[-1]
@@ -125,17 +123,17 @@ def test_a_missing_extra_is_named(package: str, extra: str, options: tuple[str, 
 
 
 @pytest.mark.slow
-def test_a_training_needs_no_extra(tmp_path: Path) -> None:
-    done = without("tensorboardX", *HASTY, "--config.train.steps=2", f"--workdir={tmp_path}")
+def test_training_needs_no_extra(tmp_path: Path) -> None:
+    done = run_without("tensorboardX", *HASTY, "--config.train.steps=2", f"--workdir={tmp_path}")
     assert done.returncode == 0, done.stderr
-    said = [line for line in done.stderr.splitlines() if "branchnorm_jax[plots]" in line]
-    assert len(said) == 1 and "tensorboard is not written" in said[0]
+    warnings = [line for line in done.stderr.splitlines() if "branchnorm_jax[plots]" in line]
+    assert len(warnings) == 1 and "tensorboard is not written" in warnings[0]
     assert read_status(tmp_path)["status"] == "done"
     assert not (tmp_path / "tensorboard").exists()
 
 
-def test_the_revision_of_a_run_is_that_of_this_project_alone(tmp_path: Path) -> None:
-    """An environment may lie in the checkout of somebody's own project."""
+def test_git_revision_ignores_other_projects(tmp_path: Path) -> None:
+    """The environment with the package may be inside the checkout of another project."""
 
     def git(*arguments: str) -> str:
         command = ["git", "-c", "user.name=x", "-c", "user.email=x@example.com", *arguments]

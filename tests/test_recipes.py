@@ -1,4 +1,4 @@
-"""The papers' data sets: each config reads text in its own format, offline, and makes batches of it."""
+"""The papers' data sets: each config reads text in its own format, offline, and makes batches."""
 
 import importlib
 import itertools
@@ -21,7 +21,7 @@ def sentence(lang: str, split: str, index: int) -> str:
 
 
 def write_text(folder: Path, data: DataConfig, pattern: str) -> None:
-    """The files that the config's docstring describes."""
+    """Writes the files that the docstring of the config describes."""
     names = {"train": data.train_split, "valid": data.valid_split, "test": data.test_split}
     for direction in data.directions():
         languages = direction.source_lang, direction.target_lang
@@ -34,11 +34,11 @@ def write_text(folder: Path, data: DataConfig, pattern: str) -> None:
 
 
 def write_tfds(folder: Path, name: str, languages: tuple[str, ...]) -> None:
-    """A data set that TFDS itself writes, under the name of the real builder and with its features."""
+    """Writes a data set with TFDS, under the name of the real builder and with its features."""
     import tensorflow_datasets as tfds
 
-    several = name.startswith("ted")
-    version = "1.1.0" if several else "1.0.0"  # the registered builder's
+    multilingual = name.startswith("ted")
+    version = "1.1.0" if multilingual else "1.0.0"  # the version of the registered builder
     features = (
         tfds.features.FeaturesDict(
             {
@@ -46,7 +46,7 @@ def write_tfds(folder: Path, name: str, languages: tuple[str, ...]) -> None:
                 "translations": tfds.features.TranslationVariableLanguages(languages=languages),
             }
         )
-        if several
+        if multilingual
         else tfds.features.Translation(languages=languages)
     )
 
@@ -64,7 +64,7 @@ def write_tfds(folder: Path, name: str, languages: tuple[str, ...]) -> None:
         def _generate_examples(self, split: str) -> Any:
             for index in range(COUNTS[split]):
                 texts = {lang: sentence(lang, split, index) for lang in languages}
-                yield index, {"talk_name": "t", "translations": texts} if several else texts
+                yield index, {"talk_name": "t", "translations": texts} if multilingual else texts
 
     made = folder / "made" / name.replace("/", "-")
     MockCorpus(data_dir=made, file_format="array_record").download_and_prepare()
@@ -92,7 +92,7 @@ CASES: dict[str, dict[str, tuple[str, ...]] | str] = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_recipe_reads_its_data_set(tmp_path: Path, name: str) -> None:
+def test_config_reads_its_data_set(tmp_path: Path, name: str) -> None:
     options = importlib.import_module(f"configs.{name}").get_config("2L-3L")
     options.data.vocab_size = 60
     options.data.vocab_type = "bpe"

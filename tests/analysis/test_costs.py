@@ -1,4 +1,4 @@
-"""Costs against closed forms, and against what XLA's compiler says of the same programs."""
+"""Compares traced costs with closed forms and with XLA's own analysis of the same programs."""
 
 import dataclasses
 from typing import Any
@@ -19,13 +19,13 @@ many = jax.ShapeDtypeStruct((L, D, D), jnp.float32)
 X, W = 4 * N * D, 4 * D * D
 
 
-def test_operations_of_matrix_products() -> None:
+def test_flops_of_matrix_products() -> None:
     assert costs.trace(lambda x, w: x @ w, x, w).flops == 2 * N * D * D
     batched = jax.ShapeDtypeStruct((3, N, D), jnp.float32)
     assert costs.trace(lambda a: jnp.einsum("bnd,bmd->bnm", a, a), batched).flops == 2 * 3 * N * N * D
 
 
-def test_a_loop_costs_its_body_as_often_as_it_runs() -> None:
+def test_loop_costs_its_body_times_the_iterations() -> None:
     def stack(x: jax.Array, many: jax.Array) -> jax.Array:
         return jax.lax.scan(lambda x, w: (jax.nn.relu(x @ w), None), x, many)[0]
 
@@ -33,12 +33,12 @@ def test_a_loop_costs_its_body_as_often_as_it_runs() -> None:
     looped = costs.trace(stack, x, many)
     assert looped.flops == L * once.flops
     assert looped.traffic == L * once.traffic
-    # Forward, backward by x, backward by w; the loss's own gradient by x is not asked for.
+    # Three products per layer: forward, gradient of x, and gradient of w.
     gradient = costs.trace(jax.grad(lambda m, x: stack(x, m).sum()), many, x)
     assert gradient.flops == 3 * looped.flops
 
 
-def test_the_compiler_counts_the_same_operations() -> None:
+def test_flops_equal_the_compilers_count() -> None:
     def products(x: jax.Array, w: jax.Array) -> jax.Array:
         return (x @ w) @ (w @ w)
 
@@ -47,17 +47,17 @@ def test_the_compiler_counts_the_same_operations() -> None:
 
 
 def test_memory_of_elementwise_operations() -> None:
-    # One kernel from x to the result, and none for what is between.
+    # One fused kernel computes the result from x; intermediate values need no memory.
     assert costs.trace(lambda x: jnp.exp(jnp.tanh(2 * x) + 1), x).peak == X
     assert costs.trace(lambda x: jnp.exp(jnp.tanh(2 * x) + 1), x).traffic == 2 * X
-    # In the place of what is given up.
+    # The result overwrites a donated input.
     assert costs.trace(lambda x, y: x - y, x, x, donated=[0]).peak == X
     assert costs.trace(lambda x, y: x - y, x, x).peak == X
-    # A matrix product reads its operand from memory, and writes beside it.
+    # A matrix product reads its operand from memory and writes to another buffer.
     assert costs.trace(lambda x, w: jnp.tanh(x) @ w, x, w).peak == 2 * X
 
 
-def test_what_nobody_reads_costs_nothing() -> None:
+def test_unused_results_need_no_memory() -> None:
     def unread(x: jax.Array, many: jax.Array) -> jax.Array:
         def layer(carry: tuple[jax.Array, jax.Array], w: jax.Array) -> Any:
             x, other = carry
@@ -72,23 +72,23 @@ def test_what_nobody_reads_costs_nothing() -> None:
 
 
 @pytest.mark.parametrize("wrap", [lambda layer: layer, jax.checkpoint], ids=["all", "full"])
-def test_a_scan_keeps_what_its_gradient_needs(wrap: Any) -> None:
-    """The stacks that a gradient by 700 layers keeps are those that the compiler allocates."""
+def test_memory_of_a_scan_gradient_equals_the_compilers(wrap: Any) -> None:
+    """For the gradient of 700 layers, the traced memory equals the memory that the compiler allocates."""
     deep = jax.ShapeDtypeStruct((700, D, D), jnp.float32)
 
     def loss(many: jax.Array, x: jax.Array) -> jax.Array:
         return jax.lax.scan(wrap(lambda x, w: (jnp.tanh(x @ w), None)), x, many)[0].sum()
 
-    found: Any = jax.jit(jax.grad(loss)).lower(deep, x).compile().memory_analysis()
-    compiled = found.temp_size_in_bytes + found.output_size_in_bytes
+    memory: Any = jax.jit(jax.grad(loss)).lower(deep, x).compile().memory_analysis()
+    compiled = memory.temp_size_in_bytes + memory.output_size_in_bytes
     assert costs.trace(jax.grad(loss), deep, x).peak == pytest.approx(compiled, rel=1e-3)
 
 
 @pytest.mark.parametrize(
     "remat", [pytest.param(remat, marks=[] if remat == "none" else pytest.mark.slow) for remat in REMAT]
 )
-def test_an_update_against_the_compiler(remat: str) -> None:
-    """Peak memory of a whole update, 30L-30L, within a tenth of the compiler's; see benchmarks/plan.py for many."""
+def test_peak_memory_of_an_update_is_near_the_compilers(remat: str) -> None:
+    """At 30L-30L, the peak memory is within 10% of the compiler's. benchmarks/plan.py compares more models."""
     model = ModelConfig(
         encoder_layers=30, decoder_layers=30, width=32, ffn_width=128, heads=2, dropout=0.1, remat=remat
     )

@@ -1,4 +1,4 @@
-"""Costs against hand-counted and published figures; curves drawn from a run's files."""
+"""Compares planned costs with hand-counted and published numbers, and draws the curves of a run."""
 
 import dataclasses
 import json
@@ -42,7 +42,7 @@ def config(depth: str = "6L-6L", **options: object) -> Config:
     return configs.from_config_dict(values)
 
 
-def test_operations_of_a_layer() -> None:
+def test_forward_flops_of_a_layer() -> None:
     """Width 512: 6.29 MFLOP of matrix products per source token in an encoder layer, 8.39 in a decoder layer."""
     flops = forward_flops(config(), 0, 0, 32_768)
     assert flops["encoder"] / 6 == 2 * (4 * 512**2 + 2 * 512 * 2048) == pytest.approx(6.29e6, rel=1e-3)
@@ -51,16 +51,16 @@ def test_operations_of_a_layer() -> None:
 
 
 @pytest.mark.parametrize(("depth", "gigaflops"), [("6L-6L", 0.368), ("100L-100L", 4.55), ("500L-500L", 22.4)], ids=str)
-def test_operations_of_an_update(depth: str, gigaflops: float) -> None:
-    """Forward and backward per pair of tokens, V = 32k."""
+def test_flops_of_an_update(depth: str, gigaflops: float) -> None:
+    """Forward and backward FLOP per pair of source and target tokens, with a vocabulary of 32,768."""
     run = config(depth, data__vocab_size=32_768)
-    found = 3 * sum(forward_flops(run, 32, 32, 32_768).values())
+    flops = 3 * sum(forward_flops(run, 32, 32, 32_768).values())
     # The published figures are rounded and count the attention over 32 tokens slightly differently.
-    assert found / 1e9 == pytest.approx(gigaflops, rel=0.02)
+    assert flops / 1e9 == pytest.approx(gigaflops, rel=0.02)
 
 
-def test_recomputation() -> None:
-    """One more forward pass of the layers, two, or that of fc1 and the scores q k."""
+def test_recomputed_flops() -> None:
+    """Depending on remat: nothing, fc1 and the scores q k, one forward pass of the layers, or two."""
     parts = forward_flops(config(), 32, 32, 8000)
     layers = parts["encoder"] + parts["decoder"]
     more = {remat: recomputed_flops(config(model__remat=remat), parts, 32, 32) for remat in REMAT}
@@ -74,29 +74,27 @@ def test_recomputation() -> None:
 
 
 @pytest.mark.slow
-def test_the_plan_of_a_deep_run() -> None:
-    found = make_plan(config("100L-100L", model__remat="auto", plan__device="h200", train__batch_tokens=4096))
-    assert found["non_embedding_parameters"] == 735_641_600
-    assert found["parameter_bytes"] == 4 * found["parameters"]
-    assert found["state_bytes"] == 12 * found["parameters"] + 4
-    assert sum(found["parameters_by_part"].values()) == found["parameters"]
-    choices = found["remat"]
+def test_plan_of_a_deep_run() -> None:
+    plan = make_plan(config("100L-100L", model__remat="auto", plan__device="h200", train__batch_tokens=4096))
+    assert plan["non_embedding_parameters"] == 735_641_600
+    assert plan["parameter_bytes"] == 4 * plan["parameters"]
+    assert plan["state_bytes"] == 12 * plan["parameters"] + 4
+    assert sum(plan["parameters_by_part"].values()) == plan["parameters"]
+    choices = plan["remat"]
     none, branches, full, nested = (choices[remat] for remat in REMAT)
-    assert (
-        none["peak_bytes"] > branches["peak_bytes"] > full["peak_bytes"] > nested["peak_bytes"] > found["state_bytes"]
-    )
+    assert none["peak_bytes"] > branches["peak_bytes"] > full["peak_bytes"] > nested["peak_bytes"] > plan["state_bytes"]
     assert none["step_seconds"] < branches["step_seconds"] < full["step_seconds"] < nested["step_seconds"]
     assert none["tokens_per_microbatch"] < branches["tokens_per_microbatch"] < full["tokens_per_microbatch"]
-    # At 100 layers of width 512 with batches of 4096 tokens, of up to 256 words, everything fits into 141 GB.
-    assert found["chosen_remat"] == "none"
+    # With 100 layers of width 512 and batches of 4096 tokens, the run fits into 141 GB without recomputation.
+    assert plan["chosen_remat"] == "none"
 
 
-def test_matrix_products_of_an_update_are_those_of_the_formula() -> None:
-    """The traced update has the operations that are counted by hand."""
+def test_traced_flops_of_an_update_match_the_formula() -> None:
+    """The FLOP count of the traced update is within 2% of the count by hand."""
     run = config("6L-6L", model__width=64, model__ffn_width=256, model__heads=2, data__vocab_size=400)
     for remat in ("none", "full", "nested"):
         chosen = with_remat(run, remat)
-        # A masked score is computed like any other: a query meets all words of its own sentence, too.
+        # Masked scores are computed as well, so each query attends to all positions of its own sentence.
         parts = forward_flops(run, 16, 32, 400)
         again = recomputed_flops(chosen, parts, 16, 32)
         counted = update_costs(chosen, 64, 16).flops / (64 * 16)
@@ -105,8 +103,8 @@ def test_matrix_products_of_an_update_are_those_of_the_formula() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("remat", "accumulation"), [("full", 4), ("nested", 1)])
-def test_as_many_tokens_as_fit(remat: str, accumulation: int) -> None:
-    """One row more, or a few, does not fit; what is said to fit does. In little memory, and in much."""
+def test_fitting_tokens_fill_the_memory(remat: str, accumulation: int) -> None:
+    """The returned tokens fit, and about 10% more rows do not. Holds for little and for much memory."""
     run = config(
         "30L-30L", model__width=64, model__ffn_width=256, model__heads=2, data__vocab_size=400, model__remat=remat,
         train__accumulation=accumulation,
@@ -117,13 +115,13 @@ def test_as_many_tokens_as_fit(remat: str, accumulation: int) -> None:
 
     length = estimate.lengths(run)[0]
     assert fitting_tokens(run, 0.99 * peak(1)) == 0
-    for enough in (1.3 * peak(1), 1e9):
-        rows = fitting_tokens(run, enough) // length
-        assert peak(rows) <= enough < peak(1.1 * rows + 2)
+    for available in (1.3 * peak(1), 1e9):
+        rows = fitting_tokens(run, available) // length
+        assert peak(rows) <= available < peak(1.1 * rows + 2)
 
 
-def test_calibration_is_exact_where_it_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The line passes through both shallow models; a deeper one lies beyond by what the walk says."""
+def test_calibration_is_exact_at_the_measured_depths(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The line passes through both shallow models and extrapolates to deeper models by the traced costs."""
     run = config("8L-8L", model__width=16, model__ffn_width=32, model__heads=2, data__vocab_size=100)
     run = dataclasses.replace(run, train=dataclasses.replace(run.train, batch_tokens=256))
     clock = {1: 2.0, 4: 5.0}
@@ -135,23 +133,23 @@ def test_calibration_is_exact_where_it_measured(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.slow
-def test_a_run_that_may_not_fit_starts_with_a_warning() -> None:
+def test_runs_that_may_not_fit_start_with_a_warning() -> None:
     run = config("100L-100L", model__width=64, model__ffn_width=256, model__heads=2, data__vocab_size=400)
     peaks = {remat: peak_bytes(with_remat(run, remat), 1) for remat in REMAT}
     assert warning(run, 1.01 * peaks["none"]) == ""
     assert fitting(run, 0.99 * peaks["none"]) == run
-    said = warning(run, 0.99 * peaks["none"])
-    assert re.search(r"with model.remat=none, .*model.remat=nested.*accumulation.*batch", said), said
+    message = warning(run, 0.99 * peaks["none"])
+    assert re.search(r"with model.remat=none, .*model.remat=nested.*accumulation.*batch", message), message
     auto = with_remat(run, "auto")
     for remat in ("none", "full", "nested"):
         assert fitting(auto, 1.01 * peaks[remat]) == with_remat(run, remat)
     assert fitting(auto, 0.99 * peaks["nested"]) == with_remat(run, "nested")
-    said = warning(with_remat(run, "nested"), 0.99 * peaks["nested"])
-    assert re.search(r"model.remat=nested, .* in this order: a larger train.accumulation", said), said
+    message = warning(with_remat(run, "nested"), 0.99 * peaks["nested"])
+    assert re.search(r"model.remat=nested, .* in this order: a larger train.accumulation", message), message
 
 
 @pytest.mark.parametrize(
-    ("options", "bytes_of_a_parameter"),
+    ("options", "bytes_per_parameter"),
     [
         ({}, 16),
         ({"train__ema_decay": 0.9}, 20),
@@ -160,35 +158,35 @@ def test_a_run_that_may_not_fit_starts_with_a_warning() -> None:
     ],
     ids=str,
 )
-def test_a_run_whose_state_cannot_fit_is_refused(options: dict[str, object], bytes_of_a_parameter: int) -> None:
+def test_runs_whose_state_cannot_fit_are_rejected(options: dict[str, object], bytes_per_parameter: int) -> None:
     run = config("2L-2L", **options)
     count = sum(leaf.size for leaf in jax.tree.leaves(Transformer(run.model, 8000, 8000).abstract_params()))
-    enough = bytes_of_a_parameter * count + 100  # and the counters of the steps
-    assert fitting(run, enough) == run
+    available = bytes_per_parameter * count + 100  # 100 bytes for the step counters
+    assert fitting(run, available) == run
     with pytest.raises(UserError, match=r"need .* GB, but the device has .* a larger parallel.model"):
-        fitting(run, 0.999 * enough)
-    trying = dataclasses.replace(run, plan=PlanConfig(refuse=False))
-    assert fitting(trying, 1.0) == trying
-    assert fitting(dataclasses.replace(run, parallel=ParallelConfig(model=2)), 0.501 * enough)
+        fitting(run, 0.999 * available)
+    not_rejected = dataclasses.replace(run, plan=PlanConfig(refuse=False))
+    assert fitting(not_rejected, 1.0) == not_rejected
+    assert fitting(dataclasses.replace(run, parallel=ParallelConfig(model=2)), 0.501 * available)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"train__update_in_backward": True, "model__remat": "full"}], ids=str)
-def test_the_compiler_needs_more_than_a_run_is_refused_for(options: dict[str, object]) -> None:
-    """The state of a deep model beside the smallest of batches: nothing that would fit is refused."""
+def test_compiled_update_needs_more_memory_than_the_state(options: dict[str, object]) -> None:
+    """A run is rejected if its state alone does not fit, so no run that would fit is rejected."""
     small = dict(model__width=128, model__ffn_width=512, model__heads=2, data__vocab_size=400, data__row_multiple=2)
     run = config("12L-12L", **small, **options)
     assert 1 < compiled_update_bytes(run, 2, 8) / held_bytes(run) < 1.3
 
 
-def test_devices() -> None:
+def test_memory_of_known_and_unknown_devices() -> None:
     assert find("h200").memory == pytest.approx(0.94 * 141e9)
     assert 0 < memory() == find("").memory < host_memory()
     with pytest.raises(UserError, match=r"'b200' is not known; set plan\.device to one of v100, a100"):
         find("b200")
 
 
-def test_curves_are_drawn_from_what_the_run_logged(tmp_path: Path) -> None:
+def test_curves_are_drawn_from_the_metrics_of_a_run(tmp_path: Path) -> None:
     workdir = Workdir(tmp_path)
     with pytest.raises(UserError, match="nothing to draw"):
         draw_curves(workdir)

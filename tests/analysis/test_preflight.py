@@ -1,4 +1,4 @@
-"""Verdicts of the time lapse, and the lapse itself on models that are known to live or die."""
+"""Verdicts of the preflight check, and the check itself on models that are known to train or to fail."""
 
 import json
 from pathlib import Path
@@ -32,35 +32,35 @@ def test_verdicts() -> None:
     assert word == "vanishing"
     assert "decoder layers 1-2, 4 of 4 at update 7" in reason
     assert "1e-06 of the largest" in reason
-    # At the last point a model without training has weak layers, whatever the run would have.
+    # At the last point, an untrained model has weak layers even if the run itself would not.
     assert judge([good, weak]).word == "healthy"
     assert judge([weak]).word == "vanishing"
-    # No gradient at all, as the encoder's while BranchNorm's alpha is 0, is no sign.
+    # A gradient of 0 in all layers is not vanishing: the encoder has it while BranchNorm's alpha is 0.
     assert judge([point([5.0, 4.9, 4.5], [0.0] * 4)]).word == "healthy"
     assert judge([point([5.0, 5.0, 4.9999], [1.0] * 4)]).word == "still"
     assert judge([point([5.0, 4.9, 4.5], [float("nan")] * 4)]).word == "diverging"
 
 
-def test_a_stack_collapses_if_its_tokens_are_alike_while_its_branches_grow() -> None:
+def test_similar_tokens_with_growing_branches_are_collapsing() -> None:
     alike, full = point([5.0, 4.9, 4.5], [1.0] * 4, 0.5, 0.995), point([4.5, 4.4, 4.3], [1.0] * 4, alpha=1.0)
     word, reason = judge([alike, full])
     assert word == "collapsing"
     assert "at update 7" in reason
     assert "the encoder (similarity 0.9950)" in reason
-    # Branches that do not grow: such an encoder recovers, as DeepNorm's does.
+    # If the branches do not grow, the encoder recovers, as DeepNorm's does.
     assert judge([alike, full._replace(alpha=0.5)]).word == "healthy"
     # Only the output of a stack counts.
     assert judge([point([5.0, 4.9, 4.5], [1.0] * 4), full]).word == "healthy"
 
 
-def test_weak_layers_are_named_where_they_are_many() -> None:
+def test_vanishing_names_the_stack_with_many_weak_layers() -> None:
     gradient = {"encoder": np.r_[np.zeros(1), np.ones(19)], "decoder": np.r_[np.full(3, 1e-4), np.ones(17)]}
     assert weak_layers(gradient) == {"encoder": [1], "decoder": [1, 2, 3]}
     assert vanishing(gradient) == "decoder layers 1-3 of 20"
 
 
-def test_the_lapse_follows_the_runs_own_schedules() -> None:
-    """Its points are those of the full alpha and the peak learning rate, or of the run's end."""
+def test_preflight_points_follow_the_schedules_of_the_run() -> None:
+    """The points include the full alpha and the peak learning rate, or the end of the run."""
     config = Config(train=TrainConfig(warmup_steps=1000), model=ModelConfig(alpha_steps=4000))
     points = points_of(config, 100_000)
     assert points == [0, 400, 1000, 2000, 4000]
@@ -69,7 +69,7 @@ def test_the_lapse_follows_the_runs_own_schedules() -> None:
     assert points_of(config, 510) == [0, 50, 250, 500]
 
 
-def test_noam_has_the_learning_rate_of_the_run_whatever_the_width() -> None:
+def test_narrow_model_has_the_same_noam_learning_rate() -> None:
     config = Config(train=TrainConfig(schedule="noam", learning_rate=2.0), model=ModelConfig(width=512))
     narrow = reduced(config)
     rates = [schedules.learning_rate(c.train, c.model.width)(jnp.int32(4000)) for c in (config, narrow)]
@@ -78,31 +78,31 @@ def test_noam_has_the_learning_rate_of_the_run_whatever_the_width() -> None:
 
 
 @pytest.mark.parametrize(("width", "heads", "narrow"), [(512, 8, (64, 8)), (1024, 16, (64, 8)), (24, 6, (24, 6))])
-def test_the_narrow_model_keeps_depth_and_proportions(width: int, heads: int, narrow: tuple[int, int]) -> None:
+def test_narrow_model_keeps_depth_and_proportions(width: int, heads: int, narrow: tuple[int, int]) -> None:
     model = ModelConfig(encoder_layers=7, decoder_layers=3, width=width, ffn_width=4 * width, heads=heads)
-    found = reduced(Config(model=model)).model
-    assert (found.width, found.heads) == narrow
-    assert found.ffn_width == 4 * found.width
-    assert (found.encoder_layers, found.decoder_layers, found.method) == (7, 3, "branchnorm")
+    result = reduced(Config(model=model)).model
+    assert (result.width, result.heads) == narrow
+    assert result.ffn_width == 4 * result.width
+    assert (result.encoder_layers, result.decoder_layers, result.method) == (7, 3, "branchnorm")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("method", "word"), [("post_ln", "vanishing"), ("deepnorm", "healthy")])
-def test_post_ln_dies_at_a_depth_where_deepnorm_lives(method: str, word: str, tmp_path: Path) -> None:
+def test_preflight_finds_post_ln_vanishing_and_deepnorm_healthy(method: str, word: str, tmp_path: Path) -> None:
     done = run_main(
         TINY[0].replace("2L-2L", "30L-30L"), *TINY[1:], "--mode=preflight", f"--workdir={tmp_path}",
         f"--config.model.method={method}", "--config.train.learning_rate=1e-3", "--config.train.warmup_steps=40",
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    found = json.loads((tmp_path / "preflight.json").read_text())
-    assert found["word"] == word
+    report = json.loads((tmp_path / "preflight.json").read_text())
+    assert report["word"] == word
     assert f"{word}: " in done.stdout
-    assert [len(point["gradient"]["decoder"]) for point in found["points"]] == [30] * len(found["points"])
+    assert [len(point["gradient"]["decoder"]) for point in report["points"]] == [30] * len(report["points"])
     assert (tmp_path / "preflight.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_the_share_below_adams_epsilon() -> None:
-    """Of a layer whose gradient is known: leaves of different shapes count by their elements."""
+def test_share_of_gradients_below_adam_epsilon() -> None:
+    """Leaves of different shapes count by their number of elements."""
     tree = {"a": jnp.array([[0.0, 1.0], [1.0, 1.0]]), "b": jnp.array([0.0, 0.0])}
     small = preflight._by_layer(lambda g: (jnp.abs(g) < 1e-8).sum(), tree)
     assert (small / preflight._by_layer(jnp.size, tree)).tolist() == pytest.approx([2 / 3, 1 / 3])

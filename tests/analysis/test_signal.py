@@ -1,4 +1,4 @@
-"""Signal propagation against what is known of the methods, and against the derivative's definition."""
+"""Compares signal propagation with known properties of the methods and with the definition of the derivative."""
 
 import csv
 import dataclasses
@@ -27,14 +27,14 @@ def make(method: str, layers: int = 3) -> tuple[Config, Transformer]:
 
 
 @pytest.mark.slow
-def test_rezero_passes_everything_on_and_its_encoder_learns_nothing_yet() -> None:
+def test_rezero_starts_as_the_identity_with_zero_encoder_gradient() -> None:
     config, model = make("rezero", 30)
-    found = signal.measure(config, model, model.init(jax.random.key(0)), ONE, BATCH)
-    np.testing.assert_allclose(found.singular_values, 1.0, atol=1e-6)
-    assert found.singular_values.shape == (4 * 8,)
-    np.testing.assert_allclose(found.gradient["decoder"], found.gradient["decoder"][0], rtol=1e-6)
-    assert found.gradient["decoder"][0] > 0
-    np.testing.assert_array_equal(found.gradient["encoder"], np.zeros(30))
+    result = signal.measure(config, model, model.init(jax.random.key(0)), ONE, BATCH)
+    np.testing.assert_allclose(result.singular_values, 1.0, atol=1e-6)
+    assert result.singular_values.shape == (4 * 8,)
+    np.testing.assert_allclose(result.gradient["decoder"], result.gradient["decoder"][0], rtol=1e-6)
+    assert result.gradient["decoder"][0] > 0
+    np.testing.assert_array_equal(result.gradient["encoder"], np.zeros(30))
 
 
 @pytest.mark.parametrize("method", ["post_ln", "pre_ln"])
@@ -43,7 +43,7 @@ def test_gradient_norm_is_the_steepest_slope(method: str) -> None:
     config, model = make(method)
     config = dataclasses.replace(config, train=dataclasses.replace(config.train, label_smoothing=0.0))
     params = model.init(jax.random.key(0))
-    found = signal.measure(config, model, params, ONE, BATCH)
+    result = signal.measure(config, model, params, ONE, BATCH)
 
     @jax.jit
     def loss(probe: jax.Array, layer: int) -> jax.Array:
@@ -54,25 +54,25 @@ def test_gradient_norm_is_the_steepest_slope(method: str) -> None:
     for layer in range(2):
         steps = 1e-2 * np.eye(48, dtype=np.float32).reshape(48, 2, 3, 8)
         slopes = [(loss(step, layer) - loss(-step, layer)) / 2e-2 for step in steps]
-        np.testing.assert_allclose(np.linalg.norm(slopes), found.gradient["decoder"][layer], rtol=1e-3)
+        np.testing.assert_allclose(np.linalg.norm(slopes), result.gradient["decoder"][layer], rtol=1e-3)
 
 
-def test_update_size_is_that_of_adams_first_step() -> None:
+def test_update_size_equals_adams_first_step() -> None:
     """Adam's first step has the size of the learning rate in every coordinate that has a gradient."""
     config, model = make("post_ln")
     config = dataclasses.replace(config, train=dataclasses.replace(config.train, weight_decay=0.0, adam_eps=1e-30))
     params = model.init(jax.random.key(0))
-    found = signal.measure(config, model, params, ONE, BATCH)
+    result = signal.measure(config, model, params, ONE, BATCH)
     leaves = jax.tree.leaves(params["encoder"])
-    # Keys' biases shift all scores of a query alike: softmax does not see them, their gradient is rounding or zero.
+    # The biases of the keys shift all scores of a query equally, so their gradient is zero up to rounding.
     count = sum(leaf[0].size for leaf in leaves)
     weights = np.sqrt(sum(np.square(leaf[1]).sum() for leaf in leaves))
     largest = config.train.learning_rate * np.sqrt(count) / weights
-    assert 0.8 * largest < found.update["encoder"][1] <= largest * (1 + 1e-5)
+    assert 0.8 * largest < result.update["encoder"][1] <= largest * (1 + 1e-5)
 
 
 @pytest.mark.slow
-def test_analyze_mode_compares_untrained_methods_and_looks_into_a_trained_run(tmp_path: Path, trained: Path) -> None:
+def test_analyze_mode_compares_untrained_methods_and_measures_a_trained_run(tmp_path: Path, trained: Path) -> None:
     options = [option for option in TINY if not option.startswith("--config.train")]
     fresh = run_main("--mode=analyze", *options, "--config.analyze.methods=post_ln, rezero", f"--workdir={tmp_path}")
     assert fresh.returncode == 0, fresh.stderr

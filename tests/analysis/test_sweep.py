@@ -1,4 +1,4 @@
-"""Grids, and a real sweep of two runs of which one diverges."""
+"""Sweep grids, and a real sweep in which one run diverges."""
 
 import csv
 import dataclasses
@@ -18,7 +18,7 @@ from branchnorm_jax.workdir import Workdir
 from tests.conftest import HASTY, run_main
 
 
-def test_a_grid_combines_its_axes_and_names_its_runs() -> None:
+def test_grid_combines_its_axes_and_names_its_runs() -> None:
     runs = sweep.parse_grid(
         "method=post_ln,rezero depth=6L-6L,18L-3L | method=rezero depth=6L-6L | method=keel train.seed=3"
     )
@@ -29,12 +29,12 @@ def test_a_grid_combines_its_axes_and_names_its_runs() -> None:
         "rezero-18L-3L",
         "keel-seed=3",
     ]
-    found = sweep.configure(Config(), runs[1])
-    assert (found.model.method, found.model.encoder_layers, found.model.decoder_layers) == ("post_ln", 18, 3)
+    config = sweep.configure(Config(), runs[1])
+    assert (config.model.method, config.model.encoder_layers, config.model.decoder_layers) == ("post_ln", 18, 3)
     assert sweep.configure(Config(), runs[4]).train.seed == 3
 
 
-def test_runs_take_recommendations_where_nobody_chose_and_only_if_asked() -> None:
+def test_recommended_options_apply_on_request_to_options_that_are_not_set() -> None:
     def run_of(options: ConfigDict, method: str) -> Config:
         return sweep.configure(from_config_dict(options), {"method": method, "train.learning_rate": "0.002"})
 
@@ -53,7 +53,7 @@ def test_runs_take_recommendations_where_nobody_chose_and_only_if_asked() -> Non
     left = {"train.optimizer", "train.learning_rate"}
     assert taken == {name: value for name, value in METHODS["admin"].recommended.items() if name not in left}
 
-    # Resumed from its workdir, with one more option.
+    # The sweep is resumed from its workdir with one more option.
     again = ConfigDict(dataclasses.asdict(from_config_dict(options)))
     again.model.attention_dropout = Config().model.attention_dropout
     record_chosen(again, {"model.attention_dropout"})
@@ -61,7 +61,7 @@ def test_runs_take_recommendations_where_nobody_chose_and_only_if_asked() -> Non
     assert run_of(again, "admin").model.attention_dropout == Config().model.attention_dropout
 
 
-def test_alpha_follows_the_warmup_of_each_run_unless_t_was_chosen() -> None:
+def test_alpha_steps_follow_the_warmup_of_each_run_unless_set() -> None:
     def alpha_steps(warmup: int, chosen: int | None, run: dict[str, str]) -> int:
         options = default_config("2L-2L")
         options.train.warmup_steps = warmup
@@ -72,13 +72,13 @@ def test_alpha_follows_the_warmup_of_each_run_unless_t_was_chosen() -> None:
     assert alpha_steps(300, None, {"method": "branchnorm"}) == 300
     assert alpha_steps(300, None, {"train.warmup_steps": "100"}) == 100
     assert alpha_steps(300, 700, {"train.warmup_steps": "100"}) == 700
-    # Also if the chosen T is the default.
+    # This includes a T that is set to its default.
     assert alpha_steps(300, ModelConfig().alpha_steps, {"train.warmup_steps": "100"}) == ModelConfig().alpha_steps
     assert alpha_steps(300, None, {"model.alpha_steps": "50"}) == 50
 
 
 @pytest.mark.parametrize(
-    ("grid", "said"),
+    ("grid", "message"),
     [
         ("", "give axes"),
         ("method", "name=value"),
@@ -94,8 +94,8 @@ def test_alpha_follows_the_warmup_of_each_run_unless_t_was_chosen() -> None:
         ("method=post_ln,rezero", "'deepnorm' is not among the grid's methods \\(post_ln, rezero\\)"),
     ],
 )
-def test_what_is_no_grid(grid: str, said: str) -> None:
-    with pytest.raises(UserError, match=said):
+def test_invalid_grids_are_rejected(grid: str, message: str) -> None:
+    with pytest.raises(UserError, match=message):
         sweep.parse_grid(grid, baseline="deepnorm")
 
 
@@ -103,12 +103,12 @@ def test_what_is_no_grid(grid: str, said: str) -> None:
     ("axis", "value"),
     [("train.seed", "x"), ("depth", "18"), ("model.heads", "7"), ("model.output_bias", "maybe")],
 )
-def test_values_that_an_option_does_not_take(axis: str, value: str) -> None:
+def test_options_reject_invalid_values(axis: str, value: str) -> None:
     with pytest.raises(UserError):
         sweep.configure(Config(), {axis: value})
 
 
-def test_folders_of_runs_stay_in_the_workdir() -> None:
+def test_folders_of_runs_are_inside_the_workdir() -> None:
     plain = {"method": "post_ln", "train.learning_rate": "1e-3"}
     assert sweep.folder_of(plain) == sweep.name_of(plain) == "post_ln-learning_rate=1e-3"
     folders = {sweep.folder_of({"data.path": path}) for path in ("../../a", "../../b", "/a/b", "..", "x" * 5000)}
@@ -117,7 +117,7 @@ def test_folders_of_runs_stay_in_the_workdir() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         (SweepConfig("train.learning_rate=1e-3,0.001"), "learning_rate=0.001 and learning_rate=1e-3 are the same run"),
         (SweepConfig("depth=2L-2L model.heads=7"), "sweep.grid: 2L-2L-heads=7: config: model.heads=7 does not divide"),
@@ -129,18 +129,18 @@ def test_folders_of_runs_stay_in_the_workdir() -> None:
     ],
     ids=["spelling", "value", "type", "columns"],
 )
-def test_what_is_no_sweep(options: SweepConfig, said: str) -> None:
-    with pytest.raises(UserError, match=said):
+def test_invalid_sweeps_are_rejected(options: SweepConfig, message: str) -> None:
+    with pytest.raises(UserError, match=message):
         sweep.plan_runs(dataclasses.replace(Config(), sweep=options))
 
 
-def test_a_sweep_without_scores_to_compare() -> None:
+def test_sweeps_without_test_scores_are_rejected() -> None:
     config = dataclasses.replace(Config(), evaluate=EvaluateConfig(splits="valid"))
     with pytest.raises(UserError, match=r"evaluate\.splits=valid: a sweep compares test scores"):
         sweep.plan_runs(config)
 
 
-def test_table_of_means_and_stars() -> None:
+def test_table_shows_means_and_significance() -> None:
     def row(method: str, depth: str, seed: str, bleu: float | None, p: float | None, status: str = "done") -> dict:
         axes = {"method": method, "depth": depth, "train.seed": seed}
         return {"run": f"{method}-{depth}-{seed}", **axes, "status": status, "bleu": bleu, "p_value": p}
@@ -161,8 +161,8 @@ def test_table_of_means_and_stars() -> None:
     ]
 
 
-def test_a_run_is_compared_with_the_baseline_of_the_same_axes(tmp_path: Path) -> None:
-    """An axis that the baseline does not have is no hindrance, another value of one that it has is."""
+def test_runs_are_compared_with_the_baseline_of_the_same_axes(tmp_path: Path) -> None:
+    """Axes that the baseline does not have are ignored. Axes that it has must have the same value."""
     runs = sweep.parse_grid(
         "method=deepnorm depth=6L-6L | method=post_ln,deepnorm depth=6L-6L train.seed=0,1 | "
         "method=branchnorm depth=6L-6L,9L-9L train.seed=1 model.alpha_steps=200"
@@ -171,20 +171,20 @@ def test_a_run_is_compared_with_the_baseline_of_the_same_axes(tmp_path: Path) ->
     right, wrong = ["one two three four five"] * 30, ["six seven eight nine ten"] * 30
     for run, folder in folders.values():
         (folder / "evaluation").mkdir(parents=True)
-        # Each method and seed has texts of its own: a wrong partner would be seen.
+        # The texts depend on method and seed, so a comparison with a wrong baseline would be detected.
         good = (run["method"] == "deepnorm") == (run.get("train.seed") != "1")
         (folder / "evaluation" / "test.hypothesis").write_text("\n".join(right if good else wrong) + "\n")
         (folder / "evaluation" / "test.reference").write_text("\n".join(right) + "\n")
     rows: list[dict[str, Any]] = [{"run": name, "bleu": 1.0} for name in folders]
     sweep.compare(rows, folders, "deepnorm", "en")
-    found = {row["run"]: row["p_value"] for row in rows}
-    assert found["deepnorm-6L-6L-seed=0"] is None
-    assert found["post_ln-6L-6L-seed=0"] < 0.01
-    assert found["branchnorm-6L-6L-seed=1-alpha_steps=200"] < 0.01
-    assert found["branchnorm-9L-9L-seed=1-alpha_steps=200"] is None
+    p_values = {row["run"]: row["p_value"] for row in rows}
+    assert p_values["deepnorm-6L-6L-seed=0"] is None
+    assert p_values["post_ln-6L-6L-seed=0"] < 0.01
+    assert p_values["branchnorm-6L-6L-seed=1-alpha_steps=200"] < 0.01
+    assert p_values["branchnorm-9L-9L-seed=1-alpha_steps=200"] is None
 
 
-def test_texts_of_are_the_lines_as_they_were_written(tmp_path: Path) -> None:
+def test_texts_of_returns_the_written_lines(tmp_path: Path) -> None:
     workdir = Workdir(tmp_path)
     (workdir / "evaluation").mkdir()
     for side, text in (("reference", "a\rb\nc\n"), ("hypothesis", "\ufeffa\r\n\n")):
@@ -199,7 +199,7 @@ def test_texts_of_are_the_lines_as_they_were_written(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_sweep_keeps_what_diverged_and_goes_on_where_it_was(tmp_path: Path) -> None:
+def test_sweep_records_diverged_runs_and_resumes(tmp_path: Path) -> None:
     grid = "method=post_ln,branchnorm depth=1L-1L | method=post_ln depth=1L-1L train.learning_rate=1e30"
     options = (
         *HASTY,
@@ -223,25 +223,25 @@ def test_a_sweep_keeps_what_diverged_and_goes_on_where_it_was(tmp_path: Path) ->
     assert again.returncode == 0, again.stderr
     assert again.stderr.count(": skipping ") == 3
     assert again.stdout == (tmp_path / "sweep.md").read_text()
-    run, done_there = sweep.parse_grid(grid)[0], Workdir(tmp_path / "post_ln-1L-1L")
-    config = load(done_there / "config.json")
-    assert sweep.ended(done_there, sweep.configure(config, run)) == "done"
+    run, finished = sweep.parse_grid(grid)[0], Workdir(tmp_path / "post_ln-1L-1L")
+    config = load(finished / "config.json")
+    assert sweep.ended(finished, sweep.configure(config, run)) == "done"
     smoother = dataclasses.replace(config, train=dataclasses.replace(config.train, label_smoothing=0.2))
-    assert sweep.ended(done_there, sweep.configure(smoother, run)) == ""
-    # What cannot be read, or does not fit, is as good as not there: the run is evaluated again.
-    hypothesis, results = done_there / "evaluation" / "test.hypothesis", done_there / "results.json"
+    assert sweep.ended(finished, sweep.configure(smoother, run)) == ""
+    # A run with unreadable or inconsistent files is evaluated again.
+    hypothesis, results = finished / "evaluation" / "test.hypothesis", finished / "results.json"
     for path, damage in ((results, "[]"), (results, '{"test": {"bleu": 3}}'), (results, "{"), (hypothesis, "x\n")):
-        whole = path.read_text()
+        original = path.read_text()
         path.write_text(damage)
-        assert sweep.ended(done_there, sweep.configure(config, run)) == ""
-        path.write_text(whole)
+        assert sweep.ended(finished, sweep.configure(config, run)) == ""
+        path.write_text(original)
         os.utime(results)
-    (done_there / "status.json").write_text("[]")
+    (finished / "status.json").write_text("[]")
     results.write_text("{}")
-    mended = run_main(f"--workdir={tmp_path}", "--mode=sweep")
-    assert mended.returncode == 0, mended.stderr
-    assert mended.stderr.count(": skipping ") == 2
+    repaired = run_main(f"--workdir={tmp_path}", "--mode=sweep")
+    assert repaired.returncode == 0, repaired.stderr
+    assert repaired.stderr.count(": skipping ") == 2
     assert (tmp_path / "sweep.md").read_text() == again.stdout
-    # A status that is newer than the scores: the run went on and was not evaluated yet.
-    os.utime(done_there / "status.json")
-    assert sweep.ended(done_there, sweep.configure(config, run)) == ""
+    # A status newer than the scores means that the run continued and has not been evaluated yet.
+    os.utime(finished / "status.json")
+    assert sweep.ended(finished, sweep.configure(config, run)) == ""

@@ -48,7 +48,9 @@ def plan_of(sentences: Text, tokens: int, shapes: int, seed: int) -> BatchPlan:
     st.integers(1, 4),
     st.sampled_from([64, 100, 400]),
 )
-def test_shapes_grow_by_two_and_keep_to_the_budget(lengths: list[tuple[int, int]], count: int, tokens: int) -> None:
+def test_shapes_double_in_length_within_the_token_budget(
+    lengths: list[tuple[int, int]], count: int, tokens: int
+) -> None:
     kinds = np.array(lengths)
     shapes = choose_shapes(kinds, kinds.max(0), tokens, count, 2)
     assert 1 <= len(shapes) <= count
@@ -63,27 +65,27 @@ def test_shapes_grow_by_two_and_keep_to_the_budget(lengths: list[tuple[int, int]
         assert 2 * long.rows <= short.rows
 
 
-def test_sides_are_as_long_as_the_sentences_are() -> None:
+def test_shape_sides_follow_the_sentence_lengths() -> None:
     kinds = np.array([[10, 20]] * 50)
     (shape,) = choose_shapes(kinds, kinds.max(0), 4096, 4, 8)
     assert shape == Shape(48, 40, 80)
 
 
 def test_rows_are_widened_to_the_budget() -> None:
-    """Four sentences of 22 tokens need 88 positions. 16 such rows use two thirds of the budget, 16 rows of 128 all."""
+    """Four sentences of 22 tokens need 88 positions. 16 rows of 88 use two thirds of the budget; 16 of 128 use all."""
     kinds = np.array([[20, 22]] * 50)
     (shape,) = choose_shapes(kinds, kinds.max(0), 2048, 4, 8)
     assert shape == Shape(16, 117, 128)
 
 
-def test_too_small_a_batch_is_the_users_mistake() -> None:
+def test_too_small_token_budgets_are_rejected() -> None:
     with pytest.raises(UserError, match="raise it to 160"):
         choose_shapes(np.array([[3, 3], [20, 4]]), np.array([20, 4]), 100, 2, 8)
 
 
 @settings(max_examples=50, deadline=None)
 @given(st.integers(0, 1000), st.integers(1, 120), st.integers(1, 4))
-def test_packing_has_one_place_for_every_pair(seed: int, count: int, shapes: int) -> None:
+def test_packing_places_every_pair_once(seed: int, count: int, shapes: int) -> None:
     lengths = text(seed, count).lengths
     chosen = choose_shapes(lengths, lengths.max(0), 64, shapes, 2)
     packing = pack(lengths, chosen)
@@ -102,8 +104,8 @@ def test_packing_has_one_place_for_every_pair(seed: int, count: int, shapes: int
 
 
 @pytest.mark.parametrize("count", [5000, 50_000])
-def test_rows_are_full(count: int) -> None:
-    """With realistic (log-normal, correlated) lengths, at least 96 % of all positions hold a token."""
+def test_at_least_96_percent_of_the_positions_are_filled(count: int) -> None:
+    """Uses realistic (log-normal, correlated) lengths."""
     random = np.random.default_rng(0)
     source = np.exp(random.normal(2.7, 0.5, count))
     lengths = np.clip(np.stack([source, source * np.exp(random.normal(0.1, 0.2, count))], 1), 2, 100).astype(int)
@@ -115,7 +117,7 @@ def test_rows_are_full(count: int) -> None:
 
 @settings(max_examples=20, deadline=None)
 @given(st.integers(0, 50), st.integers(0, 5), st.integers(1, 5))
-def test_every_sentence_exactly_once_per_epoch(seed: int, epoch: int, shapes: int) -> None:
+def test_every_sentence_occurs_once_per_epoch(seed: int, epoch: int, shapes: int) -> None:
     sentences = text(seed)
     plan = plan_of(sentences, 64, shapes, seed)
     seen: list[int] = []
@@ -133,7 +135,7 @@ def test_every_sentence_exactly_once_per_epoch(seed: int, epoch: int, shapes: in
     assert sorted(seen) == list(range(200))
 
 
-def test_batch_is_a_function_of_the_step_alone() -> None:
+def test_batches_depend_only_on_step_and_seed() -> None:
     sentences = text(0)
     forwards, backwards = plan_of(sentences, 64, 3, 7), plan_of(sentences, 64, 3, 7)
     steps = range(3 * forwards.batches_per_epoch)
@@ -145,7 +147,7 @@ def test_batch_is_a_function_of_the_step_alone() -> None:
     assert sorted(first[:per_epoch]) != sorted(first[per_epoch : 2 * per_epoch])
 
 
-def test_each_epoch_has_other_sentences_in_a_row() -> None:
+def test_epochs_combine_different_sentences_in_a_row() -> None:
     plan = plan_of(Text(np.full((60, 2), 5)), 60, 1, 0)
     rows = [
         {frozenset(row.tolist()) for step in range(plan.batches_per_epoch) for row in plan.ids_at(first + step)[1]}
@@ -155,7 +157,7 @@ def test_each_epoch_has_other_sentences_in_a_row() -> None:
     assert not rows[0] & rows[1]
 
 
-def test_the_shuffle_is_splitmix64_and_so_the_same_everywhere() -> None:
+def test_shuffle_equals_splitmix64() -> None:
     """Compared with Python integers, because a change of the order would silently change resumed runs."""
     bits = 2**64 - 1
 
@@ -184,7 +186,7 @@ def test_fill_counts_real_tokens() -> None:
     assert plan.fill == 30 / 64
 
 
-def test_a_few_batches_are_made_equal() -> None:
+def test_few_batches_have_equal_sizes() -> None:
     """10 rows in batches of up to 8 give two batches of 6 (a multiple of 2) instead of batches of 8 and 2."""
     sentences = Text(np.array([Kind(10, 10)] * 40))
     plan, _ = make_plans(DataConfig(row_multiple=2), sentences, [sentences], 8 * 40, 0)
@@ -202,7 +204,7 @@ def test_validation_sees_each_sentence_once() -> None:
     assert sum(map(len, words)) == (valid.lengths[:, 0] - 1).sum()
 
 
-def test_single_sentences() -> None:
+def test_single_puts_one_sentence_in_each_row() -> None:
     sentences = text(0)
     batch = BatchPlan(sentences, pack(sentences.lengths, [Shape(2, 20, 20)]), [Shape(2, 20, 20)], 0).single(3)
     assert batch.shape == (3, *sentences.lengths[:3].max(0))
@@ -211,7 +213,7 @@ def test_single_sentences() -> None:
         assert [t for t in batch.target[index] if t] == sentences.sentence("target", index)
 
 
-def test_prefetch_keeps_order_stops_early_and_passes_errors_on() -> None:
+def test_prefetch_keeps_the_order_stops_early_and_raises_errors() -> None:
     assert list(prefetch(lambda i: i * i, 3, 9, 2)) == [9, 16, 25, 36, 49, 64]
     items = prefetch(lambda i: i, 0, 10**9, 2)
     assert next(items) == 0

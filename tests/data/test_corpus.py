@@ -88,14 +88,14 @@ def test_chunk_borders_do_not_matter(chunks):
     assert list(corpus._split_lines(iter(chunks))) == expected
 
 
-def test_strips_windows_line_ends_marks_and_white_space(tmp_path):
+def test_strips_line_ends_byte_order_marks_and_white_space(tmp_path):
     (tmp_path / "train.en").write_bytes("\ufeffone\r\n  two \t\r\n\u00a0three".encode())
     write(tmp_path, "123", lang="de")
     assert list(read_pairs(text_config(tmp_path), "train")) == [("one", "1"), ("two", "2"), ("three", "3")]
 
 
 @pytest.mark.parametrize("suffix", COMPRESS)
-def test_lines_of_a_file_as_they_were_written(tmp_path, suffix):
+def test_text_lines_keep_the_content_of_lines(tmp_path, suffix):
     path = tmp_path / f"text{suffix}"
     for text, lines in (
         ("", []),
@@ -112,7 +112,7 @@ def test_lines_of_a_file_as_they_were_written(tmp_path, suffix):
         list(corpus.text_lines(tmp_path / "none"))
 
 
-def test_languages_and_splits_name_the_files(tmp_path):
+def test_files_are_selected_by_language_and_split(tmp_path):
     write(tmp_path, ["bonjour"], lang="fr", split="dev")
     write(tmp_path, ["hallo"], lang="de", split="dev")
     config = text_config(tmp_path, source_lang="fr", target_lang="de", valid_split="dev")
@@ -129,14 +129,14 @@ def test_globs_pair_files_in_the_order_of_their_names(tmp_path):
         assert pairs == [("a en", "a de"), ("b en", "b de"), ("c en", "c de")]
 
 
-def test_folder_names_are_no_globs(tmp_path):
+def test_glob_characters_in_folder_names_are_literal(tmp_path):
     folder = tmp_path / "[data] *"
     folder.mkdir()
     write_pairs(folder, PAIRS)
     assert list(read_pairs(text_config(folder), "train")) == PAIRS
 
 
-def test_streams(tmp_path):
+def test_pairs_are_read_lazily(tmp_path):
     source, _ = write_pairs(tmp_path, PAIRS)
     source.write_bytes(b"fine\n" + b"\xff\n" * 3)
     pairs = read_pairs(text_config(tmp_path), "train")
@@ -145,12 +145,12 @@ def test_streams(tmp_path):
         next(pairs)
 
 
-def test_missing_folder(tmp_path):
+def test_missing_folders_are_reported(tmp_path):
     assert "data.path" in error_of(text_config(""))
     assert str(tmp_path / "nowhere") in error_of(text_config(tmp_path / "nowhere"))
 
 
-def test_missing_file_names_the_pattern_and_what_is_there(tmp_path):
+def test_missing_file_error_lists_the_pattern_and_the_existing_files(tmp_path):
     assert "nothing" in error_of(text_config(tmp_path))
     for i in range(10):
         (tmp_path / f"file{i}").touch()
@@ -160,13 +160,13 @@ def test_missing_file_names_the_pattern_and_what_is_there(tmp_path):
     assert "file8" not in message
 
 
-def test_a_folder_is_not_a_file(tmp_path):
+def test_folders_do_not_match_file_patterns(tmp_path):
     (tmp_path / "train.en").mkdir()
     assert "no file matches train.en" in error_of(text_config(tmp_path))
 
 
 @pytest.mark.parametrize("files", ["{split}.txt", "all.{lang}"])
-def test_pattern_must_tell_languages_and_splits_apart(tmp_path, files):
+def test_patterns_must_contain_language_and_split(tmp_path, files):
     assert files in error_of(text_config(tmp_path, files=files))
 
 
@@ -174,7 +174,7 @@ def test_pattern_must_tell_languages_and_splits_apart(tmp_path, files):
 @pytest.mark.parametrize(
     "pattern", ["{split}*.{lang}", "{split}*.{lang}*", "*{split}*{lang}", "{split}[.]*{lang}", "**/{split}?*{lang}"]
 )
-def test_globs_pair_files_of_one_name(tmp_path, suffixes, pattern):
+def test_globs_pair_files_with_the_same_name(tmp_path, suffixes, pattern):
     """Sorting by file name would not pair them: train.ecb.en < train.en, but train.de < train.ecb.de."""
     names = ("train.", "train.ecb.", "train.Tatoeba-2.")
     for lang, suffix in zip(("en", "de"), suffixes, strict=True):
@@ -182,13 +182,13 @@ def test_globs_pair_files_of_one_name(tmp_path, suffixes, pattern):
             (tmp_path / f"{name}{lang}{suffix}").write_bytes(COMPRESS[suffix](f"{name}{lang}\n".encode()))
     for source, target in (("en", "de"), ("de", "en")):
         config = text_config(tmp_path, files=pattern, source_lang=source, target_lang=target)
-        found = [tuple(line.rpartition(".")[0] + "." for line in pair) for pair in read_pairs(config, "train")]
-        assert sorted(found) == [(name, name) for name in sorted(names)]
-        assert found[0] == ("train.Tatoeba-2.", "train.Tatoeba-2.")
+        stems = [tuple(line.rpartition(".")[0] + "." for line in pair) for pair in read_pairs(config, "train")]
+        assert sorted(stems) == [(name, name) for name in sorted(names)]
+        assert stems[0] == ("train.Tatoeba-2.", "train.Tatoeba-2.")
 
 
 @pytest.mark.parametrize("pattern", ["{lang}/{split}-{lang}*.txt", "{lang}/**/{split}-{lang}*"])
-def test_the_language_may_come_twice_and_in_folders(tmp_path, pattern):
+def test_patterns_may_repeat_the_language_and_use_folders(tmp_path, pattern):
     names = ("train-{}-b.txt", "train-{}.txt", "train-{}-open.txt")
     for lang in ("en", "de"):
         (tmp_path / lang).mkdir()
@@ -198,7 +198,7 @@ def test_the_language_may_come_twice_and_in_folders(tmp_path, pattern):
     assert sorted(pairs) == [(name, name) for name in sorted(names)]
 
 
-def test_files_come_in_one_order_in_both_directions(tmp_path):
+def test_file_order_is_the_same_in_both_directions(tmp_path):
     for name in ("b", "a", "a.x", "a-x"):
         for lang in ("en", "de"):
             (tmp_path / f"train.{name}.{lang}").write_text(f"{name}\n")
@@ -214,11 +214,11 @@ def test_files_come_in_one_order_in_both_directions(tmp_path):
     [
         (("train.en", "train.ecb.en", "train.de"), "train.ecb.en", "train.ecb.de"),
         (("train.en.gz", "train.de", "train.ecb.de.xz"), "train.ecb.de.xz", "train.ecb.en"),
-        # The same number on both sides.
+        # Both sides have the same number of files.
         (("train.en", "train.a.en", "train.de", "train.b.de"), "train.a.en", "train.a.de"),
     ],
 )
-def test_a_file_without_its_counterpart_is_named(tmp_path, there, alone, missing):
+def test_files_without_a_counterpart_are_named(tmp_path, there, alone, missing):
     for name in there:
         (tmp_path / name).write_text("x\n")
     message = error_of(text_config(tmp_path, files="{split}*.{lang}"))
@@ -227,7 +227,7 @@ def test_a_file_without_its_counterpart_is_named(tmp_path, there, alone, missing
 
 
 @pytest.mark.parametrize(("sources", "targets"), [(3, 5), (1234, 3), (0, 2)])
-def test_unequal_line_counts(tmp_path, sources, targets):
+def test_unequal_line_counts_are_rejected(tmp_path, sources, targets):
     source = write(tmp_path, ["x"] * sources, ".gz")
     target = write(tmp_path, ["y"] * targets, lang="de")
     message = error_of(text_config(tmp_path))
@@ -235,7 +235,7 @@ def test_unequal_line_counts(tmp_path, sources, targets):
 
 
 @pytest.mark.parametrize("suffix", COMPRESS)
-def test_invalid_utf8_names_file_and_line(tmp_path, suffix):
+def test_invalid_utf8_error_names_file_and_line(tmp_path, suffix):
     write_pairs(tmp_path, [("x", "y")] * 4, suffix)
     path = tmp_path / f"train.de{suffix}"
     path.write_bytes(COMPRESS[suffix](b"ok\nok\nk\xe4se\nok\n"))
@@ -245,7 +245,7 @@ def test_invalid_utf8_names_file_and_line(tmp_path, suffix):
 
 
 @pytest.mark.parametrize("suffix", COMPRESS)
-def test_empty_corpus(tmp_path, suffix):
+def test_empty_corpora_are_rejected(tmp_path, suffix):
     source, target = write(tmp_path, [], suffix), write(tmp_path, [], suffix, lang="de")
     message = error_of(text_config(tmp_path))
     assert "empty" in message
@@ -268,7 +268,7 @@ def flipped(data):
 
 @pytest.mark.parametrize("suffix", [".gz", ".zst", ".xz"])
 @pytest.mark.parametrize("damage", [truncated, garbage, flipped])
-def test_corrupt_compressed_file(tmp_path, suffix, damage):
+def test_corrupt_compressed_files_are_rejected(tmp_path, suffix, damage):
     pairs = [(f"{i} {i * i}", f"{i**3}") for i in range(3000)]
     path, _ = write_pairs(tmp_path, pairs, suffix)
     if suffix == ".zst":  # the checksum is optional in this format
@@ -279,7 +279,7 @@ def test_corrupt_compressed_file(tmp_path, suffix, damage):
     assert f"{path}: cannot be read (" in error_of(text_config(tmp_path))
 
 
-def test_a_file_that_breaks_off_says_where(tmp_path):
+def test_truncated_file_error_names_the_last_line_read(tmp_path):
     path, _ = write_pairs(tmp_path, [(f"{i:08}", "x") for i in range(200_000)], ".gz")
     path.write_bytes(path.read_bytes()[:-20])
     # The first chunk is complete and ends inside a line of nine bytes.
@@ -287,7 +287,7 @@ def test_a_file_that_breaks_off_says_where(tmp_path):
 
 
 @pytest.mark.skipif(not Path("/proc/self/mem").exists(), reason="needs a file that always fails to be read")
-def test_unreadable_file(tmp_path):
+def test_unreadable_files_are_rejected(tmp_path):
     write(tmp_path, ["x"], lang="de")
     (tmp_path / "train.en").symlink_to("/proc/self/mem")
     assert f"{tmp_path / 'train.en'}: cannot be read (" in error_of(text_config(tmp_path))
@@ -296,7 +296,7 @@ def test_unreadable_file(tmp_path):
 # Numerals.
 
 
-def test_numerals():
+def test_numerals_are_read_for_every_split():
     config = DataConfig(source_lang="fr", target_lang="de", numerals_pairs=120, train_split="unused")
     for split, count in (("train", 120), ("valid", 500), ("test", 500)):
         pairs = list(read_pairs(config, split))
@@ -304,11 +304,11 @@ def test_numerals():
         assert pairs == list(numerals.pairs(split, "fr", "de", count))
 
 
-def test_numerals_without_the_language():
+def test_numerals_reject_unknown_languages():
     assert "'tlh'" in error_of(DataConfig(source_lang="tlh"))
 
 
-def test_key_of_numerals_follows_what_the_text_depends_on():
+def test_numerals_key_depends_only_on_options_that_change_the_text():
     config = DataConfig(numerals_pairs=200)
     key = corpus_key(config, "train")
     assert key == corpus_key(dataclasses.replace(config, train_split="renamed", vocab_size=99), "train")
@@ -318,7 +318,7 @@ def test_key_of_numerals_follows_what_the_text_depends_on():
     assert json.loads(json.dumps(key)) == key
 
 
-# TFDS. The data sets are written here, by TFDS itself, in the format that `download_and_prepare` leaves.
+# TFDS. The fixture writes these data sets with `download_and_prepare` of TFDS itself.
 
 DE_EN = [{"de": f"Satz {i} ü", "en": f" sentence {i}\n"} for i in range(20)]
 EXAMPLES: dict[str, list[dict[str, Any]]] = {
@@ -376,7 +376,7 @@ def stripped(examples, source, target):
 
 
 @pytest.mark.parametrize(("source", "target"), [("de", "en"), ("en", "de")])
-def test_tfds_translation(tfds_folder, source, target):
+def test_tfds_reads_both_directions_and_all_splits(tfds_folder, source, target):
     config = tfds_config(tfds_folder, source_lang=source, target_lang=target)
     assert sorted(read_pairs(config, "train")) == stripped(DE_EN, source, target)
     assert list(read_pairs(config, "train")) == list(read_pairs(config, "train"))
@@ -385,17 +385,17 @@ def test_tfds_translation(tfds_folder, source, target):
 
 
 @pytest.mark.parametrize(("source", "target", "keys"), [("en", "fr", ("src", "dst")), ("fr", "en", ("dst", "src"))])
-def test_tfds_languages_in_the_name_of_the_config(tfds_folder, source, target, keys):
+def test_tfds_takes_the_languages_from_the_config_name(tfds_folder, source, target, keys):
     config = tfds_config(tfds_folder, "tiny_translate/en-fr", source_lang=source, target_lang=target)
     assert sorted(read_pairs(config, "train")) == stripped(EXAMPLES["en-fr"], *keys)
 
 
-def test_tfds_many_languages_in_an_example(tfds_folder):
+def test_tfds_reads_examples_with_many_languages(tfds_folder):
     config = tfds_config(tfds_folder, "tiny_translate/many", source_lang="en", target_lang="de")
     assert sorted(read_pairs(config, "train")) == [("one", "eins"), ("two", "")]
 
 
-def test_tfds_reads_data_of_its_own_wmt_builder(tfds_folder, tmp_path):
+def test_tfds_reads_data_of_the_registered_wmt_builder(tfds_folder, tmp_path):
     made, wanted = tfds_folder / "tiny_translate/de-en/1.2.3", tmp_path / "wmt17_translate/de-en/1.0.0"
     shutil.copytree(made, wanted)
     for path in list(wanted.iterdir()):
@@ -407,7 +407,7 @@ def test_tfds_reads_data_of_its_own_wmt_builder(tfds_folder, tmp_path):
     assert corpus_key(config, "train")["builder"] == "wmt17_translate/de-en/1.0.0"
 
 
-def test_tfds_needs_neither_tensorflow_nor_jax(tfds_folder):
+def test_tfds_imports_neither_tensorflow_nor_jax(tfds_folder):
     """Reads in another process, which has the builder's files but not its code."""
     code = (
         "import sys; from branchnorm_jax.data.corpus import *; from branchnorm_jax.options import DataConfig\n"
@@ -419,7 +419,7 @@ def test_tfds_needs_neither_tensorflow_nor_jax(tfds_folder):
     assert done.stdout == "20 set()\n"
 
 
-def test_tfds_key_follows_builder_and_split(tfds_folder):
+def test_tfds_key_depends_on_builder_split_and_direction(tfds_folder):
     config = tfds_config(tfds_folder)
     key = corpus_key(config, "train")
     assert key["builder"] == "tiny_translate/de-en/1.2.3"
@@ -429,20 +429,20 @@ def test_tfds_key_follows_builder_and_split(tfds_folder):
 
 
 @pytest.mark.parametrize("name", ["tiny_translate/never-prepared", "wmt17_translate/de-en"])
-def test_tfds_not_prepared(tmp_path, name):
+def test_tfds_unprepared_data_sets_are_rejected(tmp_path, name):
     message = error_of(tfds_config(tmp_path, name))
     assert name in message
     assert "array_record" in message
     assert list(tmp_path.iterdir()) == []
 
 
-def test_tfds_command_of_the_message_prepares_the_data_set(tfds_folder, tmp_path):
+def test_tfds_command_in_the_error_prepares_the_data_set(tfds_folder, tmp_path):
     config = tfds_config(tmp_path, "tiny_translate/never-prepared")
     exec(re.findall(r'python -c "(.*)"$', error_of(config))[0])
     assert sorted(read_pairs(config, "train")) == stripped(DE_EN, "en", "de")
 
 
-def test_tfds_prepared_for_tensorflow(tfds_folder, tmp_path):
+def test_tfds_tfrecord_files_are_rejected(tfds_folder, tmp_path):
     folder = tmp_path / "tiny_translate/de-en/1.2.3"
     shutil.copytree(tfds_folder / "tiny_translate/de-en/1.2.3", folder)
     info = folder / "dataset_info.json"
@@ -465,7 +465,7 @@ def test_tfds_prepared_for_tensorflow(tfds_folder, tmp_path):
         ("tiny_translate/de-en", {"train_split": "train[:0]"}, ["train[:0]", "no examples"]),
     ],
 )
-def test_tfds_mistakes(tfds_folder, path, options, parts):
+def test_tfds_invalid_options_are_rejected(tfds_folder, path, options, parts):
     message = error_of(tfds_config(tfds_folder, path, **options))
     for part in parts:
         assert part in message

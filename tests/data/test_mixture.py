@@ -43,7 +43,7 @@ def random_store(random: np.random.Generator, size: int) -> TokenStore:
 
 @settings(max_examples=30, deadline=None)
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=4), st.integers(0, 99))
-def test_its_sentences_are_those_of_the_stores_in_order(sizes: list[int], seed: int) -> None:
+def test_mixture_concatenates_the_sentences_of_its_stores(sizes: list[int], seed: int) -> None:
     random = np.random.default_rng(seed)
     stores = [random_store(random, size) for size in sizes]
     mixture = Mixture(stores)
@@ -61,7 +61,7 @@ def test_its_sentences_are_those_of_the_stores_in_order(sizes: list[int], seed: 
     st.sampled_from([1.0, 1.5, 5.0, 100.0]),
     st.integers(0, 99),
 )
-def test_an_epoch_draws_by_temperature_and_evenly(sizes: list[int], temperature: float, seed: int) -> None:
+def test_epochs_draw_by_temperature_and_evenly(sizes: list[int], temperature: float, seed: int) -> None:
     random = np.random.default_rng(seed)
     mixture = Mixture([random_store(random, size) for size in sizes], temperature)
     shares = np.array(sizes) ** (1 / temperature)
@@ -80,17 +80,17 @@ def test_an_epoch_draws_by_temperature_and_evenly(sizes: list[int], temperature:
     for drawn in (*epochs, np.concatenate(epochs)):
         times = np.bincount(drawn, minlength=sum(sizes))
         for group in set(groups):
-            same = [int(n) for n, found in zip(times, groups, strict=True) if found == group]
+            same = [int(n) for n, other in zip(times, groups, strict=True) if other == group]
             assert max(same) - min(same) <= 1
         assert times.min() >= 1
 
 
-def test_at_temperature_1_every_pair_comes_once() -> None:
+def test_temperature_1_draws_every_pair_once() -> None:
     mixture = Mixture([random_store(np.random.default_rng(0), size) for size in (3, 50)])
     assert sorted(mixture.drawn(7).tolist()) == list(range(53))
 
 
-def test_batches_hold_what_is_drawn() -> None:
+def test_batches_contain_the_drawn_sentences() -> None:
     random = np.random.default_rng(0)
     train = Mixture([random_store(random, size) for size in (400, 30)], 5.0)
     plan, (valid,) = make_plans(DataConfig(row_multiple=2), train, [train.stores[1]], 256, 0)
@@ -116,7 +116,7 @@ def ids_of(plan: BatchPlan, epoch: int) -> list[int]:
         ("en+de+fr", ["en-de", "en-fr", "de-en", "de-fr", "fr-en", "fr-de"]),
     ],
 )
-def test_directions(pairs: str, expected: list[str]) -> None:
+def test_pairs_expand_to_directions(pairs: str, expected: list[str]) -> None:
     assert [direction.pair for direction in DataConfig(pairs=pairs).directions()] == expected
 
 
@@ -136,36 +136,34 @@ def write(folder: Path, pattern: str, pair: str, copies: int = 40) -> None:
 
 
 @pytest.mark.parametrize("tags", ["source", "target", "both"])
-def test_tags_come_before_what_they_are_for(tmp_path: Path, tags: str) -> None:
+def test_tags_come_before_the_tagged_side(tmp_path: Path, tags: str) -> None:
     write(tmp_path, "{pair}/{split}.{lang}", "de-en")
     write(tmp_path, "{pair}/{split}.{lang}", "en-fr", 20)
     config = DataConfig(
         source="text", path=str(tmp_path), files="{pair}/{split}.{lang}", pairs="de+fr-en,en-de+fr", tags=tags
     )
-    said: list[str] = []
-    corpus = prepare(_small(config), tmp_path / "run", said.append)
+    log: list[str] = []
+    corpus = prepare(_small(config), tmp_path / "run", log.append)
     pieces = corpus.tokenizer.source_pieces
     assert [direction.pair for direction in corpus.validated] == ["de-en", "fr-en", "en-de", "en-fr"]
     for direction, store in zip(corpus.validated, corpus.train.stores, strict=True):
         pairs = list(read_pairs(direction, "train"))
         for side, line in zip(("source", "target"), pairs[0], strict=True):
-            found = store.gather(side, np.array([0]))
+            tokens = store.gather(side, np.array([0]))
             tag = [pieces.index(f">>{direction.target_lang}<<")] if tags in (side, "both") else []
-            assert found.tolist() == tag + corpus.tokenizer.encode_source([line])[0]
+            assert tokens.tolist() == tag + corpus.tokenizer.encode_source([line])[0]
     assert pieces[3:6] == [f">>{lang}<<" for lang in corpus.tokenizer.languages] == [">>de<<", ">>en<<", ">>fr<<"]
     # Text is never encoded as a tag, and a tag is never printed.
     german = pieces.index(">>de<<")
     assert german not in corpus.tokenizer.encode_source([">>de<< one house"])[0]
     assert corpus.tokenizer.decode_target([german, *corpus.tokenizer.encode_target(["ein Haus"])[0]]) == "ein Haus"
-    assert any(
-        "sentence pairs per epoch: 120 of de-en, 60 of fr-en, 120 of en-de, 60 of en-fr" in line for line in said
-    )
-    again = prepare(_small(config), tmp_path / "run", said.append)
+    assert any("sentence pairs per epoch: 120 of de-en, 60 of fr-en, 120 of en-de, 60 of en-fr" in line for line in log)
+    again = prepare(_small(config), tmp_path / "run", log.append)
     assert again.identity() == corpus.identity()
     assert all(store.reused for store in again.train.stores)
 
 
-def test_the_length_of_an_empty_side_is_not_that_of_its_tag(tmp_path: Path) -> None:
+def test_sides_with_only_a_tag_count_as_empty(tmp_path: Path) -> None:
     write(tmp_path, "{split}.{lang}", "en-de")
     (tmp_path / "train.en").write_text("\n" + "one house\n" * 119, encoding="utf-8")
     corpus = prepare(
@@ -174,7 +172,7 @@ def test_the_length_of_an_empty_side_is_not_that_of_its_tag(tmp_path: Path) -> N
     assert corpus.train.stores[0].counts["empty"] == 1
 
 
-def test_a_language_without_a_tag_is_the_users_mistake(tmp_path: Path) -> None:
+def test_languages_without_a_tag_are_rejected(tmp_path: Path) -> None:
     write(tmp_path, "{split}.{lang}", "en-de")
     config = _small(DataConfig(source="text", path=str(tmp_path), pairs="en-de"))
     corpus = prepare(config, tmp_path / "run", print)

@@ -1,4 +1,4 @@
-"""The built-in corpus: what is held out, what is ambiguous, and whether the sentences are right."""
+"""The built-in corpus: held-out values, ambiguous sentences, and correct grammar."""
 
 import datetime
 import re
@@ -72,12 +72,12 @@ def test_order_is_the_same_on_every_machine() -> None:
     ]
 
 
-def test_no_item_comes_twice(items: dict[str, list[Item]]) -> None:
+def test_items_are_unique(items: dict[str, list[Item]]) -> None:
     for split, drawn in items.items():
         assert len(drawn) == len(set(drawn)) == COUNTS[split]
 
 
-def test_whole_test_split_can_be_drawn_and_nothing_more() -> None:
+def test_test_split_can_be_drawn_up_to_its_capacity() -> None:
     most = numerals.capacity("test")
     drawn = list(numerals.items("test", most))
     assert len(set(drawn)) == most
@@ -89,31 +89,31 @@ def test_whole_test_split_can_be_drawn_and_nothing_more() -> None:
         numerals.items("test", most + 1)
 
 
-def test_kinds_take_turns() -> None:
+def test_kinds_alternate() -> None:
     assert [item.kind for item in numerals.items("valid", 16, seed=5)] == list(CARRIERS) * 2
 
 
-def test_no_held_out_value_in_train(items: dict[str, list[Item]]) -> None:
+def test_train_contains_no_held_out_values(items: dict[str, list[Item]]) -> None:
     keys = {split: {key for item in drawn for key in held_out_keys(item)} for split, drawn in items.items()}
     assert keys["train"].isdisjoint(keys["test"] | keys["valid"])
     assert keys["test"].isdisjoint(keys["valid"])
     assert all(number >= 100 for split in ("valid", "test") for axis, number in keys[split] if axis == "number")
 
 
-def test_split_is_a_function_of_the_value(items: dict[str, list[Item]]) -> None:
+def test_split_depends_only_on_the_value(items: dict[str, list[Item]]) -> None:
     axes = {"date": "day", "time": "minute", "number": "number"}
     for split, drawn in items.items():
         assert {numerals.split_of(axes[a], v) for item in drawn for a, v in held_out_keys(item)} == {split}
 
 
-def test_about_a_twentieth_is_held_out() -> None:
+def test_valid_and_test_each_hold_out_about_5_percent() -> None:
     splits = [numerals.split_of("number", number) for number in range(100, 10_000)]
     for split in ("valid", "test"):
         assert 0.04 < splits.count(split) / len(splits) < 0.06
 
 
 @pytest.mark.parametrize("lang", numerals.LANGUAGES)
-def test_no_two_items_read_the_same(
+def test_sentences_are_unambiguous(
     lang: str, items: dict[str, list[Item]], texts: dict[str, dict[str, list[str]]]
 ) -> None:
     """Each source sentence has a single translation, and no held-out source sentence occurs in train."""
@@ -125,21 +125,21 @@ def test_no_two_items_read_the_same(
 
 @pytest.mark.parametrize("lang", numerals.LANGUAGES)
 @pytest.mark.parametrize(("kind", "numbers"), [("cardinal", range(10_000)), ("ordinal", range(1, 1_000))])
-def test_every_number_reads_differently(lang: str, kind: str, numbers: range) -> None:
+def test_every_number_has_its_own_rendering(lang: str, kind: str, numbers: range) -> None:
     assert len({numerals.render(Item(kind, 0, (number,)), lang) for number in numbers}) == len(numbers)
 
 
 @pytest.mark.parametrize(("source", "target"), [("en", "de"), ("de", "en"), ("fr", "vi"), ("pl", "es"), ("cs", "it")])
-def test_pairs_are_the_renderings_of_the_same_items(source: str, target: str, items: dict[str, list[Item]]) -> None:
+def test_pairs_render_the_same_items(source: str, target: str, items: dict[str, list[Item]]) -> None:
     pairs = list(numerals.pairs("test", source, target, COUNTS["test"]))
     assert pairs == [(numerals.render(item, source), numerals.render(item, target)) for item in items["test"]]
     assert len(dict(pairs)) == len(pairs)
 
 
 @pytest.mark.parametrize("lang", numerals.LANGUAGES)
-def test_white_space_is_plain(lang: str, texts: dict[str, dict[str, list[str]]]) -> None:
+def test_sentences_contain_only_plain_spaces(lang: str, texts: dict[str, dict[str, list[str]]]) -> None:
     for text in texts[lang]["train"]:
-        assert text.isprintable()  # false for U+00A0, U+202F and every other space than U+0020
+        assert text.isprintable()  # false for U+00A0, U+202F and every other space except U+0020
         assert "  " not in text
         assert text == text.strip()
         assert "{" not in text
@@ -147,17 +147,17 @@ def test_white_space_is_plain(lang: str, texts: dict[str, dict[str, list[str]]])
 
 @pytest.mark.parametrize("lang", [lang for lang in numerals.LANGUAGES if lang != "en"])
 @pytest.mark.parametrize(("kind", "carriers"), CARRIERS.items())
-def test_every_kind_is_in_the_language(lang: str, kind: str, carriers: int) -> None:
+def test_every_kind_is_rendered_in_its_language(lang: str, kind: str, carriers: int) -> None:
     english = {"the", "and", "thousand", "hundred", "kilometers", "kilograms", "meters", "liters", "square", "british"}
     english |= {"dollars", "cents", "tuesday", "march", "pm", "am", "number", "year", "at", "on", "day", "how", "minus"}
-    spared = {"de": {"am", "minus"}, "fr": {"dollars"}, "pl": {"minus"}, "cs": {"minus"}}  # words of the language too
+    shared = {"de": {"am", "minus"}, "fr": {"dollars"}, "pl": {"minus"}, "cs": {"minus"}}  # also words of the language
     sentences = set()
     for carrier in range(carriers):
         item = Item(kind, carrier, EXAMPLES[kind])
         sentences.add(numerals.render(item, lang))
         assert numerals.render(item, lang) != numerals.render(item, "en")
         words = set(re.findall(r"\w+", numerals.render(item, lang).lower()))
-        assert not words & (english - spared.get(lang, set()))
+        assert not words & (english - shared.get(lang, set()))
         # For an unknown unit, Babel writes its identifier: 4.312 duration-day.
         assert not re.search(r"\d [a-z]+-[a-z]+", numerals.render(item, lang))
     assert len(sentences) == carriers
@@ -203,14 +203,14 @@ def spell_vietnamese(number: int) -> str:
     ("lang", "before", "spell"),
     [("de", "Die Antwort lautet ", spell_german), ("vi", "Câu trả lời là ", spell_vietnamese)],
 )
-def test_cardinals_equal_the_grammar(lang: str, before: str, spell: Callable[[int], str]) -> None:
+def test_cardinals_follow_the_grammar(lang: str, before: str, spell: Callable[[int], str]) -> None:
     for number in range(10_000):
         assert numerals.render(Item("cardinal", 0, (number,)), lang) == f"{before}{spell(number)}."
 
 
 @settings(deadline=None)
 @given(day=st.dates(datetime.date(1900, 1, 1), datetime.date(2050, 12, 31)))
-def test_dates_and_weekdays(day: datetime.date) -> None:
+def test_dates_and_weekdays_are_correct(day: datetime.date) -> None:
     written = numerals.render(Item("date", 0, (day.toordinal(),)), "en")
     assert datetime.datetime.strptime(written, "She was born on %B %d, %Y.").date() == day
     weekdays = ["Montag", "Dienstag", "Mittwoch", "Donnerstag", "Freitag", "Samstag", "Sonntag"]
@@ -221,7 +221,7 @@ def test_dates_and_weekdays(day: datetime.date) -> None:
 
 @settings(deadline=None)
 @given(minute=st.integers(0, 24 * 60 - 1))
-def test_times(minute: int) -> None:
+def test_times_are_correct(minute: int) -> None:
     written = numerals.render(Item("time", 1, (minute,)), "en")
     moment = datetime.datetime.strptime(written, "The train leaves at %I:%M %p.")
     assert (moment.hour, moment.minute) == divmod(minute, 60)
@@ -284,17 +284,17 @@ def test_times(minute: int) -> None:
         ("vi", Item("sum", 2, (5, 1005, 1010)), "Hỏi năm cộng một nghìn không trăm lẻ năm bằng bao nhiêu?"),
     ],
 )
-def test_sentences_written_by_hand(lang: str, item: Item, sentence: str) -> None:
+def test_sentences_equal_handwritten_ones(lang: str, item: Item, sentence: str) -> None:
     assert numerals.render(item, lang) == sentence
 
 
-def test_sums_are_right(items: dict[str, list[Item]]) -> None:
+def test_sums_are_correct(items: dict[str, list[Item]]) -> None:
     sums = [item.value for item in items["train"] if item.kind == "sum"]
     assert sums
     assert all(a + b == total for a, b, total in sums)
 
 
-def test_unknown_language_names_the_known_and_the_nearest() -> None:
+def test_unknown_language_error_lists_the_known_languages() -> None:
     with pytest.raises(UserError, match=r"'deu'.*en, de, fr, .*did you mean 'de'"):
         numerals.render(Item("cardinal", 0, (1,)), "deu")
     with pytest.raises(UserError, match="no language 'klingon'"):
@@ -303,7 +303,7 @@ def test_unknown_language_names_the_known_and_the_nearest() -> None:
         numerals.pairs("train", "", "en", 1)
 
 
-def test_unknown_split() -> None:
+def test_unknown_splits_are_rejected() -> None:
     with pytest.raises(UserError, match="no split 'dev'; splits are train, valid, test"):
         numerals.items("dev", 1)
     with pytest.raises(UserError, match="no split 'Train'"):
@@ -311,7 +311,7 @@ def test_unknown_split() -> None:
 
 
 @pytest.mark.parametrize("count", [-1, 10**9])
-def test_impossible_count(count: int) -> None:
+def test_impossible_counts_are_rejected(count: int) -> None:
     with pytest.raises(UserError, match=rf"{count} items requested from valid"):
         numerals.items("valid", count)
     assert list(numerals.items("valid", 0)) == []

@@ -14,8 +14,8 @@ def vocabulary(config: DataConfig, folder: Path, keep: bool = False) -> str:
     return prepare(config, folder, lambda line: None, keep).tokenizer.sha256
 
 
-def test_a_vocabulary_is_made_anew_for_other_text_or_options(tmp_path: Path) -> None:
-    """For example after another mode prepared the run, or after it failed before its first checkpoint."""
+def test_vocabulary_is_rebuilt_for_other_text_or_options(tmp_path: Path) -> None:
+    """This happens if another mode prepared the run, or if the run failed before its first checkpoint."""
     first = vocabulary(CONFIG, tmp_path)
     written = (tmp_path / "vocabulary" / "vocab.model").stat().st_mtime_ns
     assert vocabulary(CONFIG, tmp_path) == first
@@ -23,25 +23,25 @@ def test_a_vocabulary_is_made_anew_for_other_text_or_options(tmp_path: Path) -> 
     seen = {first}
     for changed in ({"vocab_size": 180}, {"vocab_type": "bpe"}, {"target_lang": "fr"}, {"numerals_pairs": 300}):
         config = dataclasses.replace(CONFIG, **changed)
-        found = vocabulary(config, tmp_path)
-        assert found == vocabulary(config, tmp_path / "alone" / next(iter(changed)))
-        seen.add(found)
+        digest = vocabulary(config, tmp_path)
+        assert digest == vocabulary(config, tmp_path / "alone" / next(iter(changed)))
+        seen.add(digest)
     assert len(seen) == 5
 
 
-def test_a_vocabulary_is_kept_by_a_run_that_learned_with_it_and_if_somebody_brought_it(tmp_path: Path) -> None:
+def test_vocabulary_is_kept_if_requested_or_supplied_by_the_user(tmp_path: Path) -> None:
     first, other = vocabulary(CONFIG, tmp_path), dataclasses.replace(CONFIG, target_lang="fr")
     assert vocabulary(other, tmp_path, keep=True) == first
     (tmp_path / "vocabulary" / ORIGIN).unlink()
     assert vocabulary(other, tmp_path) == first
 
 
-def test_unknown_characters_are_told(tmp_path: Path) -> None:
-    said: list[str] = []
-    prepare(CONFIG, tmp_path, said.append)
-    assert not any("unknown" in line for line in said)
-    corpus = prepare(dataclasses.replace(CONFIG, target_lang="cs"), tmp_path, said.append, keep=True)
-    (train,) = (line for line in said if line.startswith("train") and "unknown" in line)
+def test_unknown_characters_are_reported(tmp_path: Path) -> None:
+    log: list[str] = []
+    prepare(CONFIG, tmp_path, log.append)
+    assert not any("unknown" in line for line in log)
+    corpus = prepare(dataclasses.replace(CONFIG, target_lang="cs"), tmp_path, log.append, keep=True)
+    (train,) = (line for line in log if line.startswith("train") and "unknown" in line)
     unknown = sum(token == 2 for token in corpus.train.stores[0].target_tokens.tolist())
     share = unknown / len(corpus.train.stores[0].target_tokens)
     assert share > 0.01

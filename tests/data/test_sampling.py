@@ -31,19 +31,19 @@ def lines() -> list[str]:
 
 @settings(max_examples=50, deadline=None)
 @given(st.lists(st.text(max_size=20), max_size=5), st.integers(0, 9))
-def test_the_text_stays_the_same(tokenizer: Tokenizer, texts: list[str], seed: int) -> None:
+def test_sampling_preserves_the_text(tokenizer: Tokenizer, texts: list[str], seed: int) -> None:
     drawn = Sampler(tokenizer.source_processor, 0.0, (seed,)).encode(texts, 0)
     best = tokenizer.encode_source(texts)
     # The most likely piece of an unknown character is <unk>, in both encodings.
     assert [tokenizer.decode_target(ids) for ids in drawn] == [tokenizer.decode_target(ids) for ids in best]
 
 
-def test_a_large_alpha_takes_the_best(tokenizer: Tokenizer, lines: list[str]) -> None:
+def test_large_alpha_gives_the_best_tokenisation(tokenizer: Tokenizer, lines: list[str]) -> None:
     assert Sampler(tokenizer.source_processor, 1e4, (0,)).encode(lines, 0) == tokenizer.encode_source(lines)
 
 
 @pytest.mark.parametrize("alpha", [0.2, 0.7])
-def test_words_are_drawn_as_sentencepiece_draws_them(tokenizer: Tokenizer, alpha: float) -> None:
+def test_sampling_frequencies_match_sentencepiece(tokenizer: Tokenizer, alpha: float) -> None:
     word, count = "hundert", 20_000
     ours = Counter(
         tuple(ids[:-1]) for ids in Sampler(tokenizer.source_processor, alpha, (3,)).encode([word] * count, 0)
@@ -59,7 +59,7 @@ def test_words_are_drawn_as_sentencepiece_draws_them(tokenizer: Tokenizer, alpha
         assert abs(ours[pieces] - theirs[pieces]) < 5 * np.sqrt(2 * theirs[pieces]), pieces
 
 
-def test_a_draw_depends_on_the_number_of_the_line_alone(tokenizer: Tokenizer, lines: list[str]) -> None:
+def test_samples_depend_only_on_seed_and_line_number(tokenizer: Tokenizer, lines: list[str]) -> None:
     sampler = Sampler(tokenizer.source_processor, 0.2, (0, 1))
     whole = sampler.encode(lines, 1000)
     assert [ids for index, line in enumerate(lines) for ids in sampler.encode([line], 1000 + index)] == whole
@@ -68,7 +68,7 @@ def test_a_draw_depends_on_the_number_of_the_line_alone(tokenizer: Tokenizer, li
     assert sampler.encode(lines, 0) != whole
 
 
-def test_as_many_epochs_as_tokenisations_read_every_sentence_in_each(tmp_path: Path) -> None:
+def test_every_sentence_is_read_in_every_tokenisation(tmp_path: Path) -> None:
     config = dataclasses.replace(CONFIG, subword_samples=3)
     corpus = prepare(config, tmp_path, lambda line: None)
     stores = corpus.train.stores

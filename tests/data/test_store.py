@@ -65,7 +65,7 @@ def content(store):
 
 
 def expected_content(tokenizer, pairs, max_length, max_ratio):
-    """Returns the expected token ids of each pair, and the expected counts."""
+    """Returns the expected token ids of each kept pair, and the expected counts."""
     kept, counts = [], dict(read=0, kept=0, empty=0, too_long=0, bad_ratio=0)
     for source, target in pairs:
         ids = tokenizer.encode_source([source])[0], tokenizer.encode_target([target])[0]
@@ -87,7 +87,7 @@ def expected_content(tokenizer, pairs, max_length, max_ratio):
 # Content.
 
 
-def test_tokens_are_those_of_each_line_alone(tmp_path, tokenizer, monkeypatch):
+def test_tokens_equal_the_tokens_of_single_lines(tmp_path, tokenizer, monkeypatch):
     monkeypatch.setattr(store_module, "_CHUNK_PAIRS", 64)  # several chunks and a partial one
     pairs = [("", "x"), *random_pairs(500), ("one", ""), ("one two", "\u200b")]
     config = write(tmp_path / "text", pairs)
@@ -110,7 +110,7 @@ line = st.lists(st.sampled_from([*WORDS.split(), "ü", "\u200b", "日"]), max_si
     max_ratio=st.sampled_from([0.0, 1.0, 1.5, 3.0]),
     filter=st.booleans(),
 )
-def test_round_trip(tokenizer, pairs, max_length, max_ratio, filter):
+def test_stores_keep_tokens_counts_and_lengths(tokenizer, pairs, max_length, max_ratio, filter):
     with tempfile.TemporaryDirectory() as folder:
         config = write(Path(folder) / "text", pairs, "valid")
         config = dataclasses.replace(config, max_length=max_length, max_ratio=max_ratio)
@@ -126,7 +126,7 @@ def test_round_trip(tokenizer, pairs, max_length, max_ratio, filter):
         assert counts["read"] == sum(counts.values()) - counts["read"] == len(pairs)
 
 
-def test_arrays(tmp_path, tokenizer):
+def test_types_and_shapes_of_the_arrays(tmp_path, tokenizer):
     store = build_store(write(tmp_path / "text", random_pairs(50)), tokenizer, "train", tmp_path / "out", True)
     assert isinstance(store.source_tokens, np.memmap)
     assert store.source_tokens.dtype == store.target_tokens.dtype == np.uint16
@@ -141,7 +141,7 @@ def test_arrays(tmp_path, tokenizer):
 
 
 @pytest.mark.parametrize(("size", "dtype"), [(1 << 16, np.uint16), ((1 << 16) + 1, np.uint32)])
-def test_large_vocabularies_get_wide_tokens(tmp_path, size, dtype):
+def test_large_vocabularies_use_uint32_tokens(tmp_path, size, dtype):
     """Tests vocabularies on both sides of the limit of uint16."""
     codes = [*range(0x4E00, 0x9FA5), *range(0xAC00, 0xD7A4), *range(0x20000, 0x28000)]
     characters = "".join(map(chr, codes[: size - 4]))  # the others are <pad>, </s>, <unk> and the space
@@ -154,7 +154,7 @@ def test_large_vocabularies_get_wide_tokens(tmp_path, size, dtype):
     assert content(store) == expected_content(tokenizer, pairs, 600, 0.0)[0]
 
 
-def test_gather(tmp_path, tokenizer):
+def test_gather_concatenates_the_sentences(tmp_path, tokenizer):
     store = build_store(write(tmp_path / "text", random_pairs(80)), tokenizer, "train", tmp_path / "out", True)
     ids = np.array([5, 0, len(store) - 1, 5])
     for side, sentences in zip(("source", "target"), zip(*content(store), strict=True), strict=True):
@@ -164,7 +164,7 @@ def test_gather(tmp_path, tokenizer):
     assert store.gather("source", np.array([], int)).shape == (0,)
 
 
-def test_fingerprint_is_of_text_vocabulary_and_filters_only(tmp_path, tokenizer):
+def test_fingerprint_depends_only_on_text_vocabulary_and_filters(tmp_path, tokenizer):
     pairs = random_pairs(200)
     config = write(tmp_path / "text", pairs)
 
@@ -187,14 +187,14 @@ def test_fingerprint_is_of_text_vocabulary_and_filters_only(tmp_path, tokenizer)
     assert fingerprint(longer, filter=False) == first
 
 
-def test_word_borders_are_part_of_the_fingerprint(tmp_path, tokenizer):
+def test_fingerprint_depends_on_the_borders_of_sentences(tmp_path, tokenizer):
     stores = []
     for name, pairs in (("a", [("one", "two"), ("three", "four")]), ("b", [("onetwo", ""), ("three", "four")])):
         stores.append(build_store(write(tmp_path / name, pairs), tokenizer, "train", tmp_path / f"out-{name}", True))
     assert stores[0].fingerprint != stores[1].fingerprint
 
 
-def test_numerals(tmp_path):
+def test_numerals_are_stored_and_reused(tmp_path):
     config = DataConfig(numerals_pairs=300, vocab_size=200)
     tokenizer = train_tokenizer(config, read_pairs(config, "train"), tmp_path / "v")
     for split in ("train", "valid"):
@@ -209,7 +209,7 @@ def test_numerals(tmp_path):
 # Counts.
 
 
-def test_counts_in_words(tmp_path, tokenizer):
+def test_description_of_the_counts(tmp_path, tokenizer):
     pairs = [("one", "two")] * 1200 + [("", "one"), ("one", "")] + [("one " * 30, "one")] * 3 + [("one " * 6, "one")]
     config = write(tmp_path / "text", pairs)
     store = build_store(dataclasses.replace(config, max_ratio=5.0), tokenizer, "train", tmp_path / "out", True)
@@ -225,7 +225,7 @@ def test_counts_in_words(tmp_path, tokenizer):
     ("pair", "advice"),
     [(("one " * 30, "one"), "data.max_length"), (("one " * 6, "one"), "data.max_ratio"), (("", "one"), "text")],
 )
-def test_nothing_left(tmp_path, tokenizer, pair, advice):
+def test_stores_without_pairs_are_rejected(tmp_path, tokenizer, pair, advice):
     config = dataclasses.replace(write(tmp_path / "text", [pair] * 7), max_ratio=5.0)
     with pytest.raises(UserError, match=rf"train: 7 pairs read, 0 kept.*{advice}") as caught:
         build_store(config, tokenizer, "train", tmp_path / "out", True)
@@ -233,7 +233,7 @@ def test_nothing_left(tmp_path, tokenizer, pair, advice):
     assert os.listdir(tmp_path / "out") == []
 
 
-def test_errors_of_the_text_come_through_and_leave_nothing(tmp_path, tokenizer):
+def test_errors_in_the_text_are_raised_and_leave_no_files(tmp_path, tokenizer):
     config = write(tmp_path / "text", random_pairs(100))
     (tmp_path / "text/train.de").write_bytes(b"x\n" * 99)
     with pytest.raises(UserError, match=r"has 100 lines but .* has 99"):
@@ -246,13 +246,13 @@ def test_errors_of_the_text_come_through_and_leave_nothing(tmp_path, tokenizer):
 
 @pytest.fixture
 def built(tmp_path, tokenizer):
-    """A config whose store lies in tmp_path / "out"."""
+    """Returns a config and builds its store in tmp_path / "out"."""
     config = write(tmp_path / "text", random_pairs(100))
     build_store(config, tokenizer, "train", tmp_path / "out", True)
     return config
 
 
-def test_reuses_what_is_unchanged(tmp_path, tokenizer, built):
+def test_unchanged_text_is_reused(tmp_path, tokenizer, built):
     (tmp_path / "link").symlink_to(tmp_path / "text")
     for path in ("text", "text/../text", "link"):
         config = dataclasses.replace(built, path=str(tmp_path / path), batch_shapes=1)
@@ -286,19 +286,19 @@ def test_touched_but_equal_text_keeps_its_fingerprint(tmp_path, tokenizer, built
     "change",
     [dict(max_length=19), dict(max_ratio=2.0), dict(source_lang="de", target_lang="en"), dict(files="{split}.{lang}*")],
 )
-def test_changed_options(tmp_path, tokenizer, built, change):
+def test_changed_options_rebuild_the_store(tmp_path, tokenizer, built, change):
     store = build_store(dataclasses.replace(built, **change), tokenizer, "train", tmp_path / "out", True)
     assert store.reused == ("files" in change)
 
 
-def test_changed_vocabulary(tmp_path, tokenizer, built):
+def test_changed_vocabulary_rebuilds_the_store(tmp_path, tokenizer, built):
     other = train_tokenizer(DataConfig(vocab_size=45, vocab_type="bpe"), random_pairs(500), tmp_path / "v")
     assert not build_store(built, other, "train", tmp_path / "out", True).reused
     renamed = Tokenizer(other.source_processor, other.target_processor, other.sha256)
     assert build_store(built, renamed, "train", tmp_path / "out", True).reused
 
 
-def test_changed_format(tmp_path, tokenizer, built, monkeypatch):
+def test_changed_format_rebuilds_the_store(tmp_path, tokenizer, built, monkeypatch):
     monkeypatch.setattr(store_module, "_FORMAT", store_module._FORMAT + 1)
     assert not build_store(built, tokenizer, "train", tmp_path / "out", True).reused
 
@@ -308,7 +308,7 @@ FILES = ["source.tokens.bin", "source.offsets.bin", "target.tokens.bin", "target
 
 @pytest.mark.parametrize("name", FILES)
 @pytest.mark.parametrize("damage", ["missing", "empty", "truncated", "longer"])
-def test_damaged_store_is_made_anew(tmp_path, tokenizer, built, name, damage):
+def test_damaged_stores_are_rebuilt(tmp_path, tokenizer, built, name, damage):
     path = tmp_path / "out/train" / name
     assert {file.name for file in path.parent.iterdir()} == set(FILES)
     data = path.read_bytes()
@@ -322,12 +322,12 @@ def test_damaged_store_is_made_anew(tmp_path, tokenizer, built, name, damage):
 
 
 @pytest.mark.parametrize("text", ["[]", "{}", "null", '{"key": 1}'])
-def test_foreign_meta_file(tmp_path, tokenizer, built, text):
+def test_stores_with_a_foreign_meta_file_are_rebuilt(tmp_path, tokenizer, built, text):
     (tmp_path / "out/train/meta.json").write_text(text)
     assert not build_store(built, tokenizer, "train", tmp_path / "out", True).reused
 
 
-def test_a_moved_store_is_as_good(tmp_path, tokenizer, built):
+def test_moved_stores_are_reused(tmp_path, tokenizer, built):
     shutil.move(tmp_path / "out", tmp_path / "new")
     assert build_store(built, tokenizer, "train", tmp_path / "new", True).reused
 
@@ -367,16 +367,16 @@ def start_build(config, directory, out, pause=0):
     return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
 
 
-def test_killed_while_writing(tmp_path, vocabulary):
+def test_builds_killed_while_writing_leave_no_store(tmp_path, vocabulary):
     directory, tokenizer = vocabulary
     pairs = random_pairs(9000)
     config = write(tmp_path / "text", pairs)
     with start_build(config, directory, tmp_path / "out", pause=60) as process:
         assert process.stdout.readline() == "stuck\n"
         process.send_signal(signal.SIGKILL)
-    left = os.listdir(tmp_path / "out")
-    assert "train" not in left
-    assert len(left) == 1
+    remaining = os.listdir(tmp_path / "out")
+    assert "train" not in remaining
+    assert len(remaining) == 1
     store = build_store(config, tokenizer, "train", tmp_path / "out", True)
     assert not store.reused
     assert len(store) == store.counts["kept"]
@@ -384,7 +384,7 @@ def test_killed_while_writing(tmp_path, vocabulary):
     assert build_store(config, tokenizer, "train", tmp_path / "out", True).reused
 
 
-def test_two_processes_at_once(tmp_path, vocabulary):
+def test_concurrent_builds_produce_one_store(tmp_path, vocabulary):
     directory, tokenizer = vocabulary
     pairs = random_pairs(2000)
     config = write(tmp_path / "text", pairs)
@@ -398,7 +398,7 @@ def test_two_processes_at_once(tmp_path, vocabulary):
     assert os.listdir(tmp_path / "out") == ["train"]
 
 
-def test_no_room_on_the_disk(tmp_path, tokenizer):
+def test_full_disk_is_reported(tmp_path, tokenizer):
     config = write(tmp_path / "text", random_pairs(3000))
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))  # a write beyond this fails as on a full disk
@@ -412,7 +412,7 @@ def test_no_room_on_the_disk(tmp_path, tokenizer):
     assert not build_store(config, tokenizer, "train", tmp_path / "out", True).reused
 
 
-def test_no_right_to_write(tmp_path, tokenizer):
+def test_unwritable_folders_are_reported(tmp_path, tokenizer):
     config = write(tmp_path / "text", random_pairs(10))
     (tmp_path / "file").touch()
     with pytest.raises(StorageError, match=r"file/out/.*\(Not a directory\)"):

@@ -48,7 +48,7 @@ def byte_tokenizer(request, tmp_path_factory):
     return train_tokenizer(config, PAIRS, tmp_path_factory.mktemp("vocab") / "v")
 
 
-def test_ids(tokenizer):
+def test_special_ids_and_sizes(tokenizer):
     assert (PAD, EOS, UNK) == (0, 1, 2)
     processor = tokenizer.source_processor
     assert processor is tokenizer.target_processor
@@ -74,7 +74,7 @@ def test_round_trip_of_known_characters(tokenizer, words):
 
 
 @given(st.text(st.characters(exclude_categories=("C", "Z"), exclude_characters="\u2581\u2585")))
-def test_byte_fallback_spells_every_character(byte_tokenizer, text):
+def test_byte_fallback_encodes_every_character(byte_tokenizer, text):
     text = byte_tokenizer.source_processor.normalize(text).replace("▁", " ").strip()
     (ids,) = byte_tokenizer.encode_source([text])
     assert UNK not in ids
@@ -115,13 +115,13 @@ def test_same_text_gives_the_same_vocabulary(tmp_path, kind):
     assert other.sha256 != first.sha256
 
 
-def test_readable_file_lists_the_pieces(tmp_path):
+def test_vocab_file_lists_the_pieces(tmp_path):
     tokenizer = train_tokenizer(config_of(), PAIRS, tmp_path / "v")
     pieces = [line.split("\t")[0] for line in (tmp_path / "v/vocab.vocab").read_text(encoding="utf-8").splitlines()]
     assert pieces == [tokenizer.source_processor.id_to_piece(i) for i in range(60)]
 
 
-def test_separate_vocabularies_know_their_own_side(tmp_path):
+def test_separate_vocabularies_cover_only_their_own_side(tmp_path):
     tokenizer = train_tokenizer(config_of(shared_vocab=False, vocab_size=38), PAIRS, tmp_path / "v")
     assert {path.name for path in (tmp_path / "v").iterdir()} == {
         f"{side}.{kind}" for side in ("source", "target") for kind in ("model", "vocab")
@@ -137,7 +137,7 @@ def test_separate_vocabularies_know_their_own_side(tmp_path):
 
 
 @pytest.mark.parametrize("shared", [True, False])
-def test_sample_is_even_and_within_the_limit(tmp_path, shared):
+def test_training_sample_is_even_and_within_the_limit(tmp_path, shared):
     """Every sentence has a unique character, which shows whether the sentence was in the sample."""
     pairs = [(source + " " + chr(0x4E00 + i), target) for i, (source, target) in enumerate(PAIRS)]
     config = config_of(vocab_type="bpe", vocab_size=180, shared_vocab=shared, vocab_sentences=100)
@@ -149,7 +149,7 @@ def test_sample_is_even_and_within_the_limit(tmp_path, shared):
     assert len(used) == (50 if shared else 100)
 
 
-def test_long_and_odd_lines_are_not_left_out(tmp_path):
+def test_long_and_unusual_lines_are_not_ignored(tmp_path):
     long = " ".join(["x" * 30] * 2000) + " 一二三 " + "\U00020001" * 2500 + "四"
     tokenizer = train_tokenizer(config_of(vocab_size=70), [*PAIRS, (long, "五 \u2585 六 \0 七")], tmp_path / "v")
     for character in "一二三四五六七\U00020001":
@@ -162,7 +162,7 @@ def number_after(words, caught):
 
 @pytest.mark.parametrize("kind", ["unigram", "bpe"])
 @pytest.mark.parametrize("shared", [True, False])
-def test_vocabulary_too_large_names_the_largest_that_works(tmp_path, kind, shared):
+def test_too_large_vocabulary_error_names_the_largest_valid_size(tmp_path, kind, shared):
     options = dict(vocab_type=kind, shared_vocab=shared)
     with pytest.raises(UserError, match=r"data.vocab_size=3800 is too large .* at most (\d+) pieces") as caught:
         train_tokenizer(config_of(vocab_size=3800, **options), PAIRS, tmp_path / "v")
@@ -179,7 +179,7 @@ def test_vocabulary_too_large_names_the_largest_that_works(tmp_path, kind, share
 
 
 @pytest.mark.parametrize("kind", ["unigram", "bpe"])
-def test_vocabulary_too_small_names_the_smallest_that_works(tmp_path, kind):
+def test_too_small_vocabulary_error_names_the_smallest_valid_size(tmp_path, kind):
     with pytest.raises(UserError, match=r"data.vocab_size=16 is too small .* need \d+ pieces") as caught:
         train_tokenizer(config_of(vocab_size=16, vocab_type=kind), PAIRS, tmp_path / "v")
     least = number_after("need", caught)
@@ -190,12 +190,12 @@ def test_vocabulary_too_small_names_the_smallest_that_works(tmp_path, kind):
 
 @pytest.mark.parametrize("pairs", [[], [("", "")], [(" ", "\t")] * 3])
 @pytest.mark.parametrize("shared", [True, False])
-def test_nothing_to_train_on(tmp_path, pairs, shared):
+def test_empty_training_text_is_rejected(tmp_path, pairs, shared):
     with pytest.raises(UserError, match="empty"):
         train_tokenizer(config_of(shared_vocab=shared), pairs, tmp_path / "v")
 
 
-def test_errors_of_the_text_come_through(tmp_path):
+def test_errors_in_the_text_are_raised(tmp_path):
     def pairs():
         yield from PAIRS
         raise UserError("line 401 is broken")
@@ -205,14 +205,14 @@ def test_errors_of_the_text_come_through(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["unigram", "bpe"])
-def test_training_is_silent(tmp_path, capfd, kind):
+def test_training_prints_nothing(tmp_path, capfd, kind):
     train_tokenizer(config_of(vocab_type=kind), [*PAIRS, ("x" * 5000, "\u2585")], tmp_path / "v")
     with pytest.raises(UserError):
         train_tokenizer(config_of(vocab_type=kind, vocab_size=9999), PAIRS, tmp_path / "w")
     assert capfd.readouterr() == ("", "")
 
 
-def test_threads_do_not_disturb_each_other(tokenizer):
+def test_encoding_and_decoding_are_thread_safe(tokenizer):
     lines = [source for source, _ in PAIRS]
     alone = [tokenizer.encode_source([line])[0] for line in lines]
     assert tokenizer.encode_source(lines) == alone
@@ -224,7 +224,7 @@ def test_threads_do_not_disturb_each_other(tokenizer):
 # Loading.
 
 
-def test_missing_vocabulary(tmp_path):
+def test_missing_vocabularies_are_rejected(tmp_path):
     with pytest.raises(UserError, match=re.escape(str(tmp_path / "v"))):
         load_tokenizer(tmp_path / "v")
     train_tokenizer(config_of(shared_vocab=False, vocab_size=38), PAIRS, tmp_path / "v")
@@ -234,7 +234,7 @@ def test_missing_vocabulary(tmp_path):
 
 
 @pytest.mark.parametrize("damage", [b"", b"no model", 0.5, 0.99])
-def test_corrupt_vocabulary(tmp_path, capfd, damage):
+def test_corrupt_vocabularies_are_rejected(tmp_path, capfd, damage):
     train_tokenizer(config_of(), PAIRS, tmp_path / "v")
     path = tmp_path / "v/vocab.model"
     data = path.read_bytes()
@@ -245,7 +245,7 @@ def test_corrupt_vocabulary(tmp_path, capfd, damage):
     assert capfd.readouterr() == ("", "")
 
 
-def test_vocabulary_with_other_ids_is_refused(tmp_path):
+def test_vocabularies_with_other_special_ids_are_rejected(tmp_path):
     model = io.BytesIO()
     lines = iter([source for source, _ in PAIRS])
     sentencepiece.SentencePieceTrainer.train(sentence_iterator=lines, model_writer=model, vocab_size=40, minloglevel=2)
@@ -261,7 +261,7 @@ def content(folder):
     return {path.name: path.read_text() for path in folder.iterdir()}
 
 
-def test_atomic_directory_replaces_as_a_whole(tmp_path):
+def test_atomic_directory_replaces_all_files_at_once(tmp_path):
     final = tmp_path / "a/b"
     with atomic_directory(final) as temporary:
         (temporary / "x").write_text("1")
@@ -277,7 +277,7 @@ def test_atomic_directory_replaces_as_a_whole(tmp_path):
     assert os.listdir(final.parent) == ["b"]
 
 
-def test_atomic_directory_of_two_at_once(tmp_path):
+def test_atomic_directory_keeps_the_last_of_two_writers(tmp_path):
     with atomic_directory(tmp_path / "v") as first, atomic_directory(tmp_path / "v") as second:
         (first / "x").write_text("1")
         (second / "x").write_text("2")
@@ -285,7 +285,7 @@ def test_atomic_directory_of_two_at_once(tmp_path):
     assert os.listdir(tmp_path) == ["v"]
 
 
-def test_atomic_directory_of_a_killed_process(tmp_path):
+def test_atomic_directory_of_a_killed_process_is_not_created(tmp_path):
     code = (
         "import sys, time; from pathlib import Path; from branchnorm_jax.data.tokenizer import atomic_directory\n"
         "with atomic_directory(Path(sys.argv[1])) as temporary:\n"
@@ -303,7 +303,7 @@ def test_atomic_directory_of_a_killed_process(tmp_path):
     assert content(tmp_path / "v") == {"x": "whole"}
 
 
-def test_cannot_write(tmp_path):
+def test_unwritable_directories_are_reported(tmp_path):
     (tmp_path / "file").touch()
     for directory in (tmp_path / "file", tmp_path / "file/v"):
         with pytest.raises(StorageError, match=r"file.*\(Not a directory\)"):

@@ -23,7 +23,7 @@ VOCABULARY = 6
 class Toy(NamedTuple):
     """A language model whose next-token logits depend on a hash of the sentence's number and the whole prefix.
 
-    It keeps the tokens themselves in its slots, so that a hypothesis that looks at wrong slots hashes a wrong prefix.
+    The slots of its cache contain the tokens, so a hypothesis that attends to wrong slots hashes a wrong prefix.
     """
 
     sentence: jax.Array
@@ -50,9 +50,9 @@ def toy_step(logits: jax.Array) -> Any:
         state = jnp.broadcast_to(cache.sentence[:, None], (batch, k))
         for age in range(ring, 0, -1):
             time = (slot // k - age) % ring
-            looked = seen[:, :, time].sum(-1)
-            word = jnp.where(looked == 1, (seen[:, :, time] * kept[:, :, time]).sum(-1), 50)
-            state = jnp.where((age <= position[:, None]) | (looked > 0), next_state(state, word), state)
+            visible = seen[:, :, time].sum(-1)
+            word = jnp.where(visible == 1, (seen[:, :, time] * kept[:, :, time]).sum(-1), 50)
+            state = jnp.where((age <= position[:, None]) | (visible > 0), next_state(state, word), state)
         state = next_state(state, tokens)
         scores = logits[state]
         kept = jax.lax.dynamic_update_slice_in_dim(cache.tokens, tokens, slot, axis=1)
@@ -79,12 +79,12 @@ def searcher(config: DecodeConfig, rows: int, longest: int) -> Any:
     k = config.beam_size
 
     @jax.jit
-    def found(logits: jax.Array, limits: jax.Array) -> Any:
+    def decode(logits: jax.Array, limits: jax.Array) -> Any:
         cache = Toy(jnp.arange(rows), jnp.zeros((rows, longest * k), jnp.int32))
         started = beam.begin(beam.empty_search(cache, rows, k, longest, longest), jnp.arange(rows), limits, config)
         return beam.ranked(beam.run(toy_step(logits), started, config, jnp.int32(rows)))
 
-    return found
+    return decode
 
 
 def log_softmax(x: np.ndarray) -> np.ndarray:
@@ -120,7 +120,7 @@ def reference_beam(
         live = [([*tokens, -token], total) for total, _, token, tokens in candidates if -token != EOS][:beam]
         if len(finished) == beam or position >= limit:
             break
-    return sorted(finished, key=lambda found: -found[1])
+    return sorted(finished, key=lambda hypothesis: -hypothesis[1])
 
 
 @settings(max_examples=12, deadline=None)
@@ -130,10 +130,10 @@ def reference_beam(
     st.sampled_from([0, 1, 3]),
     st.sampled_from([(0.0, "fairseq"), (0.6, "fairseq"), (1.0, "fairseq"), (0.6, "gnmt")]),
 )
-def test_equals_the_reference(seed: int, beam_size: int, min_length: int, penalty: tuple[float, str]) -> None:
+def test_search_equals_the_reference(seed: int, beam_size: int, min_length: int, penalty: tuple[float, str]) -> None:
     limits = [5, 8, 2]
     options: dict[str, Any] = dict(length_penalty=penalty[0], length_penalty_kind=penalty[1])
-    found = search(seed, limits, beam_size, min_length=min_length, **options)
+    result = search(seed, limits, beam_size, min_length=min_length, **options)
     for sentence, limit in enumerate(limits):
 
         def log_probs(prefix: list[int], sentence: int = sentence) -> np.ndarray:
@@ -144,20 +144,20 @@ def test_equals_the_reference(seed: int, beam_size: int, min_length: int, penalt
 
         expected = reference_beam(log_probs, limit, beam_size, min_length, *penalty)
         for rank, (tokens, score) in enumerate(expected):
-            row = found.tokens[sentence, rank]
+            row = result.tokens[sentence, rank]
             assert row[: len(tokens)].tolist() == tokens
             assert not row[len(tokens) :].any()
-            np.testing.assert_allclose(found.scores[sentence, rank], score, atol=1e-4)
-            each = found.token_log_probs[sentence, rank]
+            np.testing.assert_allclose(result.scores[sentence, rank], score, atol=1e-4)
+            each = result.token_log_probs[sentence, rank]
             forced = [log_probs(tokens[:place])[token] for place, token in enumerate(tokens)]
             np.testing.assert_allclose(each[: len(tokens)], forced, atol=1e-4)
             assert not each[len(tokens) :].any()
-            np.testing.assert_allclose(found.log_probs[sentence, rank], sum(forced), atol=1e-4)
+            np.testing.assert_allclose(result.log_probs[sentence, rank], sum(forced), atol=1e-4)
 
 
 @pytest.mark.parametrize("penalty", [(-0.5, "fairseq"), (0.0, "fairseq"), (0.6, "fairseq"), (0.6, "gnmt")], ids=str)
-def test_stopping_early_loses_none_of_the_best(penalty: tuple[float, str]) -> None:
-    """Hypotheses beyond the n best are missing somewhere, which shows that the search does stop early."""
+def test_early_stopping_returns_the_same_n_best(penalty: tuple[float, str]) -> None:
+    """Some hypotheses beyond the n best are missing, which shows that the search does stop early."""
     options: dict[str, Any] = dict(length_penalty=penalty[0], length_penalty_kind=penalty[1])
     fewer = 0
     for seed in range(20):
@@ -168,33 +168,33 @@ def test_stopping_early_loses_none_of_the_best(penalty: tuple[float, str]) -> No
     assert fewer > 0
 
 
-def test_each_sentence_may_ask_for_its_own_number_of_hypotheses() -> None:
-    """The n best of a sentence do not depend on those of others, and the search stops when they are known."""
+def test_nbest_can_differ_per_sentence() -> None:
+    """The n best of a sentence do not depend on other sentences, and the search stops when they are known."""
     config, mixed = decode_config(4, length_penalty=0.0), [1, 2, 3, 4, 1, 4]
 
     @jax.jit
-    def found(logits: jax.Array, asked: jax.Array) -> Any:
+    def decode(logits: jax.Array, nbest: jax.Array) -> Any:
         cache = Toy(jnp.arange(6), jnp.zeros((6, 13 * 4), jnp.int32))
         state = beam.empty_search(cache, 6, 4, 13, 13)
-        state = beam.begin(state, jnp.arange(6), jnp.full(6, 12), config, nbest=asked)
+        state = beam.begin(state, jnp.arange(6), jnp.full(6, 12), config, nbest=nbest)
         state = beam.run(toy_step(logits), state, config, jnp.int32(6))
         return beam.ranked(state), state.clock
 
     sooner = 0
     for seed in range(10):
-        together, _ = jax.device_get(found(table(seed), jnp.array(mixed)))
+        together, _ = jax.device_get(decode(table(seed), jnp.array(mixed)))
         for row, count in enumerate(mixed):
             alone = search(seed, [12] * 6, 4, length_penalty=0.0, nbest=count)
             np.testing.assert_array_equal(together.tokens[row, :count], alone.tokens[row, :count])
             np.testing.assert_array_equal(together.scores[row, :count], alone.scores[row, :count])
-        sooner += int(found(table(seed), jnp.full(6, 1))[1]) < int(found(table(seed), jnp.full(6, 4))[1])
+        sooner += int(decode(table(seed), jnp.full(6, 1))[1]) < int(decode(table(seed), jnp.full(6, 4))[1])
     assert sooner > 0
 
 
 @pytest.mark.slow
 @settings(max_examples=4, deadline=None)
 @given(st.integers(0, 1000), st.lists(st.integers(0, 9), min_size=3, max_size=6), st.sampled_from([1, 3]))
-def test_rows_that_take_the_next_sentence_at_any_time(seed: int, limits: list[int], beam_size: int) -> None:
+def test_rows_can_start_the_next_sentence_at_any_time(seed: int, limits: list[int], beam_size: int) -> None:
     """Two rows decode all sentences, with a ring that grows and shrinks; results equal those of separate searches."""
     config, longest = decode_config(beam_size), 10
     run = runner(config)
@@ -210,12 +210,12 @@ def test_rows_that_take_the_next_sentence_at_any_time(seed: int, limits: list[in
                     state._replace(cache=named), jnp.array([row]), jnp.array([limits[inside[row]]]), config
                 )
         state = run(table(seed), state, 1 + 2 - len(inside))
-        done, found = np.asarray(beam.done(state, config)), jax.device_get(beam.ranked(state))
+        done, ranked = np.asarray(beam.done(state, config)), jax.device_get(beam.ranked(state))
         for row in [row for row in inside if done[row]]:
             index = inside.pop(row)
             alone = search_one(seed, index, limits[index], beam_size)
-            np.testing.assert_array_equal(found.tokens[row], alone.tokens[0])
-            np.testing.assert_allclose(found.scores[row], alone.scores[0], rtol=1e-6)
+            np.testing.assert_array_equal(ranked.tokens[row], alone.tokens[0])
+            np.testing.assert_allclose(ranked.scores[row], alone.scores[0], rtol=1e-6)
         needed = max((int(state.position[row]) for row in inside), default=0)
         state = beam.resized(
             state,
@@ -231,13 +231,13 @@ def runner(config: DecodeConfig) -> Any:
 
 def search_one(seed: int, sentence: int, limit: int, beam_size: int) -> Any:
     """Searches one sentence alone."""
-    found = searcher(decode_config(beam_size), 6, 10)(table(seed), np.array([limit] * 6, np.int32))
-    return jax.tree.map(lambda leaf: leaf[sentence : sentence + 1], jax.device_get(found))
+    result = searcher(decode_config(beam_size), 6, 10)(table(seed), np.array([limit] * 6, np.int32))
+    return jax.tree.map(lambda leaf: leaf[sentence : sentence + 1], jax.device_get(result))
 
 
 @settings(max_examples=30, deadline=None)
 @given(st.integers(0, 1000), st.sampled_from([5, 63, 64, 65, 1000]), st.sampled_from([1, 4, 8]))
-def test_top_is_top_k(seed: int, size: int, count: int) -> None:
+def test_top_equals_top_k_of_jax(seed: int, size: int, count: int) -> None:
     """The scores have few distinct values, so there are many ties."""
     scores = np.random.default_rng(seed).integers(0, 40, (2, 3, size)).astype(np.float32)
     scores[0, 0, size // 2 :] = -np.inf
@@ -247,7 +247,7 @@ def test_top_is_top_k(seed: int, size: int, count: int) -> None:
     np.testing.assert_array_equal(index[expected > -np.inf], where[expected > -np.inf])
 
 
-def test_a_beam_as_wide_as_the_space_finds_the_best_of_all() -> None:
+def test_beam_as_wide_as_the_search_space_is_exhaustive() -> None:
     """Compared with an exhaustive search over all hypotheses of at most 2 tokens and EOS."""
     limit, words = 2, [token for token in range(VOCABULARY) if token not in (PAD, EOS)]
     for seed in range(5):
@@ -261,12 +261,12 @@ def test_a_beam_as_wide_as_the_space_finds_the_best_of_all() -> None:
                 everything.append((total, [*tokens, EOS]))
         everything.sort(reverse=True)
         # 21 hypotheses exist; with a penalty of 0 the score is the log-probability.
-        found = search(seed, [limit], 21, min_length=0, length_penalty=0.0)
-        np.testing.assert_allclose(found.scores[0], [total for total, _ in everything], atol=1e-4)
-        assert found.tokens[0, 0][: len(everything[0][1])].tolist() == everything[0][1]
+        result = search(seed, [limit], 21, min_length=0, length_penalty=0.0)
+        np.testing.assert_allclose(result.scores[0], [total for total, _ in everything], atol=1e-4)
+        assert result.tokens[0, 0][: len(everything[0][1])].tolist() == everything[0][1]
 
 
-def test_beam_one_is_greedy() -> None:
+def test_beam_size_1_is_greedy() -> None:
     for seed in range(10):
         state, expected = next_state(0, EOS), []
         for position in range(9):
@@ -279,35 +279,35 @@ def test_beam_one_is_greedy() -> None:
             if token == EOS:
                 break
             state = next_state(state, token)
-        found = search(seed, [8], 1)
-        assert found.tokens[0, 0][: len(expected)].tolist() == expected
+        result = search(seed, [8], 1)
+        assert result.tokens[0, 0][: len(expected)].tolist() == expected
 
 
-def test_rows_of_padding_end_at_once() -> None:
-    found = search(3, [6, 0], 2)
+def test_rows_of_padding_finish_immediately() -> None:
+    result = search(3, [6, 0], 2)
     alone = search(3, [6], 2)
-    np.testing.assert_array_equal(found.tokens[0], alone.tokens[0])
-    assert found.tokens[1, 0, 0] == EOS
+    np.testing.assert_array_equal(result.tokens[0], alone.tokens[0])
+    assert result.tokens[1, 0, 0] == EOS
 
 
 @pytest.mark.parametrize(("kind", "expected"), [("fairseq", 25**0.6), ("gnmt", (30 / 6) ** 0.6)])
-def test_length_penalties(kind: str, expected: float) -> None:
+def test_length_penalties_equal_their_formulas(kind: str, expected: float) -> None:
     np.testing.assert_allclose(float(length_penalty(jnp.int32(25), 0.6, kind)), expected, rtol=1e-6)
 
 
-def drawn(rows: int, beam_size: int, **options: Any) -> Any:
+def sampled(rows: int, beam_size: int, **options: Any) -> Any:
     """Samples hypotheses of at most one token; rows have the same logits and different numbers."""
     config = decode_config(beam_size, **({"temperature": 1.0, "min_length": 0} | options))
 
     @jax.jit
-    def found() -> Any:
+    def sample() -> Any:
         cache = Toy(jnp.zeros(rows, jnp.int32), jnp.zeros((rows, 2 * beam_size), jnp.int32))
         numbers = jnp.arange(rows)
         empty = beam.empty_search(cache, rows, beam_size, 2, 2)
         started = beam.begin(empty, numbers, jnp.ones(rows, jnp.int32), config, numbers)
         return beam.run(toy_step(jnp.asarray(table(3))), started, config, jnp.int32(rows)).finished
 
-    return jax.device_get(found())
+    return jax.device_get(sample())
 
 
 @pytest.mark.parametrize(
@@ -321,41 +321,41 @@ def drawn(rows: int, beam_size: int, **options: Any) -> Any:
     ],
     ids=str,
 )
-def test_words_are_drawn_as_often_as_they_should(options: dict[str, Any], words: int) -> None:
+def test_tokens_are_sampled_at_their_probabilities(options: dict[str, Any], words: int) -> None:
     """Frequencies match softmax(logits / temperature) over the allowed tokens, within 5 standard deviations."""
     log_p = log_softmax(table(3)[next_state(0, EOS)])
     scores = log_p / options.get("temperature", 1.0)
     scores[PAD] = -np.inf
     p = np.exp(log_softmax(scores))
     order = np.argsort(-p)
-    kept = order[: words or np.searchsorted(np.cumsum(p[order]), options["top_p"]) + 1]
-    expected = np.where(np.isin(np.arange(VOCABULARY), kept), p, 0)
+    allowed = order[: words or np.searchsorted(np.cumsum(p[order]), options["top_p"]) + 1]
+    expected = np.where(np.isin(np.arange(VOCABULARY), allowed), p, 0)
     expected /= expected.sum()
-    found = drawn(1000, 4, **options)
-    first = found.tokens[:, :, 0]
+    result = sampled(1000, 4, **options)
+    first = result.tokens[:, :, 0]
     share = np.bincount(first.ravel(), minlength=VOCABULARY) / first.size
     assert (np.abs(share - expected) <= 5 * np.sqrt(expected * (1 - expected) / first.size)).all()
     # The reported log-probabilities are the model's own, without temperature and truncation.
-    np.testing.assert_allclose(found.token_log_probs[:, :, 0], log_p[first], atol=1e-4)
+    np.testing.assert_allclose(result.token_log_probs[:, :, 0], log_p[first], atol=1e-4)
 
 
-def test_draws_depend_on_seed_and_number_alone() -> None:
-    many, few = drawn(50, 4), drawn(10, 4)
+def test_samples_depend_only_on_seed_and_sentence_number() -> None:
+    many, few = sampled(50, 4), sampled(10, 4)
     np.testing.assert_array_equal(many.tokens[:10], few.tokens)
-    assert (drawn(50, 4, seed=1).tokens != many.tokens).any()
+    assert (sampled(50, 4, seed=1).tokens != many.tokens).any()
     assert len({row.tobytes() for row in many.tokens}) > 5
 
 
-def test_a_prefix_is_what_every_hypothesis_begins_with() -> None:
+def test_every_hypothesis_begins_with_the_prefix() -> None:
     """With a beam as wide as the search space, the result is the best hypothesis with this prefix."""
     limit, prefix = 3, [4, 2]
     for seed in range(5):
         config = decode_config(21, min_length=0, length_penalty=0.0)
         cache = Toy(jnp.zeros(1, jnp.int32), jnp.zeros((1, 84), jnp.int32))
         empty = beam.empty_search(cache, 1, 21, 4, 4, prefix=4)
-        given = jnp.array([[*prefix, -1, -1]])
-        started = beam.begin(empty, jnp.array([0]), jnp.array([limit]), config, jnp.array([0]), given)
-        found = jax.device_get(beam.ranked(runner(config)(table(seed), started, 1)))
+        prefixes = jnp.array([[*prefix, -1, -1]])
+        started = beam.begin(empty, jnp.array([0]), jnp.array([limit]), config, jnp.array([0]), prefixes)
+        result = jax.device_get(beam.ranked(runner(config)(table(seed), started, 1)))
         state, total = next_state(0, EOS), 0.0
         for token in prefix:
             total += log_softmax(table(seed)[state])[token]
@@ -367,12 +367,12 @@ def test_a_prefix_is_what_every_hypothesis_begins_with() -> None:
         everything += [(total + log_p[token] + after[token], [*prefix, token, EOS]) for token in words]
         everything.sort(reverse=True)
         for rank, (expected, tokens) in enumerate(everything):
-            assert found.tokens[0, rank, : len(tokens)].tolist() == tokens
-            np.testing.assert_allclose(found.scores[0, rank], expected, atol=1e-4)
+            assert result.tokens[0, rank, : len(tokens)].tolist() == tokens
+            np.testing.assert_allclose(result.scores[0, rank], expected, atol=1e-4)
 
 
 @pytest.mark.parametrize("n", [1, 2])
-def test_no_sequence_comes_twice(n: int) -> None:
+def test_no_ngram_is_repeated(n: int) -> None:
     changed = 0
     for seed in range(10):
         free, ban = (

@@ -1,4 +1,4 @@
-"""Ensembles: the mean of the models' probabilities."""
+"""Ensembles average the probabilities of their models."""
 
 import dataclasses
 from typing import Any
@@ -27,16 +27,16 @@ def member(seed: int, **changes: Any) -> Member:
 
 def translator(first: Member, *others: Member) -> Translator:
     decode = DecodeConfig(beam_size=3, nbest=3, max_length_a=1.0, max_length_b=3)
-    return Translator(first.model, None, decode, others=others)  # type: ignore[arg-type] # it only reads text
+    return Translator(first.model, None, decode, others=others)  # type: ignore[arg-type] # only text needs a tokenizer
 
 
-def test_log_probabilities_are_of_the_mean() -> None:
-    """Also holds for models of different widths and depths."""
+def test_log_probabilities_are_of_the_mean_probability() -> None:
+    """The models may have different widths and depths."""
     members = member(1), member(2, width=32, decoder_layers=2), member(3)
     first = members[0]
     each = [translator(m).token_log_probs(m.params, m.alpha, SOURCES, TARGETS) for m in members]
-    found = translator(*members).token_log_probs(first.params, first.alpha, SOURCES, TARGETS)
-    for index, ours in enumerate(found):
+    result = translator(*members).token_log_probs(first.params, first.alpha, SOURCES, TARGETS)
+    for index, ours in enumerate(result):
         expected = np.log(np.mean([np.exp(one[index]) for one in each], axis=0))
         np.testing.assert_allclose(ours, expected, atol=1e-5)
 
@@ -45,37 +45,37 @@ def test_attention_is_the_mean_of_the_models() -> None:
     members = member(1), member(2, width=32, decoder_layers=2)
     first = members[0]
     each = [translator(m).attention(m.params, m.alpha, SOURCES, TARGETS) for m in members]
-    found = translator(*members).attention(first.params, first.alpha, SOURCES, TARGETS)
-    for index, ours in enumerate(found):
+    result = translator(*members).attention(first.params, first.alpha, SOURCES, TARGETS)
+    for index, ours in enumerate(result):
         np.testing.assert_allclose(ours, np.mean([one[index] for one in each], axis=0), atol=1e-6)
 
 
-def test_a_search_reports_the_probabilities_of_the_ensemble() -> None:
+def test_search_returns_the_probabilities_of_the_ensemble() -> None:
     members = member(1), member(2)
     both, first = translator(*members), members[0]
     weights = tuple((m.params, m.alpha) for m in members)
-    for index, found in both.engine.search(weights, QUERIES):
-        for tokens, each in zip(found.tokens.tolist(), found.token_log_probs, strict=True):
+    for index, result in both.engine.search(weights, QUERIES):
+        for tokens, each in zip(result.tokens.tolist(), result.token_log_probs, strict=True):
             ids = tokens[: tokens.index(1) + 1]
             forced = both.token_log_probs(first.params, first.alpha, [SOURCES[index]], [ids])[0]
             np.testing.assert_allclose(each[: len(ids)], forced, atol=1e-4)
 
 
-def test_a_model_that_votes_with_itself_changes_nothing() -> None:
+def test_ensemble_of_equal_models_equals_one_model() -> None:
     one = member(1)
     alone, doubled = translator(one), translator(one, one)
     weights = ((one.params, one.alpha),)
     expected = dict(alone.engine.search(weights, QUERIES))
-    for index, found in doubled.engine.search(weights * 2, QUERIES):
-        np.testing.assert_array_equal(found.tokens, expected[index].tokens)
-        np.testing.assert_allclose(found.scores, expected[index].scores, atol=1e-5)
+    for index, result in doubled.engine.search(weights * 2, QUERIES):
+        np.testing.assert_array_equal(result.tokens, expected[index].tokens)
+        np.testing.assert_allclose(result.scores, expected[index].scores, atol=1e-5)
 
 
 @pytest.mark.parametrize("count", [1, 2, 3])
-def test_votes(count: int) -> None:
+def test_vote_averages_the_probabilities(count: int) -> None:
     scores = np.random.default_rng(count).normal(0, 3, (count, 2, 3, 7))
     each = [(jnp.asarray(s), jax.nn.logsumexp(jnp.asarray(s), axis=-1)) for s in scores]
-    found, log_z = vote(each)
+    result, log_z = vote(each)
     for place in np.ndindex(2, 3):
         p = np.mean([np.exp(log_softmax(one[place])) for one in scores], axis=0)
-        np.testing.assert_allclose(np.asarray(found)[place] - np.asarray(log_z)[place], np.log(p), atol=1e-5)
+        np.testing.assert_allclose(np.asarray(result)[place] - np.asarray(log_z)[place], np.log(p), atol=1e-5)

@@ -33,23 +33,25 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return Translator(model, tokenizer, decode), params, Languages(data, tokenizer), data
 
 
-def test_scores_are_those_of_the_tagged_text_and_what_is_shown_has_no_tag(case: Case) -> None:
+def test_scores_include_tags_and_output_omits_them(case: Case) -> None:
     translator, params, languages, data = case
     lines, tags = languages.asked([f">>{lang}<< {line}" for line in LINES[:4] for lang in ("de", "fr")], "")
     assert lines == [line for line in LINES[:4] for _ in range(2)]
     sources = translator.tokenizer.encode_source(lines)
-    found = translator.translate(params, ALPHA, lines, tags=tags, attention=True)
+    translations = translator.translate(params, ALPHA, lines, tags=tags, attention=True)
     expected = translator.token_log_probs(
         params,
         ALPHA,
         [[*tag.source, *ids] for tag, ids in zip(tags, sources, strict=True)],
-        [[*tag.target, *each[0].tokens] for tag, each in zip(tags, found, strict=True)],
+        [[*tag.target, *each[0].tokens] for tag, each in zip(tags, translations, strict=True)],
     )
-    whole = [
+    attentions = [
         translator.attention(params, ALPHA, [[*tag.source, *ids]], [[*tag.target, *each[0].tokens]])[0]
-        for tag, ids, each in zip(tags, sources, found, strict=True)
+        for tag, ids, each in zip(tags, sources, translations, strict=True)
     ]
-    for tag, ids, each, log_probs, looks in zip(tags, sources, found, expected, whole, strict=True):
+    for tag, ids, each, log_probs, attention_weights in zip(
+        tags, sources, translations, expected, attentions, strict=True
+    ):
         best, start = each[0], len(tag.target)
         assert best.log_prob == pytest.approx(log_probs.sum(), abs=1e-4)
         assert [log_prob for _, log_prob in best.pieces] == pytest.approx(log_probs[start:].tolist(), abs=1e-4)
@@ -57,15 +59,18 @@ def test_scores_are_those_of_the_tagged_text_and_what_is_shown_has_no_tag(case: 
         assert ">>" not in best.text
         assert best.attention is not None
         assert best.attention.shape == (len(best.tokens), len(ids))
-        np.testing.assert_allclose(best.attention, looks[start:, len(tag.source) :], atol=1e-5)
+        np.testing.assert_allclose(best.attention, attention_weights[start:, len(tag.source) :], atol=1e-5)
     # Different languages give different translations.
-    assert any(german[0].tokens != french[0].tokens for german, french in zip(found[::2], found[1::2], strict=True))
+    assert any(
+        german[0].tokens != french[0].tokens
+        for german, french in zip(translations[::2], translations[1::2], strict=True)
+    )
     assert (len(tags[0].source), len(tags[0].target)) == (data.tags != "target", data.tags != "source")
 
 
 @pytest.mark.slow
-def test_what_is_warmed_up_for_tags_compiles_nothing_later(case: Case) -> None:
-    """Also holds for a line that fits the maximum length only without its tag."""
+def test_warm_up_with_tags_prevents_later_compilation(case: Case) -> None:
+    """Includes a line that fits the maximum length only without its tag."""
     translator, params, languages, data = case
     config = dataclasses.replace(translator.config, beam_size=2, nbest=2, batch_tokens=256)
     server = dataclasses.replace(translator, config=config, rounding=coarse)
@@ -77,42 +82,42 @@ def test_what_is_warmed_up_for_tags_compiles_nothing_later(case: Case) -> None:
     sources, _ = server.sources(lines)
     assert max(map(len, sources)) <= 16
     tags = languages.asked(lines, "fr")[1]
-    found = server.translate(params, ALPHA, lines, tags=tags)
+    translations = server.translate(params, ALPHA, lines, tags=tags)
     sentences = [Sentence(ids, number, tag) for number, (ids, tag) in enumerate(zip(sources, tags, strict=True))]
-    server.with_attention(params, ALPHA, sentences, found)
+    server.with_attention(params, ALPHA, sentences, translations)
     assert [event for event in compiled if "backend_compile" in event] == []
 
 
-@pytest.mark.parametrize("least", [0, 1, 3])
-def test_the_shortest_translation_is_counted_without_its_tag(case: Case, least: int) -> None:
+@pytest.mark.parametrize("shortest", [0, 1, 3])
+def test_min_length_does_not_count_the_tag(case: Case, shortest: int) -> None:
     """The model gives all tokens the same probability, so EOS, the first of them, is chosen as soon as allowed."""
     translator, params, languages, _ = case
     params = jax.tree.map(jnp.zeros_like, params)
-    config = dataclasses.replace(translator.config, beam_size=1, nbest=1, min_length=least, length_penalty=0.0)
+    config = dataclasses.replace(translator.config, beam_size=1, nbest=1, min_length=shortest, length_penalty=0.0)
     short = dataclasses.replace(translator, config=config)
     lines, tags = languages.asked([">>de<< " + LINES[0]], "")
-    ((found,),) = short.translate(params, ALPHA, lines, tags=tags)
-    assert len(found.tokens) == least + 1
+    ((translation,),) = short.translate(params, ALPHA, lines, tags=tags)
+    assert len(translation.tokens) == shortest + 1
 
 
-def test_empty_lines_ask_for_nothing_and_tabs_stay(case: Case) -> None:
+def test_empty_lines_need_no_tag_and_tabs_are_kept(case: Case) -> None:
     _, _, languages, _ = case
     texts, tags = languages.asked(["", "  ", ">>de<<\tzwei", ">>de<<  x"], "")
     assert texts == ["", "  ", "\tzwei", "x"]
     assert len(tags) == 4
 
 
-def test_which_languages_there_are(case: Case) -> None:
+def test_supported_and_unsupported_languages(case: Case) -> None:
     _, _, languages, data = case
     assert languages.targets == languages.sources == ["de", "en", "fr"]
-    for line, default, told in (
+    for line, default, message in (
         ("x", "", "no target language"),
         ("x", "pl", "not to 'pl'"),
         (">>pl<< x", "de", "'pl'"),
     ):
-        with pytest.raises(UserError, match=f"line 3: .*{told}"):
+        with pytest.raises(UserError, match=f"line 3: .*{message}"):
             languages.asked([line], default, 3)
-    # A model without tags also rejects other languages.
+    # A model without tags rejects languages that it was not trained for.
     one = Languages(dataclasses.replace(data, pairs="de+fr-en", tags="none"), languages.tokenizer)
     assert one.asked([">>en<< x", "y"], "") == (["x", "y"], [NO_TAGS, NO_TAGS])
     with pytest.raises(UserError, match="trained to translate to en, not to 'zz'"):

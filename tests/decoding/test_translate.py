@@ -49,10 +49,10 @@ def log_probs(translator: Translator, params: dict, source: list[int], prefix: l
     return log_softmax(np.asarray(logits[0, len(prefix)]))
 
 
-def test_beam_equals_the_reference_beam_on_whole_prefixes(translator: tuple[Translator, dict]) -> None:
+def test_beam_search_equals_the_reference_without_a_cache(translator: tuple[Translator, dict]) -> None:
     engine, params = translator
-    found = engine.translate(params, ALPHA, LINES[:4])
-    for line, hypotheses in zip(LINES[:4], found, strict=True):
+    translations = engine.translate(params, ALPHA, LINES[:4])
+    for line, hypotheses in zip(LINES[:4], translations, strict=True):
         (source,) = engine.tokenizer.encode_source([line])
         limit = len(source) + 3
         after = functools.partial(log_probs, engine, params, source)
@@ -60,10 +60,10 @@ def test_beam_equals_the_reference_beam_on_whole_prefixes(translator: tuple[Tran
         for hypothesis, (tokens, score) in zip(hypotheses, expected, strict=True):
             assert hypothesis.text == engine.tokenizer.decode_target(tokens)
             assert hypothesis.score == pytest.approx(score, abs=1e-4)
-    assert len({hypotheses[0].text for hypotheses in found}) > 1
+    assert len({hypotheses[0].text for hypotheses in translations}) > 1
 
 
-def test_beam_one_is_greedy_is_teacher_forced_argmax(translator: tuple[Translator, dict]) -> None:
+def test_beam_size_1_equals_the_teacher_forced_argmax(translator: tuple[Translator, dict]) -> None:
     engine, params = translator
     greedy = dataclasses.replace(engine, config=dataclasses.replace(engine.config, beam_size=1, nbest=1))
     for line, hypotheses in zip(LINES[:4], greedy.translate(params, ALPHA, LINES[:4]), strict=True):
@@ -89,24 +89,26 @@ def test_results_do_not_depend_on_batch_or_order(
     config = dataclasses.replace(engine.config, batch_tokens=batch_tokens, streams=streams, unroll=unroll)
     other = dataclasses.replace(engine, config=config)
     order = np.random.default_rng(batch_tokens).permutation(len(LINES))
-    found = other.translate(params, ALPHA, [LINES[index] for index in order])
+    translations = other.translate(params, ALPHA, [LINES[index] for index in order])
     for place, index in enumerate(order):
-        assert [h.text for h in found[place]] == [h.text for h in expected[index]]
-        np.testing.assert_allclose([h.score for h in found[place]], [h.score for h in expected[index]], atol=1e-5)
+        assert [h.text for h in translations[place]] == [h.text for h in expected[index]]
+        np.testing.assert_allclose(
+            [h.score for h in translations[place]], [h.score for h in expected[index]], atol=1e-5
+        )
 
 
-def test_streams_run_side_by_side_and_a_failure_in_one_is_raised() -> None:
+def test_streams_run_concurrently_and_their_failures_are_raised() -> None:
     together = threading.Barrier(3, timeout=20)
 
     def stream(name: str) -> Iterator[list[str]]:
         for turn in range(4):
-            together.wait()  # a barrier that no stream passes alone
+            together.wait()  # passes only if all three streams are waiting
             yield [f"{name}{turn}", "again"][: turn + 1]
 
-    found = list(interleave([stream(name) for name in "abc"]))
+    items = list(interleave([stream(name) for name in "abc"]))
     for name in "abc":
-        assert [item[1] for item in found if item[0] == name and item != "again"] == list("0123")
-    assert found.count("again") == 9
+        assert [item[1] for item in items if item[0] == name and item != "again"] == list("0123")
+    assert items.count("again") == 9
 
     def broken() -> Iterator[list[str]]:
         yield ["fine"]
@@ -116,28 +118,28 @@ def test_streams_run_side_by_side_and_a_failure_in_one_is_raised() -> None:
         list(interleave([iter([["a"], ["b"]]), broken()]))
 
 
-def test_empty_lines_stay_empty_and_nothing_is_lost(translator: tuple[Translator, dict]) -> None:
+def test_empty_lines_stay_empty_and_no_line_is_lost(translator: tuple[Translator, dict]) -> None:
     engine, params = translator
-    seen: list[int] = []
-    found = engine.translate(params, ALPHA, LINES, progress=seen.append)
-    assert len(found) == len(LINES) == sum(seen)
-    assert [h.text for h in found[-1]] == [h.text for h in found[-2]] == [""] * 4
+    counts: list[int] = []
+    translations = engine.translate(params, ALPHA, LINES, progress=counts.append)
+    assert len(translations) == len(LINES) == sum(counts)
+    assert [h.text for h in translations[-1]] == [h.text for h in translations[-2]] == [""] * 4
     assert engine.translate(params, ALPHA, []) == []
 
 
-def test_long_lines_are_cut_with_a_warning_that_names_them(translator: tuple[Translator, dict]) -> None:
+def test_long_lines_are_cut_with_a_warning(translator: tuple[Translator, dict]) -> None:
     engine, params = translator
     warnings: list[str] = []
     short = dataclasses.replace(
         engine, config=dataclasses.replace(engine.config, max_input_length=6), warn=warnings.append
     )
-    found = short.translate(params, ALPHA, ["red", " ".join(WORDS)], first_line=41)
+    translations = short.translate(params, ALPHA, ["red", " ".join(WORDS)], first_line=41)
     assert len(warnings) == 1
     assert "line 42" in warnings[0]
     ids = engine.tokenizer.encode_source([" ".join(WORDS)])[0]
     assert f"from {len(ids)} to 6 tokens" in warnings[0]
     cut = short.tokenizer.decode_target(ids[:5])
-    for hypothesis, expected in zip(found[1], short.translate(params, ALPHA, [cut])[0], strict=True):
+    for hypothesis, expected in zip(translations[1], short.translate(params, ALPHA, [cut])[0], strict=True):
         assert hypothesis.text == expected.text
         assert hypothesis.score == pytest.approx(expected.score, abs=1e-5)
 
@@ -157,29 +159,29 @@ def test_scores_are_sums_of_teacher_forced_log_probabilities(translator: tuple[T
 
 
 @pytest.mark.slow
-def test_attention_of_pairs_is_that_of_each_pair_alone(translator: tuple[Translator, dict]) -> None:
-    """Scores do not depend on the rest of the batch or on padding; the reference is the unpadded pair alone."""
+def test_attention_of_a_batch_equals_attention_of_single_pairs(translator: tuple[Translator, dict]) -> None:
+    """The weights do not depend on the rest of the batch or on padding. The reference is the unpadded pair."""
     engine, params = translator
     sources = engine.tokenizer.encode_source(["red green", "", " ".join(WORDS * 3), "blue"])
     targets = [*engine.tokenizer.encode_target(["one two three", "six", "seven"]), []]
     for layer in (0, 1, 2):
         one = dataclasses.replace(engine, config=dataclasses.replace(engine.config, alignment_layer=layer))
-        look = jnp.array([[0.5, 0.5], [1.0, 0.0], [0.0, 1.0]])[layer]
+        layer_weights = jnp.array([[0.5, 0.5], [1.0, 0.0], [0.0, 1.0]])[layer]
         chosen = one.attention(params, ALPHA, sources, targets)
         assert chosen[3].shape == (0, len(sources[3]))
         for source, target, ours in zip(sources[:3], targets[:3], chosen[:3], strict=True):
             inputs = jnp.asarray([[EOS, *target[:-1]]])
-            expected = engine.model.attention(params, jnp.asarray([source]), inputs, ALPHA, look)[0]
+            expected = engine.model.attention(params, jnp.asarray([source]), inputs, ALPHA, layer_weights)[0]
             assert ours.shape == (len(target), len(source))
             np.testing.assert_allclose(ours, expected, atol=1e-5)
             np.testing.assert_allclose(ours.sum(1), 1, atol=1e-5)
 
 
-def test_translations_come_with_their_attention(translator: tuple[Translator, dict]) -> None:
+def test_translations_include_their_attention(translator: tuple[Translator, dict]) -> None:
     engine, params = translator
-    found, plain = (engine.translate(params, ALPHA, LINES, attention=attention) for attention in (True, False))
-    assert [[h._replace(attention=None) for h in each] for each in found] == plain
-    for line, hypotheses in zip(LINES, found, strict=True):
+    translations, plain = (engine.translate(params, ALPHA, LINES, attention=attention) for attention in (True, False))
+    assert [[h._replace(attention=None) for h in each] for each in translations] == plain
+    for line, hypotheses in zip(LINES, translations, strict=True):
         (source,) = engine.tokenizer.encode_source([line])
         for hypothesis in hypotheses:
             assert hypothesis.attention is not None
@@ -190,8 +192,8 @@ def test_translations_come_with_their_attention(translator: tuple[Translator, di
             np.testing.assert_allclose(hypothesis.attention, expected, atol=1e-5)
 
 
-def test_pharaoh_leaves_out_eos_on_both_sides() -> None:
-    eos = 0.9  # a token with the largest weight on EOS is aligned to the best of the other tokens
+def test_pharaoh_omits_eos_on_both_sides() -> None:
+    eos = 0.9  # a token with its largest weight on EOS is aligned to the token with the next largest weight
     rows = [[0.1, 0.3, 0.2, 0.4], [0.0, 0.04, 0.06, eos], [0.5, 0.5, 0.0, 0.0], [1.0, 0.0, 0.0, 0.0]]
     assert pharaoh(np.array(rows, np.float32)) == [(1, 0), (2, 1), (0, 2)]
     assert pharaoh(np.ones((0, 1), np.float32)) == []
@@ -200,7 +202,7 @@ def test_pharaoh_leaves_out_eos_on_both_sides() -> None:
 
 
 @pytest.mark.slow
-def test_what_is_warmed_up_compiles_nothing_later(translator: tuple[Translator, dict]) -> None:
+def test_warm_up_prevents_later_compilation(translator: tuple[Translator, dict]) -> None:
     """Covers any number of lines, rings of the cache that grow and shrink, and attention weights."""
     engine, params = translator
     config = dataclasses.replace(engine.config, beam_size=2, nbest=2, max_length_a=8.0, min_length=65, batch_tokens=256)
@@ -215,17 +217,19 @@ def test_what_is_warmed_up_compiles_nothing_later(translator: tuple[Translator, 
     for count in (1, 3, 7, 27):
         sources, _ = server.sources((LINES * 3)[:count])
         sentences = [Sentence(source, number, nbest=2) for number, source in enumerate(sources)]
-        found = server.search(params, ALPHA, sentences)
-        assert [[h.text for h in each] for each in found] == [[h.text for h in each] for each in expected[:count]]
+        translations = server.search(params, ALPHA, sentences)
+        assert [[h.text for h in each] for each in translations] == [
+            [h.text for h in each] for each in expected[:count]
+        ]
         if count < 4:
-            short = [[best._replace(tokens=best.tokens[-16:])] for best, _ in found]
+            short = [[best._replace(tokens=best.tokens[-16:])] for best, _ in translations]
             server.with_attention(params, ALPHA, sentences, short)
     assert max(len(each[0].tokens) for each in expected) > 64
     assert [event for event in compiled if "backend_compile" in event] == []
 
 
-def test_counts_of_rows() -> None:
-    """The rounded number is at least the given one, and there are few different values."""
+def test_numbers_of_rows_are_rounded_up() -> None:
+    """The rounded number is at least the given number and takes few different values."""
     for rounding, most in ((rounded, 20), (coarse, 6)):
         counts = [rounding(count) for count in range(1, 1001)]
         assert all(count <= rows <= 4 * count for count, rows in enumerate(counts, start=1))
@@ -234,7 +238,7 @@ def test_counts_of_rows() -> None:
     assert {coarse(count) for count in range(1, 1001)} == {1, 4, 16, 64, 256, 1024}
 
 
-def test_padded_lengths_hold_their_sentences() -> None:
+def test_padded_lengths_fit_their_sentences() -> None:
     for length in (1, 8, 9, 1024, 1025, 3000):
         assert padded_length(length) >= length
     assert {padded_length(length) for length in range(1, 1025)} == {16, 32, 64, 128, 256, 512, 1024}

@@ -53,7 +53,7 @@ def reference_bleu(hypotheses, references, *, smooth):
 
 
 def reference_split(line):
-    """Reference implementation of the compound split: scans left to right for (character, hyphen, character)."""
+    """Splits compounds by scanning from left to right for (character, hyphen, character)."""
     out, i = "", 0
     while i < len(line):
         if line[i + 1 : i + 2] == "-" and len(line) > i + 2 and not line[i].isspace() and not line[i + 2].isspace():
@@ -73,9 +73,9 @@ def by_name(hypotheses, references, target_lang):
 @settings(deadline=None)
 def test_bleu_and_multi_bleu_equal_the_formula(corpus):
     hypotheses, references = corpus
-    found = by_name(hypotheses, references, "en")
-    assert found["bleu"].score == pytest.approx(reference_bleu(hypotheses, references, smooth=True))
-    assert found["multi_bleu"].score == pytest.approx(reference_bleu(hypotheses, references, smooth=False))
+    result = by_name(hypotheses, references, "en")
+    assert result["bleu"].score == pytest.approx(reference_bleu(hypotheses, references, smooth=True))
+    assert result["multi_bleu"].score == pytest.approx(reference_bleu(hypotheses, references, smooth=False))
 
 
 @given(corpora(COMPOUNDS))
@@ -83,12 +83,12 @@ def test_bleu_and_multi_bleu_equal_the_formula(corpus):
 def test_compound_split_bleu_equals_the_formula_on_split_tokens(corpus):
     hypotheses, references = corpus
     split = [[reference_split(line) for line in lines] for lines in corpus]
-    found = by_name(hypotheses, references, "de")
-    assert found["compound_split_bleu"].score == pytest.approx(reference_bleu(*split, smooth=False))
+    result = by_name(hypotheses, references, "de")
+    assert result["compound_split_bleu"].score == pytest.approx(reference_bleu(*split, smooth=False))
 
 
 @given(st.text(alphabet="ab- \u00fc", max_size=20))
-def test_compound_split_equals_a_walk(line):
+def test_compound_split_equals_the_reference(line):
     assert bleu.compound_split([line]) == [reference_split(line)]
 
 
@@ -124,22 +124,22 @@ def test_brevity_penalty_and_clipping_of_a_worked_example():
         ("zh", "我爱你，3点。", "我 爱 你 ， 3 点 。"),
     ],
 )
-def test_tokens(language, line, tokens):
+def test_tokens_of_each_language(language, line, tokens):
     assert bleu.tokenize([line], language) == [tokens]
 
 
 @pytest.mark.parametrize("language", ["de", "de_AT", "en", "vi", "zh"])
-def test_a_perfect_translation_scores_100(language):
+def test_perfect_translations_score_100(language):
     lines = ["我们今天早上八点去学校。"] if language == "zh" else ["Das ist, z.B., ein E-Mail-Programm.", "Ja!"]
-    found = by_name(lines, lines, language)
-    expected = dict.fromkeys(found, 100) | {"ter": 0}
-    assert {name: pytest.approx(score.score) for name, score in found.items()} == expected
-    assert ("compound_split_bleu" in found) == language.startswith("de")
+    result = by_name(lines, lines, language)
+    expected = dict.fromkeys(result, 100) | {"ter": 0}
+    assert {name: pytest.approx(score.score) for name, score in result.items()} == expected
+    assert ("compound_split_bleu" in result) == language.startswith("de")
 
 
-def test_scores_are_cased():
-    found = by_name(["das haus ist sehr groß"], ["Das Haus ist sehr groß"], "de")
-    assert all(score.score < 100 for name, score in found.items() if name != "ter")
+def test_scores_are_case_sensitive():
+    result = by_name(["das haus ist sehr groß"], ["Das Haus ist sehr groß"], "de")
+    assert all(score.score < 100 for name, score in result.items() if name != "ter")
 
 
 @pytest.mark.parametrize(
@@ -155,13 +155,13 @@ def test_scores_are_cased():
         ("zh", "multi_bleu", ["tok:zh", "smooth:none"]),
     ],
 )
-def test_signatures_name_what_was_done(language, name, parts):
+def test_signatures_list_the_settings(language, name, parts):
     signature = by_name(["a b c d"], ["a b c d"], language)[name].signature
     assert all(part in signature for part in [*parts, "version:"]), signature
 
 
 @pytest.mark.parametrize(("language", "segmenter"), [("ja", "MeCab"), ("ko", "mecab_ko")])
-def test_a_missing_segmenter_is_named(language, segmenter):
+def test_missing_segmenters_are_named(language, segmenter):
     if importlib.util.find_spec(segmenter):
         assert f"tok:{language}-mecab" in by_name(["x"], ["x"], language)["bleu"].signature
     else:
@@ -177,14 +177,14 @@ def test_validation_uses_the_same_bleu(corpus):
 
 
 @pytest.mark.parametrize("function", [bleu.scores, bleu.corpus_bleu])
-def test_bad_input(function):
+def test_invalid_input_is_rejected(function):
     with pytest.raises(UserError, match="2 hypotheses against 1 references"):
         function(["a", "b"], ["a"], "de")
     with pytest.raises(UserError, match="empty"):
         function([], [], "de")
 
 
-def test_right_language_is_the_share_in_the_language_asked_for() -> None:
+def test_right_language_is_the_share_in_the_target_language() -> None:
     lines = ["Ein Hund läuft durch den Schnee.", "A dog runs through the snow.", "Ein Mann liest ein Buch.", ""]
     (score,) = right_language("de", ["en", "de", "fr"])(lines, lines, lines)
     assert (score.name, score.score) == ("right_language", 50.0)

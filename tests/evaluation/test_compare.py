@@ -1,4 +1,4 @@
-"""Comparisons checked against the sacrebleu command and against systems with known differences."""
+"""Compares systems with known differences, and checks the p-values against the sacrebleu command."""
 
 import dataclasses
 import json
@@ -67,10 +67,10 @@ BASE, SAME, BETTER = noisy(REFERENCE, 0.4, 1), noisy(REFERENCE, 0.4, 2), noisy(R
 
 
 @pytest.mark.slow
-def test_p_values_are_those_of_the_sacrebleu_command(found: dict[str, Any], tmp_path: Path) -> None:
+def test_p_values_equal_the_sacrebleu_command(comparison: dict[str, Any], tmp_path: Path) -> None:
     for name, lines in (("ref", REFERENCE), ("base", BASE), ("same", SAME), ("better", BETTER)):
         (tmp_path / name).write_text("\n".join(lines) + "\n", encoding="utf-8")
-    table = found["scores"]
+    table = comparison["scores"]
     command = [sys.executable, "-m", "sacrebleu", "ref", "-i", "base", "same", "better", "-m", "bleu", "chrf", "ter"]
     for test, label in (("--paired-bs", "p_bootstrap"), ("--paired-ar", "p_randomisation")):
         done = subprocess.run([*command, test, "-f", "latex"], cwd=tmp_path, capture_output=True, text=True, check=True)
@@ -81,14 +81,14 @@ def test_p_values_are_those_of_the_sacrebleu_command(found: dict[str, Any], tmp_
 
 
 @pytest.fixture(scope="module")
-def found() -> dict[str, Any]:
-    """Returns a baseline, a copy of it, an equally good system and a better one."""
+def comparison() -> dict[str, Any]:
+    """Compares a baseline with a copy of it, an equally good system and a better one."""
     return compare({"base": BASE, "copy": list(BASE), "same": SAME, "better": BETTER}, REFERENCE, "de")
 
 
-def test_a_planted_tie_and_a_planted_improvement(found: dict[str, Any]) -> None:
+def test_verdicts_on_planted_differences(comparison: dict[str, Any]) -> None:
     for metric in ("bleu", "chrf", "ter"):
-        systems = found["scores"][metric]["systems"]
+        systems = comparison["scores"][metric]["systems"]
         assert [systems[name]["verdict"] for name in ("copy", "same", "better")] == ["tie", "tie", "better"]
         assert systems["copy"]["p_bootstrap"] == 1.0
     worse = scores({"base": BETTER, "other": BASE}, REFERENCE, "de")
@@ -96,7 +96,7 @@ def test_a_planted_tie_and_a_planted_improvement(found: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("test", ["bs", "ar"])
-def test_a_real_difference_and_none(test: str) -> None:
+def test_p_values_of_real_and_absent_differences(test: str) -> None:
     references = [f"{i} tree {i * i} house {i + 7} river {i % 5}" for i in range(200)]
     wrong = [line.replace("house", "cat") for line in references]
     half = [line if i % 2 else wrong[i] for i, line in enumerate(references)]
@@ -120,13 +120,13 @@ def test_a_real_difference_and_none(test: str) -> None:
     assert results["b"].p_value == 1
 
 
-def test_breakdowns_cover_every_line_and_word(found: dict[str, Any]) -> None:
-    assert sum(row["lines"] for row in found["by_length"]) == len(REFERENCE)
-    assert sum(row["tokens"] for row in found["by_frequency"]) == sum(len(line.split()) for line in REFERENCE)
-    assert all(row["bleu"]["better"] > row["bleu"]["base"] for row in found["by_length"])
+def test_breakdowns_cover_every_line_and_word(comparison: dict[str, Any]) -> None:
+    assert sum(row["lines"] for row in comparison["by_length"]) == len(REFERENCE)
+    assert sum(row["tokens"] for row in comparison["by_frequency"]) == sum(len(line.split()) for line in REFERENCE)
+    assert all(row["bleu"]["better"] > row["bleu"]["base"] for row in comparison["by_length"])
 
 
-def test_f1_of_words_by_hand() -> None:
+def test_f1_of_words_equals_hand_computed_values() -> None:
     """The word "a" occurs twice in the reference and matches once; "z", which is not counted, has no row."""
     hypothesis, reference = [["a", "b"], ["z"]], [["a", "a"], ["b"]]
     rows = by_frequency({"s": hypothesis}, reference, {"a": 3, "b": 50})
@@ -135,23 +135,23 @@ def test_f1_of_words_by_hand() -> None:
     assert ranges((10, 20)) == ["1-10", "11-20", "21+"]
 
 
-def test_sentences_that_differ_most() -> None:
+def test_sentences_that_differ_most_are_listed() -> None:
     changed = list(BASE)
     changed[7], changed[9] = REFERENCE[7], "<b>nichts</b>"
     shown = sentences({"base": BASE, "other": changed}, REFERENCE, texts(5))
     assert [(row["line"], row["gain"] > 0) for row in shown] == [(8, True), (10, False)]
 
 
-def test_the_page_shows_text_as_text(found: dict[str, Any], tmp_path: Path) -> None:
-    rows = [{**found["sentences"][0], "system_text": "<script>alert(1)</script>"}]
-    _, page = write({**found, "sentences": rows}, tmp_path)
+def test_page_escapes_the_text(comparison: dict[str, Any], tmp_path: Path) -> None:
+    rows = [{**comparison["sentences"][0], "system_text": "<script>alert(1)</script>"}]
+    _, page = write({**comparison, "sentences": rows}, tmp_path)
     html = page.read_text(encoding="utf-8")
     assert "<script>" not in html
     assert "&lt;script&gt;" in html
 
 
 @pytest.mark.slow
-def test_mode_compare_takes_workdirs_and_files(tmp_path: Path, trained: Path) -> None:
+def test_compare_mode_accepts_workdirs_and_files(tmp_path: Path, trained: Path) -> None:
     (tmp_path / "sys").write_text("eins\nzwei\n", encoding="utf-8")
     done = run_main(
         "--mode=compare", f"--workdir={tmp_path / 'out'}", f"--config.compare.systems=x={tmp_path},{trained}"
@@ -172,9 +172,9 @@ def test_mode_compare_takes_workdirs_and_files(tmp_path: Path, trained: Path) ->
     )
     done = run_main(*files, "--config.data.target_lang=zh")
     assert done.returncode == 0, done.stderr
-    found = json.loads((tmp_path / "out" / "compare.json").read_text())
-    assert (found["baseline"], found["target_lang"]) == ("good", "zh")
-    assert "|tok:zh|" in found["scores"]["bleu"]["signature"]
+    comparison = json.loads((tmp_path / "out" / "compare.json").read_text())
+    assert (comparison["baseline"], comparison["target_lang"]) == ("good", "zh")
+    assert "|tok:zh|" in comparison["scores"]["bleu"]["signature"]
     assert done.stdout.startswith("2 lines, scored as zh, baseline good\n")
     # Byte-order marks and Windows line ends are not part of a translation.
     (tmp_path / "other").write_bytes("\ufeffeins\r\nzwei\r\n".encode())
@@ -201,33 +201,33 @@ def compared(folder: Path, systems: list[Path], split: str, capsys: pytest.Captu
     return json.loads((folder / "out" / "compare.json").read_text()), capsys.readouterr().err
 
 
-def test_a_direction_that_was_never_trained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Words are counted in the training text of the direction if it exists, as for a trained direction."""
+def test_directions_that_were_never_trained_can_be_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Word frequencies come from the training text of the direction if it exists, else from the references."""
     text = tmp_path / "text"
     text.mkdir()
     data = DataConfig(source="text", path=str(text), files="{split}.{pair}.{lang}", pairs="fr-en,en-zh")
-    systems = [evaluated(tmp_path / name, "test.de-zh", data, found) for name, found in (("a", BASE), ("b", BETTER))]
-    found, said = compared(tmp_path, systems, "test.de-zh", capsys)
-    assert (found["target_lang"], found["frequencies_of"]) == ("zh", "references")
-    assert "counting the words of the references instead" in said
-    assert "no file matches train.de-zh.de" in said
+    systems = [evaluated(tmp_path / name, "test.de-zh", data, lines) for name, lines in (("a", BASE), ("b", BETTER))]
+    comparison, log = compared(tmp_path, systems, "test.de-zh", capsys)
+    assert (comparison["target_lang"], comparison["frequencies_of"]) == ("zh", "references")
+    assert "counting the words of the references instead" in log
+    assert "no file matches train.de-zh.de" in log
     for lang in ("de", "zh"):
         (text / f"train.de-zh.{lang}").write_text("Hund\n" * 10)
-    found, said = compared(tmp_path, systems, "test.de-zh", capsys)
-    assert found["frequencies_of"] == "training text"
-    assert "instead" not in said
+    comparison, log = compared(tmp_path, systems, "test.de-zh", capsys)
+    assert comparison["frequencies_of"] == "training text"
+    assert "instead" not in log
     with pytest.raises(
         UserError, match=r"test.hypothesis: no such file; evaluated splits: test.de-zh; change compare.split"
     ):
         compared(tmp_path, systems, "test", capsys)
 
 
-def test_the_page_and_the_table_name_the_language(found: dict[str, Any], tmp_path: Path) -> None:
-    assert format_table(found).startswith("60 lines, scored as de, baseline base\n")
-    assert "60 lines, scored as de." in write(found, tmp_path)[1].read_text(encoding="utf-8")
+def test_page_and_table_name_the_language(comparison: dict[str, Any], tmp_path: Path) -> None:
+    assert format_table(comparison).startswith("60 lines, scored as de, baseline base\n")
+    assert "60 lines, scored as de." in write(comparison, tmp_path)[1].read_text(encoding="utf-8")
 
 
-def test_bad_input_is_the_users_mistake() -> None:
+def test_invalid_input_is_rejected() -> None:
     with pytest.raises(UserError, match="at least two systems"):
         compare({"a": BASE}, REFERENCE, "de")
     with pytest.raises(UserError, match="the reference is empty"):

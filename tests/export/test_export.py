@@ -1,4 +1,4 @@
-"""Exported models against the engines themselves: the same log-probability for every token."""
+"""Runs exported models in their engines and compares the log-probability of every token with ours."""
 
 import dataclasses
 import json
@@ -36,14 +36,14 @@ PLAIN = (
 ALPHA = jnp.float32(0.25)
 
 
-def drawn(model: Transformer, alpha: Any = ALPHA) -> tuple[Any, list[np.ndarray]]:
-    """Parameters away from their special initial values, and our log-probabilities."""
+def random_params(model: Transformer, alpha: Any = ALPHA) -> tuple[Any, list[np.ndarray]]:
+    """Returns random parameters and our log-probabilities of the targets."""
     leaves, tree = jax.tree.flatten(jax.jit(model.init)(jax.random.key(0)))
     keys = jax.random.split(jax.random.key(7), len(leaves))
     params = jax.tree.unflatten(
         tree, [leaf + 0.2 * jax.random.normal(key, leaf.shape) for leaf, key in zip(leaves, keys, strict=True)]
     )
-    translator = Translator(model, None, DecodeConfig())  # type: ignore[arg-type] # it only reads text
+    translator = Translator(model, None, DecodeConfig())  # type: ignore[arg-type] # only text needs a tokenizer
     return params, translator.token_log_probs(params, alpha, SOURCES, TARGETS)
 
 
@@ -55,15 +55,15 @@ def difference(ours: list[np.ndarray], theirs: list[np.ndarray]) -> float:
     return max(float(np.abs(a - b).max()) for a, b in zip(ours, theirs, strict=True))
 
 
-def few(methods: tuple[str, ...], quick: tuple[str, ...]) -> list[Any]:
-    """All of them, those that are not quick marked as slow."""
+def quick_and_slow(methods: tuple[str, ...], quick: tuple[str, ...]) -> list[Any]:
+    """Returns all methods as test parameters; methods that are not in `quick` are marked slow."""
     return [method if method in quick else pytest.param(method, marks=pytest.mark.slow) for method in methods]
 
 
-@pytest.mark.parametrize("method", few(PLAIN, ("branchnorm", "deepnorm", "admin", "layerscale")))
-def test_ctranslate2_gives_our_numbers(method: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("method", quick_and_slow(PLAIN, ("branchnorm", "deepnorm", "admin", "layerscale")))
+def test_ctranslate2_equals_our_log_probabilities(method: str, tmp_path: Path) -> None:
     model = Transformer(dataclasses.replace(SMALL, method=method), WORDS, WORDS)
-    params, ours = drawn(model)
+    params, ours = random_params(model)
     ctranslate2.write(fold.fold(model, params, ALPHA), model.config, (PIECES, PIECES), tmp_path, 64, "")
     assert difference(ours, ctranslate2.log_probs(tmp_path, words(SOURCES), words(TARGETS))) < 2e-5
 
@@ -77,13 +77,13 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=list(OPTIONS))
-def test_options_are_carried_over(options: dict[str, Any], tmp_path: Path) -> None:
+def test_model_options_are_exported(options: dict[str, Any], tmp_path: Path) -> None:
     model = Transformer(dataclasses.replace(SMALL, method="deepnorm", **options), WORDS, WORDS, (5, 17))
-    params, ours = drawn(model)
+    params, ours = random_params(model)
     ctranslate2.write(fold.fold(model, params, ALPHA), model.config, (PIECES, PIECES), tmp_path, 64, "")
     theirs = ctranslate2.log_probs(tmp_path, words(SOURCES), words(TARGETS))
     for target, a, b in zip(TARGETS, ours, theirs, strict=True):
-        used = ~np.isin(target, (5, 17))  # of which our loss says a finite number
+        used = ~np.isin(target, (5, 17))  # our loss of unused tokens is finite, so only the others are compared
         np.testing.assert_allclose(a[used], b[used], atol=2e-5)
         assert (b[~used] < -1e6).all()
 
@@ -96,33 +96,33 @@ def test_options_are_carried_over(options: dict[str, Any], tmp_path: Path) -> No
         *(pytest.param(*case, marks=pytest.mark.slow) for case in (("branchnorm", "decoder"), ("rezero_ln", "all"))),
     ],
 )
-def test_hugging_face_gives_our_numbers(method: str, tables: str, tmp_path: Path) -> None:
+def test_hugging_face_equals_our_log_probabilities(method: str, tables: str, tmp_path: Path) -> None:
     model = Transformer(dataclasses.replace(SMALL, method=method, shared_embeddings=tables), WORDS, WORDS)
-    params, ours = drawn(model)
+    params, ours = random_params(model)
     plain = fold.fold(model, params, ALPHA)
     assert huggingface.obstacle(plain, model.config) == ""
     huggingface.write(plain, model.config, DecodeConfig(), (PIECES, PIECES), ("en", "de"), tmp_path, 64)
-    # The first branch of each stack is divided instead of the stream multiplied: its epsilon is then another.
+    # To remove the embedding scale, the first branch of each stack is divided. This changes the epsilon of its norm.
     assert difference(ours, huggingface.log_probs(tmp_path, SOURCES, TARGETS)) < 5e-5
     config = json.loads((tmp_path / "config.json").read_text())
     assert config["decoder_start_token_id"] == EOS
-    # What was folded is still what it was.
+    # Writing the model does not change the folded weights.
     ctranslate2.write(plain, model.config, (PIECES, PIECES), tmp_path, 64, "")
     assert difference(ours, ctranslate2.log_probs(tmp_path, words(SOURCES), words(TARGETS))) < 2e-5
 
 
-def test_alpha_of_each_layer(tmp_path: Path) -> None:
+def test_alpha_per_layer_is_exported(tmp_path: Path) -> None:
     model = Transformer(dataclasses.replace(SMALL, method="branchnorm", alpha_order="bottom_up"), WORDS, WORDS)
     alpha = {"encoder": jnp.array([0.9, 0.4, 0.1]), "decoder": jnp.array([0.7, 0.2])}
-    params, ours = drawn(model, alpha)
+    params, ours = random_params(model, alpha)
     ctranslate2.write(fold.fold(model, params, alpha), model.config, (PIECES, PIECES), tmp_path, 64, "")
     assert difference(ours, ctranslate2.log_probs(tmp_path, words(SOURCES), words(TARGETS))) < 2e-5
 
 
-def test_folding_leaves_epsilon_alone() -> None:
-    """Dividing the branch by a instead makes the error that epsilon / a^2 does; scaling the stream makes none."""
+def test_folding_does_not_change_epsilon() -> None:
+    """Folding scales the stream. Dividing the branch by a would change epsilon to epsilon / a^2."""
     model = Transformer(dataclasses.replace(SMALL, method="deepnorm", encoder_layers=18), WORDS, WORDS)
-    params, _ = drawn(model)
+    params, _ = random_params(model)
     plain = fold.fold(model, params, ALPHA)
     before, after = params["encoder"], plain.layers["encoder"]
     np.testing.assert_allclose(after["ffn"]["fc2"]["kernel"], before["ffn"]["fc2"]["kernel"], rtol=1e-6)
@@ -130,10 +130,10 @@ def test_folding_leaves_epsilon_alone() -> None:
 
 
 @pytest.mark.parametrize("quantization", ["int8", "float16"])
-def test_quantised_weights_are_close(quantization: str, tmp_path: Path) -> None:
-    """Multiplied in float32, for not every CPU multiplies int8 without overflow."""
+def test_quantised_models_are_close_and_smaller(quantization: str, tmp_path: Path) -> None:
+    """Computes in float32, because not every CPU multiplies int8 without overflow."""
     model = Transformer(dataclasses.replace(SMALL, width=64, ffn_width=128), WORDS, WORDS)
-    params, ours = drawn(model)
+    params, ours = random_params(model)
     plain = fold.fold(model, params, ALPHA)
     sizes = {}
     for kind in ("", quantization):
@@ -147,7 +147,7 @@ def test_quantised_weights_are_close(quantization: str, tmp_path: Path) -> None:
     assert sizes[quantization] < 0.6 * sizes[""]
 
 
-def test_every_other_method_says_why_not() -> None:
+def test_methods_that_cannot_be_exported_give_a_reason() -> None:
     for method in METHODS:
         obstacle = fold.obstacle(Transformer(dataclasses.replace(SMALL, method=method), WORDS, WORDS))
         assert bool(obstacle) != (method in FOLDABLE), method
@@ -170,31 +170,31 @@ FOLDABLE = {
 }
 
 
-def test_hugging_face_refuses_what_marian_cannot_be() -> None:
+def test_hugging_face_rejects_models_that_marian_cannot_represent() -> None:
     cases: list[tuple[dict[str, Any], str]] = [
         ({"method": "pre_ln"}, "Post-LN"),
         ({"positions": "fairseq"}, "position"),
     ]
     for changes, word in cases:
         model = Transformer(dataclasses.replace(SMALL, **changes), WORDS, WORDS)
-        assert word in huggingface.obstacle(fold.fold(model, drawn(model)[0], ALPHA), model.config)
+        assert word in huggingface.obstacle(fold.fold(model, random_params(model)[0], ALPHA), model.config)
     admin = Transformer(dataclasses.replace(SMALL, method="admin"), WORDS, WORDS)
-    assert "per feature" in huggingface.obstacle(fold.fold(admin, drawn(admin)[0], ALPHA), admin.config)
+    assert "per feature" in huggingface.obstacle(fold.fold(admin, random_params(admin)[0], ALPHA), admin.config)
 
 
-def test_hugging_face_gives_as_many_and_as_long_translations_as_asked_for(tmp_path: Path) -> None:
-    """Of a model that would always end at once: so many tokens before EOS, as ours and CTranslate2 count them."""
+def test_exported_models_respect_nbest_and_min_length(tmp_path: Path) -> None:
+    """The model always prefers EOS, so a translation has exactly `min_length` tokens before EOS in both engines."""
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
     model = Transformer(dataclasses.replace(SMALL, output_bias=True), WORDS, WORDS)
-    plain = fold.fold(model, drawn(model)[0], ALPHA)
+    plain = fold.fold(model, random_params(model)[0], ALPHA)
     plain = plain._replace(bias=plain.bias + 100 * (np.arange(WORDS) == EOS).astype(np.float32))
     for shortest in (0, 1, 3):
         decode = DecodeConfig(beam_size=4, nbest=2, min_length=shortest)
         huggingface.write(plain, model.config, decode, (PIECES, PIECES), ("en", "de"), tmp_path, 64)
         theirs = transformers.MarianMTModel.from_pretrained(tmp_path)
-        found = theirs.generate(torch.tensor([SOURCES[1]])).tolist()
-        assert len(found) == 2
-        best = found[0][1:]  # without the token that decoding starts with
+        translations = theirs.generate(torch.tensor([SOURCES[1]])).tolist()
+        assert len(translations) == 2
+        best = translations[0][1:]  # without the token that decoding starts with
         assert best.index(EOS) == shortest
         ctranslate2.write(plain, model.config, (PIECES, PIECES), tmp_path, 64, "")
         settings = ctranslate2.search_settings(decode, 64)
@@ -202,8 +202,8 @@ def test_hugging_face_gives_as_many_and_as_long_translations_as_asked_for(tmp_pa
         assert len(other.hypotheses[0]) == shortest
 
 
-def to_export(trained: Path, folder: Path, lines: int, **decode: Any) -> Config:
-    """The config of a run, to export it to a folder."""
+def export_config(trained: Path, folder: Path, lines: int, **decode: Any) -> Config:
+    """Returns the config of a run with the options that export it to a folder."""
     config = configs.load(trained / "config.json")
     return dataclasses.replace(
         config,
@@ -212,28 +212,28 @@ def to_export(trained: Path, folder: Path, lines: int, **decode: Any) -> Config:
     )
 
 
-def test_pairs_longer_than_the_exported_model_are_not_compared(
+def test_check_skips_pairs_longer_than_the_exported_maximum(
     trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     short: dict[str, Any] = dict(max_length_a=0.0, max_length_b=4, max_input_length=28)
-    export(to_export(trained, tmp_path / "out", 40, temperature=1.0, **short), Workdir(trained))
-    told = capsys.readouterr().err
+    export(export_config(trained, tmp_path / "out", 40, temperature=1.0, **short), Workdir(trained))
+    log = capsys.readouterr().err
     assert (tmp_path / "out" / "model.bin").exists()
-    found = re.search(r"skips (\d+) of 40 validation pairs .* exported model's maximum, 28 tokens", told)
-    assert found and 0 < int(found[1]) < 40
-    assert f"over {40 - int(found[1])} validation pairs" in told
-    assert "decode.temperature is not exported" in told
+    skipped = re.search(r"skips (\d+) of 40 validation pairs .* exported model's maximum, 28 tokens", log)
+    assert skipped and 0 < int(skipped[1]) < 40
+    assert f"over {40 - int(skipped[1])} validation pairs" in log
+    assert "decode.temperature is not exported" in log
 
 
-def test_without_a_pair_that_fits_nothing_is_written(trained: Path, tmp_path: Path) -> None:
+def test_nothing_is_written_if_no_pair_fits(trained: Path, tmp_path: Path) -> None:
     short: dict[str, Any] = dict(max_length_a=0.0, max_length_b=1, max_input_length=4)
     with pytest.raises(UserError, match=r"first 2 validation pairs.*decode\.max_input_length.*export\.check_lines=0"):
-        export(to_export(trained, tmp_path / "out", 2, **short), Workdir(trained))
+        export(export_config(trained, tmp_path / "out", 2, **short), Workdir(trained))
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("which", ["folder", "file", "here"])
-def test_what_lies_there_is_not_replaced(
+def test_existing_files_are_not_replaced(
     trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, which: str
 ) -> None:
     mine = tmp_path / "mine"
@@ -242,13 +242,13 @@ def test_what_lies_there_is_not_replaced(
     monkeypatch.chdir(mine)
     there = {"folder": mine, "file": mine / "thesis.txt", "here": Path()}[which]
     with pytest.raises(UserError, match=r"export\.path=.*it exists and is not an empty folder"):
-        export(to_export(trained, there, 2), Workdir(trained))
+        export(export_config(trained, there, 2), Workdir(trained))
     assert (mine / "thesis.txt").read_text() == "years of work"
 
 
-def test_the_runs_own_export_is_replaced(trained: Path, tmp_path: Path) -> None:
+def test_earlier_export_in_the_workdir_is_replaced(trained: Path, tmp_path: Path) -> None:
     run = shutil.copytree(trained, tmp_path / "run")
-    config = to_export(trained, tmp_path, 0)
+    config = export_config(trained, tmp_path, 0)
     config = dataclasses.replace(config, export=dataclasses.replace(config.export, path=""))
     for _ in range(2):
         export(config, Workdir(run))

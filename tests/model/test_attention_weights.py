@@ -11,13 +11,13 @@ import pytest
 
 from branchnorm_jax.model.transformer import Transformer
 from branchnorm_jax.options import ModelConfig
-from tests.model.test_reference import ALPHA, SIZES, SOURCE, TARGET, away_from_start
+from tests.model.test_reference import ALPHA, SIZES, SOURCE, TARGET, random_params
 from tests.reference import transformer as reference
 from tests.reference.algebra import every_method
 
 LAYERS = 3
 CONFIG = ModelConfig(**(SIZES | {"decoder_layers": LAYERS}))
-EVENLY = jnp.full(LAYERS, 1 / LAYERS)
+UNIFORM = jnp.full(LAYERS, 1 / LAYERS)
 
 
 def model_of(**changes: Any) -> Transformer:
@@ -26,57 +26,57 @@ def model_of(**changes: Any) -> Transformer:
 
 def attention(model: Transformer, params: Any, weights: Any, alpha: Any = ALPHA) -> np.ndarray:
     """Returns the attention weights [B, T, S] for the given weights of the layers."""
-    found = model.attention(params, jnp.asarray(SOURCE), jnp.asarray(TARGET), jnp.asarray(alpha), jnp.asarray(weights))
-    return np.asarray(found)
+    result = model.attention(params, jnp.asarray(SOURCE), jnp.asarray(TARGET), jnp.asarray(alpha), jnp.asarray(weights))
+    return np.asarray(result)
 
 
 @pytest.mark.parametrize("method", every_method())
-def test_attention_of_every_method(method: str) -> None:
+def test_attention_weights_of_every_method_equal_the_reference(method: str) -> None:
     """The weights of the layers all differ, so the sum changes if two layers are swapped."""
     weights = np.array([0.5, 0.3, 0.2])
     with jax.enable_x64(True), jax.disable_jit():
         model = model_of(method=method, dtype="float64", carry_dtype="float64")
-        params = away_from_start(model, "float64")
-        found = attention(model, params, weights)
+        params = random_params(model, "float64")
+        result = attention(model, params, weights)
     positions = np.arange(6)[:, None] / 10000 ** (2 * np.arange(4) / 8)
     positions = np.concatenate([np.sin(positions), np.cos(positions)], -1).astype(np.float32)
     table = params["embedding"]["shared"]
     source, target = (table[ids] * np.sqrt(8) + positions[: ids.shape[1]] for ids in (SOURCE, TARGET))
     heads: list[dict[int, np.ndarray]] = []
-    reference.forward(method, params, source, target, SOURCE != 0, heads=2, alpha=ALPHA, looks=heads)
+    reference.forward(method, params, source, target, SOURCE != 0, heads=2, alpha=ALPHA, attention_weights=heads)
     expected = [np.mean(list(layer.values()), axis=0) for layer in heads]
-    np.testing.assert_allclose(found, np.tensordot(weights, np.stack(expected), 1), atol=1e-9)
-    assert np.abs(np.diff(expected, axis=0)).max() > 1e-3, "all layers attend alike"
+    np.testing.assert_allclose(result, np.tensordot(weights, np.stack(expected), 1), atol=1e-9)
+    assert np.abs(np.diff(expected, axis=0)).max() > 1e-3, "all layers have the same attention weights"
 
 
-def test_rows_sum_to_one_and_padding_gets_nothing() -> None:
+def test_rows_sum_to_one_and_padding_has_no_weight() -> None:
     model = model_of()
-    found = attention(model, away_from_start(model, "float32"), EVENLY)
-    assert found.shape == (*TARGET.shape, SOURCE.shape[1])
-    assert found.dtype == np.float32
-    np.testing.assert_allclose(found.sum(-1), 1, atol=1e-6)
-    assert (found[np.broadcast_to((SOURCE == 0)[:, None], found.shape)] == 0).all()
-    assert (found[0, :, :4] > 0).all()
+    result = attention(model, random_params(model, "float32"), UNIFORM)
+    assert result.shape == (*TARGET.shape, SOURCE.shape[1])
+    assert result.dtype == np.float32
+    np.testing.assert_allclose(result.sum(-1), 1, atol=1e-6)
+    assert (result[np.broadcast_to((SOURCE == 0)[:, None], result.shape)] == 0).all()
+    assert (result[0, :, :4] > 0).all()
 
 
 @pytest.mark.parametrize("method", ["branchnorm", "dlcl", "dlcl_post", "residual_dual"])
-@pytest.mark.parametrize("how", [dict(remat="nested", group=2), dict(unroll=2), dict()], ids=str)
-def test_scan_is_loop(method: str, how: dict[str, Any]) -> None:
-    model = model_of(method=method, **how)
-    params = away_from_start(model, "float32")
+@pytest.mark.parametrize("options", [dict(remat="nested", group=2), dict(unroll=2), dict()], ids=str)
+def test_scan_equals_loop(method: str, options: dict[str, Any]) -> None:
+    model = model_of(method=method, **options)
+    params = random_params(model, "float32")
     with jax.disable_jit():  # a scan is a Python loop there
-        loop = attention(model, params, EVENLY)
-    np.testing.assert_allclose(attention(model, params, EVENLY), loop, atol=1e-6)
+        loop = attention(model, params, UNIFORM)
+    np.testing.assert_allclose(attention(model, params, UNIFORM), loop, atol=1e-6)
 
 
-def test_a_layer_whose_branches_are_not_computed_reports_its_attention_all_the_same() -> None:
+def test_layers_with_skipped_branches_return_their_attention() -> None:
     model = model_of(alpha_order="bottom_up")
-    params = away_from_start(model, "float32")
+    params = random_params(model, "float32")
     alpha = {"encoder": jnp.ones(CONFIG.encoder_layers), "decoder": jnp.array([1.0, 0.5, 0.0])}
-    found = model.attention(params, jnp.asarray(SOURCE), jnp.asarray(TARGET), alpha, jnp.array([0.0, 0.0, 1.0]))
+    result = model.attention(params, jnp.asarray(SOURCE), jnp.asarray(TARGET), alpha, jnp.array([0.0, 0.0, 1.0]))
     uniform = model_of()
     expected = uniform.attention(params, jnp.asarray(SOURCE), jnp.asarray(TARGET), alpha, jnp.array([0.0, 0.0, 1.0]))
-    np.testing.assert_allclose(found, expected, atol=1e-6)
+    np.testing.assert_allclose(result, expected, atol=1e-6)
 
 
 def test_memory_does_not_grow_with_depth() -> None:
@@ -88,9 +88,9 @@ def test_memory_does_not_grow_with_depth() -> None:
         run = jax.jit(functools.partial(Transformer.attention, model))
         weights = jax.ShapeDtypeStruct((layers,), jnp.float32)
         lowered = run.lower(model.abstract_params(), tokens, tokens, jax.ShapeDtypeStruct((), jnp.float32), weights)
-        found = lowered.compile().memory_analysis()
-        assert found is not None
-        return found.temp_size_in_bytes
+        memory = lowered.compile().memory_analysis()
+        assert memory is not None
+        return memory.temp_size_in_bytes
 
     one_map = 4 * 64 * 64 * 4
     assert temporary(40) - temporary(4) < one_map

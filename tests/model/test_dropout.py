@@ -1,4 +1,4 @@
-"""Dropout's statistics, scale and bits."""
+"""Statistics, scale and random bits of dropout."""
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ from branchnorm_jax.options import ModelConfig
 
 @pytest.mark.parametrize("rate", [0.1, 0.5, 0.9])
 @pytest.mark.parametrize("width", [64, 63])
-def test_rate_and_scale(rate: float, width: int) -> None:
+def test_rate_and_scale_of_dropout(rate: float, width: int) -> None:
     x = jnp.ones((1000, width))
     y = np.asarray(dropout(x, rate, jax.random.key(0)))
     kept = y != 0
@@ -26,7 +26,7 @@ def test_rate_and_scale(rate: float, width: int) -> None:
 
 @pytest.mark.parametrize("axis", [0, 1, 2])
 @pytest.mark.parametrize("distance", [1, 2, 3, 16, 32])
-def test_neighbours_are_independent(axis: int, distance: int) -> None:
+def test_neighbouring_elements_are_independent(axis: int, distance: int) -> None:
     kept = np.asarray(dropout(jnp.ones((64, 64, 64)), 0.5, jax.random.key(1))) != 0
     kept = np.moveaxis(kept, axis, 0)
     both = (kept[distance:] & kept[:-distance]).mean()
@@ -54,12 +54,12 @@ def test_bits_are_uniform() -> None:
         assert abs(chi_square - 255) < 5 * np.sqrt(2 * 255)
 
 
-def test_rows_of_a_larger_array_do_not_repeat() -> None:
+def test_rows_of_a_mask_do_not_repeat() -> None:
     masks = np.asarray(dropout(jnp.ones((2000, 64)), 0.5, jax.random.key(5))) != 0
     assert len({row.tobytes() for row in masks}) == 2000
 
 
-def test_the_gradient_has_the_same_mask() -> None:
+def test_gradient_has_the_same_mask() -> None:
     x, key = jnp.linspace(1, 2, 100), jax.random.key(2)
     y, gradient = jax.value_and_grad(lambda x: (dropout(x, 0.3, key) * jnp.arange(100)).sum())(x)
     kept = np.asarray(dropout(x, 0.3, key)) != 0
@@ -67,7 +67,7 @@ def test_the_gradient_has_the_same_mask() -> None:
     np.testing.assert_allclose(y, (gradient * x).sum(), rtol=1e-5)
 
 
-def test_a_bfloat16_branch_is_scaled_exactly() -> None:
+def test_bfloat16_branches_are_scaled_exactly() -> None:
     """A divisor rounded to bfloat16 would make every training activation a sixth of a percent too small."""
     config = ModelConfig(width=16, ffn_width=16, heads=1, dtype="bfloat16", dropout=0.1, init="")
     block = make_block(config, METHODS["pre_ln"], "encoder")
@@ -84,13 +84,13 @@ def test_a_bfloat16_branch_is_scaled_exactly() -> None:
     np.testing.assert_allclose(np.median(np.asarray(dropped)[kept] / np.asarray(plain)[kept]), 1 / 0.9, rtol=1e-5)
 
 
-def test_off_without_key_or_rate() -> None:
+def test_dropout_is_off_without_key_or_rate() -> None:
     x = jnp.arange(6.0)
     assert dropout(x, 0.5, None) is x
     assert dropout(x, 0.0, jax.random.key(0)) is x
 
 
-def test_sites_and_keys_draw_different_masks() -> None:
+def test_sites_have_different_reproducible_masks() -> None:
     key = jax.random.key(0)
     masks = {tuple(np.asarray(dropout(jnp.ones(64), 0.5, site_key(key, site)) != 0)) for site in Site}
     assert len(masks) == len(Site)

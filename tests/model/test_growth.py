@@ -1,4 +1,4 @@
-"""alpha per layer and update against the formulas of BranchNorm and Progressive Residual Warmup; depth rules."""
+"""Compares alpha per layer and update with the papers' formulas, and depth rules with closed forms."""
 
 # ruff: noqa: E741 - l is the layer, as in the papers
 
@@ -20,10 +20,10 @@ T, LAYERS = 24, {"encoder": 6, "decoder": 4}
 
 
 def by_update(**options: Any) -> dict[str, np.ndarray]:
-    """alpha of every layer after 0 to T + 5 updates, [T + 6, L]."""
+    """Returns alpha of every layer after 0 to T + 5 updates, [T + 6, L]."""
     config = ModelConfig(encoder_layers=6, decoder_layers=4, alpha_steps=T, **options)
-    found: Any = jax.jit(jax.vmap(growth.alpha(config)))(jnp.arange(T + 6))
-    return {stack: np.asarray(values, np.float64) for stack, values in found.items()}
+    alphas: Any = jax.jit(jax.vmap(growth.alpha(config)))(jnp.arange(T + 6))
+    return {stack: np.asarray(values, np.float64) for stack, values in alphas.items()}
 
 
 def clip(x: float) -> float:
@@ -48,39 +48,40 @@ PRORES: dict[str, Callable[[float, int, int, float], float]] = {
 
 
 @pytest.mark.parametrize("order", PRORES)
-def test_the_orders_of_progressive_residual_warmup(order: str) -> None:
-    for stack, found in by_update(alpha_order=order).items():
+def test_orders_equal_progressive_residual_warmup(order: str) -> None:
+    for stack, alphas in by_update(alpha_order=order).items():
         layers = LAYERS[stack]
         expected = [[PRORES[order](t, l, layers, T / layers) for l in range(1, layers + 1)] for t in range(T + 6)]
-        np.testing.assert_allclose(found, expected, atol=1e-6)
+        np.testing.assert_allclose(alphas, expected, atol=1e-6)
 
 
-def test_a_constant_order_ignores_the_limits() -> None:
-    """Otherwise a method's recommended end would make it grow."""
-    for stack, found in by_update(alpha_order="fix_L", alpha_start="0", alpha_end="16/sqrt(n)").items():
-        np.testing.assert_allclose(found, np.full_like(found, 1 / LAYERS[stack]), rtol=1e-6)
+def test_constant_orders_ignore_start_and_end() -> None:
+    """Otherwise the recommended end of a method would make alpha grow."""
+    for stack, alphas in by_update(alpha_order="fix_L", alpha_start="0", alpha_end="16/sqrt(n)").items():
+        np.testing.assert_allclose(alphas, np.full_like(alphas, 1 / LAYERS[stack]), rtol=1e-6)
 
 
-def test_every_order_has_a_formula() -> None:
-    assert set(growth.ORDERS) == {*PRORES, "bottom_up", "top_down", "progressive"}  # the last three: test_schedules.py
+def test_every_order_is_tested() -> None:
+    # training/test_schedules.py tests the last three.
+    assert set(growth.ORDERS) == {*PRORES, "bottom_up", "top_down", "progressive"}
 
 
-def test_equal_is_branchnorms_alpha_bit_for_bit() -> None:
+def test_equal_order_is_branchnorm_alpha_bit_for_bit() -> None:
     """alpha is min(1, t / T) in float32 in every layer."""
     alpha = jax.jit(growth.alpha(ModelConfig(alpha_steps=T, alpha_order="equal", alpha_start="0", alpha_end="1")))
     paper = jax.jit(lambda t: jnp.minimum(1.0, t.astype(jnp.float32) / T))
     for t in range(T + 6):
-        found = alpha(jnp.int32(t))
-        for values in found.values():
+        alphas = alpha(jnp.int32(t))
+        for values in alphas.values():
             assert values.shape == (6,) and values.dtype == jnp.float32
             np.testing.assert_array_equal(values, paper(jnp.int32(t)))
 
 
 @pytest.mark.parametrize("kind", ["linear", "exp", "sigmoid"])
-def test_start_and_end_stretch_the_curve(kind: str) -> None:
-    plain, found = by_update(alpha_schedule=kind), by_update(alpha_schedule=kind, alpha_start="0.1", alpha_end="0.7")
+def test_start_and_end_rescale_alpha(kind: str) -> None:
+    plain, rescaled = by_update(alpha_schedule=kind), by_update(alpha_schedule=kind, alpha_start="0.1", alpha_end="0.7")
     for stack in LAYERS:
-        np.testing.assert_allclose(found[stack], 0.1 + 0.6 * plain[stack], atol=1e-6)
+        np.testing.assert_allclose(rescaled[stack], 0.1 + 0.6 * plain[stack], atol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -98,18 +99,18 @@ def test_start_and_end_stretch_the_curve(kind: str) -> None:
         ("deepnorm", [1 / (0.81 * (4**4 * 3) ** (1 / 16))] * 4, [9**-0.25] * 3),
     ],
 )
-def test_rules_of_depth(rule: str, encoder: list[float], decoder: list[float]) -> None:
+def test_depth_rules_equal_their_closed_forms(rule: str, encoder: list[float], decoder: list[float]) -> None:
     for stack, expected in (("encoder", encoder), ("decoder", decoder)):
         np.testing.assert_allclose(growth.levels(rule, Depth(4, 3), stack), expected, rtol=1e-12)
 
 
 @pytest.mark.parametrize("rule", ["", "-1", "1.5", "1/k", "6/sqrt(n", "6/sqrtn", "6/n)", "half", "1/", "nan"])
-def test_what_is_no_rule(rule: str) -> None:
+def test_invalid_depth_rules_are_rejected(rule: str) -> None:
     with pytest.raises(UserError, match="1/sqrt"):
         growth.levels(rule, Depth(4, 3), "encoder")
 
 
-def test_alpha_may_not_shrink() -> None:
+def test_shrinking_alpha_is_rejected() -> None:
     with pytest.raises(UserError, match=r"alpha cannot shrink: at 6L-6L model\.alpha_start=0\.5"):
         growth.alpha(ModelConfig(alpha_start="0.5", alpha_end="1/n"))
 
@@ -126,9 +127,9 @@ def test_alpha_may_not_shrink() -> None:
         ({"alpha_order": "bottom_up", "alpha_start": "0.1"}, False),
     ],
 )
-def test_whether_some_layers_wait(options: dict[str, Any], closed: bool) -> None:
-    """Some layers wait if there is an update where one layer's alpha is 0 and another's is not."""
+def test_starts_closed_detects_layers_that_wait(options: dict[str, Any], closed: bool) -> None:
+    """Some layers wait if, at some update, alpha is 0 in one layer and above 0 in another."""
     config = ModelConfig(encoder_layers=6, decoder_layers=4, alpha_steps=T, **options)
     assert growth.starts_closed(config) == closed
-    found = np.concatenate(list(by_update(**options).values()), axis=1)
-    assert bool(((found == 0).any(1) & (found > 0).any(1)).any()) == closed
+    alphas = np.concatenate(list(by_update(**options).values()), axis=1)
+    assert bool(((alphas == 0).any(1) & (alphas > 0).any(1)).any()) == closed

@@ -1,4 +1,4 @@
-"""Laws that relate the methods to each other and to closed forms. Each law fails if the algebra is wrong."""
+"""Identities that relate the methods to each other and to closed forms."""
 
 import dataclasses
 import math
@@ -30,8 +30,8 @@ def small(method: str, **changes: Any) -> Transformer:
     return Transformer(dataclasses.replace(SMALL, method=method, **changes), 30, 30)
 
 
-def drawn(model: Transformer) -> Any:
-    """Random parameters with the model's shapes; the scales of norms are around 1."""
+def random_params(model: Transformer) -> Any:
+    """Returns random parameters with the model's shapes. The scales of norms are around 1."""
     rng = np.random.default_rng(0)
 
     def draw(path: Any, leaf: jax.ShapeDtypeStruct) -> jax.Array:
@@ -41,8 +41,8 @@ def drawn(model: Transformer) -> Any:
     return jax.tree_util.tree_map_with_path(draw, model.abstract_params())
 
 
-def both(model: Transformer, params: Any) -> tuple[np.ndarray, np.ndarray]:
-    """Encoder output at real tokens, and decoder output."""
+def outputs(model: Transformer, params: Any) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the encoder output at tokens that are not padding, and the decoder output."""
     memory = model.encode(params, SOURCE, ALPHA)
     out = model.decode(params, memory, SOURCE, TARGET, ALPHA)
     return np.asarray(memory)[np.asarray(SOURCE != 0)], np.asarray(out)
@@ -75,18 +75,18 @@ WITHOUT: dict[str, tuple[str, dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("law", list(WITHOUT))
-def test_method_without_what_makes_it_special(law: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reduced_method_equals_the_plain_method(law: str, monkeypatch: pytest.MonkeyPatch) -> None:
     method, changes, plain = WITHOUT[law]
     changed = small(register(monkeypatch, dataclasses.replace(METHODS[method], **changes)))
     # The plain methods ignore the parameters that only the special method learns.
-    params = drawn(small(method))
-    for ours, theirs in zip(both(changed, params), both(small(plain), params), strict=True):
+    params = random_params(small(method))
+    for ours, theirs in zip(outputs(changed, params), outputs(small(plain), params), strict=True):
         np.testing.assert_array_equal(ours, theirs)
-    assert not np.allclose(both(small(method), params)[0], both(changed, params)[0], atol=1e-3)
+    assert not np.allclose(outputs(small(method), params)[0], outputs(changed, params)[0], atol=1e-3)
 
 
 def test_admin_with_weights_of_one_is_post_ln() -> None:
-    admin_params = drawn(small("admin"))
+    admin_params = random_params(small("admin"))
     for stack in ("encoder", "decoder"):
         for name in [name for name in admin_params[stack] if name.endswith("_skip")]:
             admin_params[stack][name] = jnp.ones_like(admin_params[stack][name])
@@ -94,21 +94,21 @@ def test_admin_with_weights_of_one_is_post_ln() -> None:
         part: {name: leaf for name, leaf in tree.items() if not name.endswith("_skip")}
         for part, tree in admin_params.items()
     }
-    for ours, theirs in zip(both(small("admin"), admin_params), both(small("post_ln"), plain), strict=True):
+    for ours, theirs in zip(outputs(small("admin"), admin_params), outputs(small("post_ln"), plain), strict=True):
         np.testing.assert_array_equal(ours, theirs)
 
 
-def test_residual_dual_is_post_ln_plus_the_norm_of_the_sum() -> None:
+def test_residual_dual_without_its_final_norm_is_post_ln() -> None:
     model = small("residual_dual")
-    params = drawn(model)
+    params = random_params(model)
     for stack in ("encoder", "decoder"):
         params[f"{stack}_norm"] = jax.tree.map(jnp.zeros_like, params[f"{stack}_norm"])
-    for ours, theirs in zip(both(model, params), both(small("post_ln"), params), strict=True):
+    for ours, theirs in zip(outputs(model, params), outputs(small("post_ln"), params), strict=True):
         np.testing.assert_array_equal(ours, theirs)
 
 
 @pytest.mark.parametrize("method", ["rezero", "skipinit", "fixup"])
-def test_a_stack_that_starts_as_the_identity(method: str) -> None:
+def test_stacks_start_as_the_identity(method: str) -> None:
     """The output equals the embedding exactly, and all singular values of the encoder's Jacobian are 1."""
     model = small(method, shared_embeddings="none", encoder_layers=12)
     params = model.init(KEY)
@@ -135,23 +135,23 @@ def test_scale_norm_is_rms_norm_with_one_gain() -> None:
 
 
 @pytest.mark.parametrize(("method", "learned"), [("pre_scale_norm", 1), ("residual_dual", 1), ("post_ln", 0)])
-def test_scale_norm_fixed_learns_one_g(method: str, learned: int) -> None:
-    """It is in the norm before the logits, if the method has one: Table 7 of Transformers without Tears, O(1)."""
+def test_scale_norm_fixed_learns_only_the_last_g(method: str, learned: int) -> None:
+    """Only the norm before the logits, if there is one, has a learned g (Transformers without Tears, Table 7)."""
     params = small(method, norm="scale_norm_fixed").abstract_params()
     names = [[entry.key for entry in path] for path, _ in jax.tree_util.tree_leaves_with_path(params)]
     assert [name for name in names if name[-1] == "scale"] == [["decoder_norm", "scale"]] * learned
 
 
 @pytest.mark.parametrize("kind", ["layer_norm", "rms_norm", "scale_norm"])
-def test_gradient_of_a_norm_is_finite_at_zero(kind: str) -> None:
+def test_gradients_of_norms_are_finite_at_zero(kind: str) -> None:
     start = nn.meta.unbox(declare_norm(kind, 16))
     gradient = jax.grad(lambda x: apply_norm(kind, start, x).sum())(jnp.zeros((2, 16)))
     assert bool(jnp.isfinite(gradient).all())
 
 
-def test_dlcl_that_looks_at_the_last_layer_alone_is_pre_ln_with_norms_between() -> None:
+def test_dlcl_with_identity_weights_is_pre_ln_with_norms_between_layers() -> None:
     model = small("dlcl")
-    params = drawn(model)
+    params = random_params(model)
     params["encoder_combination"]["weight"] = jnp.eye(4)
     memory = np.asarray(model.encode(params, SOURCE, ALPHA))
     exact = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), params)
@@ -172,20 +172,20 @@ def test_dlcl_starts_with_means_and_ignores_the_upper_triangle() -> None:
     params = model.init(KEY)
     weight = params["encoder_combination"]["weight"]
     np.testing.assert_allclose(weight, np.tril(np.ones((4, 4))) / np.arange(1, 5)[:, None], rtol=1e-6)
-    before = both(model, params)
+    before = outputs(model, params)
     params["encoder_combination"]["weight"] = weight + jnp.triu(jnp.ones((4, 4)), 1)
-    for ours, theirs in zip(both(model, params), before, strict=True):
+    for ours, theirs in zip(outputs(model, params), before, strict=True):
         np.testing.assert_array_equal(ours, theirs)
 
 
 def test_admin_profiling_equals_its_definition() -> None:
-    """Sub-layer by sub-layer in NumPy: w_k = r, then r = sqrt(Var(w_k x) + Var(F)) over all elements."""
+    """Computes each sub-layer in NumPy: w_k = r, then r = sqrt(Var(w_k x) + Var(F)) over all elements."""
     model = small("admin")
     params = model.init(KEY)
     target = jnp.array([[4, 5, 6, 8, 1], [7, 8, 9, 3, 1]])
-    found = admin.profile(model, params, SOURCE, target, KEY)
+    profiled = admin.profile(model, params, SOURCE, target, KEY)
     exact = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), params)
-    see_source = np.asarray(SOURCE != 0)[:, None]
+    source_mask = np.asarray(SOURCE != 0)[:, None]
     causal = np.tri(5, dtype=bool)[None]
 
     def stack(name: str, x: np.ndarray, branches: Any, layers: int) -> np.ndarray:
@@ -193,7 +193,7 @@ def test_admin_profiling_equals_its_definition() -> None:
         for index in range(layers):
             p = jax.tree.map(lambda leaf, index=index: leaf[index], exact[name])
             for sub, F in branches(p).items():
-                np.testing.assert_allclose(found[name][f"{sub}_skip"][index], r, rtol=1e-5)
+                np.testing.assert_allclose(profiled[name][f"{sub}_skip"][index], r, rtol=1e-5)
                 f = F(x)
                 r_next = math.sqrt((r * x).var() + f.var())
                 x = reference.ln(r * x + f, p[f"{sub}_post_norm"])
@@ -204,7 +204,7 @@ def test_admin_profiling_equals_its_definition() -> None:
         "encoder",
         np.asarray(embedded(model, params, "encoder", SOURCE), np.float64),
         lambda p: {
-            "self": lambda z: reference.attention(z, z, p["self"], see_source, 2, None, False),
+            "self": lambda z: reference.attention(z, z, p["self"], source_mask, 2, None, False),
             "ffn": lambda z: reference.ffn(z, p["ffn"], None),
         },
         3,
@@ -214,16 +214,16 @@ def test_admin_profiling_equals_its_definition() -> None:
         np.asarray(embedded(model, params, "decoder", decoder_inputs(target)), np.float64),
         lambda p: {
             "self": lambda z: reference.attention(z, z, p["self"], causal, 2, None, False),
-            "cross": lambda z: reference.attention(z, memory, p["cross"], see_source, 2, None, False),
+            "cross": lambda z: reference.attention(z, memory, p["cross"], source_mask, 2, None, False),
             "ffn": lambda z: reference.ffn(z, p["ffn"], None),
         },
         2,
     )
     others = lambda tree: {k: v for k, v in tree["encoder"].items() if not k.endswith("_skip")}  # noqa: E731
-    jax.tree.map(np.testing.assert_array_equal, others(found), others(params))
+    jax.tree.map(np.testing.assert_array_equal, others(profiled), others(params))
 
 
-def test_fix_norm_does_not_see_the_length_of_a_row() -> None:
+def test_fixnorm_ignores_the_length_of_embedding_rows() -> None:
     model = small("pre_scale_norm", norm="scale_norm", embedding="fixnorm")
     params = model.init(KEY)
     before = model(params, SOURCE, TARGET, ALPHA)
@@ -250,7 +250,7 @@ def test_word_dropout_replaces_words_at_its_rate(tags: int) -> None:
 def test_unused_words_get_no_probability_and_no_smoothing() -> None:
     unused = (3, 17, 29)
     model = Transformer(dataclasses.replace(SMALL, method="post_ln"), 30, 30, unused)
-    params = drawn(model)
+    params = random_params(model)
     probabilities = jax.nn.softmax(model(params, SOURCE, TARGET, ALPHA))
     assert float(probabilities[..., list(unused)].max()) == 0
     used = [word for word in range(30) if word not in unused]

@@ -1,4 +1,4 @@
-"""The matrix product and its derivatives, against their formulas in NumPy."""
+"""Compares the matrix product and its derivatives with their formulas in NumPy."""
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +9,7 @@ from branchnorm_jax.model.linear import product
 
 
 @pytest.mark.parametrize("leading", [(), (5,), (3, 4), (2, 3, 4)])
-def test_both_derivatives_of_the_product_equal_their_formulas(leading: tuple[int, ...]) -> None:
+def test_derivatives_of_the_product_equal_their_formulas(leading: tuple[int, ...]) -> None:
     """Reverse mode sums over all tokens; forward mode is (dx) W + x (dW)."""
     draw = np.random.default_rng(len(leading)).normal
     x, kernel, cotangent = draw(size=(*leading, 6)), draw(size=(6, 7)), draw(size=(*leading, 7))
@@ -28,7 +28,7 @@ def test_both_derivatives_of_the_product_equal_their_formulas(leading: tuple[int
     np.testing.assert_allclose(change, x_change @ kernel + x @ kernel_change, rtol=1e-5, atol=1e-5)
 
 
-def test_gradients_of_single_examples_and_second_derivatives() -> None:
+def test_per_example_gradients_and_second_derivatives() -> None:
     """d/dW of |x W|^2 / 2 is x^T x W; per example by vmap, and its directional derivative x^T x V."""
     draw = np.random.default_rng(0).normal
     x, kernel, direction = draw(size=(4, 3, 6)), draw(size=(6, 7)), draw(size=(6, 7))
@@ -43,8 +43,8 @@ def test_gradients_of_single_examples_and_second_derivatives() -> None:
     np.testing.assert_allclose(second, np.einsum("btd,bte,ef->df", x, x, direction), rtol=1e-4, atol=1e-4)
 
 
-def test_the_backward_pass_stores_the_input_itself() -> None:
-    """Several products of one input share it: a reshaped copy for each would be memory of its own."""
+def test_backward_pass_stores_the_input_itself() -> None:
+    """Several products of one input share the stored array. A reshaped copy for each would need more memory."""
     x, kernel = jnp.ones((3, 5, 6)), jnp.ones((6, 7))
     pull = jax.vjp(lambda kernel: product(x, kernel), kernel)[1]
     assert any(leaf is x for leaf in jax.tree.leaves(pull))

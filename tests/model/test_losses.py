@@ -1,4 +1,4 @@
-"""The smoothed loss and its gradient against their definition in NumPy; its minimum; its peak memory."""
+"""The smoothed loss: value and gradient compared with NumPy, minimum, and peak memory."""
 
 from typing import Any
 
@@ -22,7 +22,10 @@ def explicit(
     weights: np.ndarray,
     eps: float,
 ) -> tuple[float, float, tuple[np.ndarray, np.ndarray, np.ndarray]]:
-    """Loss, nll, and the gradients for x, table and bias, in float64. Unused words have log-probability -50."""
+    """Returns loss, nll, and the gradients of x, table and bias, in float64.
+
+    Unused words have log-probability -50.
+    """
     logits = np.where(used, x @ table.T + bias, -np.inf)
     log_p = logits - logits.max(-1, keepdims=True)
     log_p -= np.log(np.exp(log_p).sum(-1, keepdims=True))
@@ -49,10 +52,10 @@ def explicit(
     shards=st.sampled_from([1, 2, 4]),
     with_bias=st.booleans(),
 )
-def test_equals_its_definition(
+def test_loss_and_gradient_equal_their_definition(
     seed: int, eps: float, length: int, positions: int, width: int, shards: int, with_bias: bool
 ) -> None:
-    """Covers all block sizes, also those that do not divide the length, and words without probability."""
+    """Covers unused words and all block sizes, including sizes that do not divide the length."""
     random = np.random.default_rng(seed)
     words, rows = 11, 4
     x, table = random.normal(size=(rows, length, width)), random.normal(size=(words, width))
@@ -79,8 +82,8 @@ def test_equals_its_definition(
         np.testing.assert_allclose(ours, 3 * theirs, rtol=1e-9, atol=1e-12)
 
 
-def test_the_explicit_gradient_is_that_of_the_explicit_loss() -> None:
-    """Checks the reference itself with finite differences."""
+def test_explicit_gradient_matches_finite_differences() -> None:
+    """Checks the reference itself."""
     random = np.random.default_rng(0)
     x, table, bias = random.normal(size=(1, 2, 3)), random.normal(size=(5, 3)), random.normal(size=5)
     used, targets, weights = np.array([1, 1, 0, 1, 1], bool), np.array([[2, 1]]), np.ones((1, 2))
@@ -102,50 +105,52 @@ def test_bfloat16_products_with_float32_sums() -> None:
 
     gradient = jax.value_and_grad(loss, argnums=(0, 1))
     expected, (expected_x, expected_table) = gradient(x, table, Blocks())
-    found, (by_x, by_table) = gradient(x.astype(jnp.bfloat16), table, Blocks(4 * 2 * 50 * 3))
-    assert (found.dtype, by_x.dtype, by_table.dtype) == (jnp.float32, jnp.bfloat16, jnp.float32)
-    np.testing.assert_allclose(found, expected, rtol=3e-3)
+    result, (by_x, by_table) = gradient(x.astype(jnp.bfloat16), table, Blocks(4 * 2 * 50 * 3))
+    assert (result.dtype, by_x.dtype, by_table.dtype) == (jnp.float32, jnp.bfloat16, jnp.float32)
+    np.testing.assert_allclose(result, expected, rtol=3e-3)
     for ours, theirs in ((by_x, expected_x), (by_table, expected_table)):
         assert float(jnp.abs(ours - theirs).max()) < 0.02 * float(jnp.abs(theirs).max())
 
 
-def of_logits(logits: np.ndarray, targets: list[int], eps: float, used: np.ndarray | None = None) -> LossSums:
-    """The loss of given logits [n, V]: they form one row of x, and W is the identity."""
+def loss_of_logits(logits: np.ndarray, targets: list[int], eps: float, used: np.ndarray | None = None) -> LossSums:
+    """Returns the loss of given logits [n, V]. The logits form one row of x, and W is the identity."""
     words = logits.shape[-1]
     output = Output(jnp.eye(words), None, jnp.asarray(np.ones(words, bool) if used is None else used))
     x = jnp.asarray(logits, jnp.float32)[None]
     return smoothed_cross_entropy(x, output, jnp.array([targets]), jnp.ones((1, len(targets))), eps)
 
 
-@pytest.mark.parametrize(("vocabulary", "floor"), [(10_000, 1.246107), (32_768, 1.364801), (40_000, 1.384744)], ids=str)
-def test_floor_of_the_smoothed_loss(vocabulary: int, floor: float) -> None:
-    """The loss of a model that predicts q itself is the entropy of q, which is the minimum."""
+@pytest.mark.parametrize(
+    ("vocabulary", "minimum"), [(10_000, 1.246107), (32_768, 1.364801), (40_000, 1.384744)], ids=str
+)
+def test_minimum_of_the_smoothed_loss(vocabulary: int, minimum: float) -> None:
+    """The minimum is the entropy of the smoothed target q. A model that predicts q has this loss."""
     q = np.full(vocabulary, 0.1 / (vocabulary - 1))
     q[7] = 0.9
     output = Output(jnp.log(jnp.asarray(q, jnp.float32))[:, None], None, jnp.ones(vocabulary, bool))
     sums = smoothed_cross_entropy(jnp.ones((1, 1, 1)), output, jnp.array([[7]]), jnp.ones((1, 1)), 0.1)
-    np.testing.assert_allclose(float(sums.loss), floor, atol=2e-5)
+    np.testing.assert_allclose(float(sums.loss), minimum, atol=2e-5)
 
 
-def test_without_smoothing_it_is_the_negative_log_likelihood() -> None:
-    sums = of_logits(np.array([[1.0, 2.0, 3.0]]), [0], 0.0)
+def test_loss_without_smoothing_is_the_negative_log_likelihood() -> None:
+    sums = loss_of_logits(np.array([[1.0, 2.0, 3.0]]), [0], 0.0)
     np.testing.assert_allclose(float(sums.loss), np.log(np.exp([1, 2, 3]).sum()) - 1, rtol=1e-6)
     np.testing.assert_allclose(float(sums.loss), float(sums.nll), rtol=1e-6)
 
 
-def test_a_word_without_probability_is_dear_but_finite() -> None:
-    sums = of_logits(np.array([[1.0, 2.0, 3.0]]), [1], 0.1, np.array([True, False, True]))
+def test_unused_words_have_a_large_but_finite_loss() -> None:
+    sums = loss_of_logits(np.array([[1.0, 2.0, 3.0]]), [1], 0.1, np.array([True, False, True]))
     np.testing.assert_allclose(float(sums.nll), UNUSED_NLL)
     assert 40 < float(sums.loss) < UNUSED_NLL
 
 
 def test_large_logits_stay_exact() -> None:
     logits = np.array([[1e4, 0.0, -1e4], [-3e4, -3e4, -3e4]])
-    sums = of_logits(logits, [0, 2], 0.0)
+    sums = loss_of_logits(logits, [0, 2], 0.0)
     np.testing.assert_allclose(float(sums.nll), np.log(3), rtol=1e-3)
 
 
-def test_it_holds_one_block_of_logits() -> None:
+def test_only_one_block_of_logits_is_in_memory() -> None:
     """Compiled for 512 positions and 4000 words: all logits take 8 MB, one block takes 1 MB."""
     x, table, used = jnp.zeros((16, 32, 8)), jnp.zeros((4000, 8)), jnp.ones(4000, bool)
     targets, weights = jnp.zeros((16, 32), int), jnp.ones((16, 32))

@@ -1,4 +1,4 @@
-"""DeepNorm's constants, initial weights and parameter counts against published or derived numbers."""
+"""Compares depth constants, initial weights and parameter counts with published or derived numbers."""
 
 import math
 import re
@@ -53,11 +53,11 @@ def test_sub_ln_gamma(layers: int, encoder: float, decoder: float) -> None:
     np.testing.assert_allclose(by.sub_ln_gamma(Depth(layers, layers)), (encoder, decoder), atol=5e-7)
 
 
-def test_torchscale_beta_differs_in_the_encoder_alone() -> None:
+def test_torchscale_beta_differs_only_in_the_encoder() -> None:
     for layers, encoder in ((6, 0.656940), (12, 0.528998), (18, 0.466042), (100, 0.272708), (500, 0.164919)):
-        found, paper = by.torchscale_beta(Depth(layers, layers)), by.deepnorm_beta(Depth(layers, layers))
-        np.testing.assert_allclose(found.encoder, encoder, atol=5e-7)
-        assert found.decoder == paper.decoder
+        torchscale, paper = by.torchscale_beta(Depth(layers, layers)), by.deepnorm_beta(Depth(layers, layers))
+        np.testing.assert_allclose(torchscale.encoder, encoder, atol=5e-7)
+        assert torchscale.decoder == paper.decoder
 
 
 @pytest.mark.parametrize(
@@ -84,7 +84,7 @@ def test_fixup_gains(layers: int, attention: float, feed_forward: float) -> None
     )
 
 
-def test_admin_without_profiling() -> None:
+def test_admin_weights_without_profiling() -> None:
     """100L-100L has n = 200 and 300 sub-layers in encoder and decoder; 6L-6L has 12 and 18."""
     np.testing.assert_allclose(by.admin_log(Depth(100, 100)), (6.0746, 7.1931), atol=5e-5)
     np.testing.assert_allclose(by.admin_log(Depth(6, 6)), (2.0170, 2.3351), atol=5e-5)
@@ -118,7 +118,7 @@ COUNTS = {
 }
 
 
-def test_every_method_is_counted() -> None:
+def test_every_method_has_a_parameter_count() -> None:
     """A variant has the same parameters as the method that its name extends."""
     for method in set(METHODS) - set(COUNTS):
         assert any(method.startswith(known) for known in COUNTS) or method in ("small_init", "pre_scale_norm")
@@ -129,7 +129,7 @@ def test_every_method_names_its_paper() -> None:
     for recipe in METHODS.values():
         assert re.fullmatch(r"(\d{4}\.\d{5})?", recipe.arxiv)
         assert papers.setdefault(recipe.citation, recipe.arxiv) == recipe.arxiv
-    # T-Fixup appeared in the proceedings of ICML alone.
+    # T-Fixup appeared only in the proceedings of ICML.
     assert [citation for citation, arxiv in papers.items() if not arxiv] == [METHODS["t_fixup"].citation]
 
 
@@ -154,13 +154,13 @@ def test_parameter_counts_with_other_norms(norm: str, counts: tuple[int, ...]) -
 
 
 @pytest.mark.parametrize(("layers", "total"), [(100, 863_642_624), (500, 3_806_209_024)])
-def test_the_papers_models_with_a_table_of_250002_rows(layers: int, total: int) -> None:
+def test_parameter_counts_with_a_table_of_250002_rows(layers: int, total: int) -> None:
     config = ModelConfig(method="branchnorm", encoder_layers=layers, decoder_layers=layers)
     params = Transformer(config, 250_002, 250_002).abstract_params()
     assert sum(leaf.size for leaf in jax.tree.leaves(params)) == total
 
 
-def test_six_layers_with_shared_embedding_count() -> None:
+def test_parameter_count_of_six_layers_with_shared_embedding() -> None:
     params = Transformer(ModelConfig(method="post_ln"), 32768, 32768).abstract_params()
     assert sum(leaf.size for leaf in jax.tree.leaves(params)) == 60_915_712
 
@@ -168,7 +168,7 @@ def test_six_layers_with_shared_embedding_count() -> None:
 @pytest.mark.parametrize(
     ("sharing", "tables"), [("all", 1), ("decoder", 2), ("none", 3)], ids=["all", "decoder", "none"]
 )
-def test_embedding_tables(sharing: str, tables: int) -> None:
+def test_number_of_embedding_tables(sharing: str, tables: int) -> None:
     params = Transformer(ModelConfig(width=8, heads=2, shared_embeddings=sharing), 30, 30).abstract_params()
     assert sum(leaf.size for leaf in jax.tree.leaves(params["embedding"])) == tables * 30 * 8
 
@@ -188,7 +188,9 @@ def test_embedding_tables(sharing: str, tables: int) -> None:
         ("torch", "fc1", 512, 2048, 0.0441942, 0.0255155),
     ],
 )
-def test_initial_statistics(base: str, matrix: str, d_in: int, d_out: int, bound: float | None, std: float) -> None:
+def test_statistics_of_initial_weights(
+    base: str, matrix: str, d_in: int, d_out: int, bound: float | None, std: float
+) -> None:
     draw = np.asarray(get_base(base).kernel[matrix](jax.random.key(1), (d_in, d_out), d_in, d_out))
     # The standard error of a standard deviation from n values is about std / sqrt(2n); 5 of them are allowed.
     np.testing.assert_allclose(draw.std(), std, rtol=5 / np.sqrt(2 * draw.size))
@@ -197,7 +199,7 @@ def test_initial_statistics(base: str, matrix: str, d_in: int, d_out: int, bound
         assert 0.999 * bound < np.abs(draw).max() <= bound * (1 + 1e-6)
 
 
-def test_fairseq_biases_are_random_but_for_the_output_projection() -> None:
+def test_fairseq_biases_are_random_except_in_the_output_projection() -> None:
     model = Transformer(ModelConfig(width=64, heads=4, ffn_width=64, init="fairseq", method="post_ln"), 20, 20)
     attention = init(model, jax.random.key(0))["encoder"]["self"]
     assert float(jnp.abs(attention["o"]["bias"]).max()) == 0
@@ -205,27 +207,27 @@ def test_fairseq_biases_are_random_but_for_the_output_projection() -> None:
 
 
 def gains(method: str, layers: int) -> dict[str, tuple[float, float]]:
-    """From the papers: std of encoder and decoder weights relative to Xavier, by sub-layer and matrix."""
+    """Returns the papers' std of encoder and decoder weights relative to Xavier, by sub-layer and matrix."""
     n = layers
     everywhere = [f"{sub}/{matrix}" for sub in ("self", "cross") for matrix in "qkvo"] + ["ffn/fc1", "ffn/fc2"]
-    found = dict.fromkeys(everywhere, (1.0, 1.0))
+    result = dict.fromkeys(everywhere, (1.0, 1.0))
     branch = [name for name in everywhere if name[-1] not in "qk"]
     if method in ("deepnorm", "branchnorm", "mixnorm"):
-        found |= dict.fromkeys(branch, (0.87 * (n**5) ** (-1 / 16), (12 * n) ** -0.25))
+        result |= dict.fromkeys(branch, (0.87 * (n**5) ** (-1 / 16), (12 * n) ** -0.25))
     elif method == "sub_ln":
         encoder, decoder = math.sqrt(math.log(3 * n) * math.log(2 * n) / 3), math.sqrt(math.log(3 * n))
-        found |= dict.fromkeys([name for name in branch if not name.startswith("cross")], (encoder, decoder))
+        result |= dict.fromkeys([name for name in branch if not name.startswith("cross")], (encoder, decoder))
     else:
-        found |= dict.fromkeys([name for name in everywhere if name[-1] in "qkv"], (0.5**0.5, 0.5**0.5))
+        result |= dict.fromkeys([name for name in everywhere if name[-1] in "qkv"], (0.5**0.5, 0.5**0.5))
     if method == "t_fixup":
-        found |= dict.fromkeys(branch, (0.67 * n**-0.25, (9 * n) ** -0.25))
+        result |= dict.fromkeys(branch, (0.67 * n**-0.25, (9 * n) ** -0.25))
     elif method == "fixup":
-        found = {name: (std[0] * (5 * n) ** (-1 / 6),) * 2 for name, std in found.items()}
-        found |= dict.fromkeys([name for name in everywhere if name[-2:] in ("/o", "c2")], (0.0, 0.0))
-        found |= {"ffn/fc1": ((5 * n) ** -0.5,) * 2}
+        result = {name: (std[0] * (5 * n) ** (-1 / 6),) * 2 for name, std in result.items()}
+        result |= dict.fromkeys([name for name in everywhere if name[-2:] in ("/o", "c2")], (0.0, 0.0))
+        result |= {"ffn/fc1": ((5 * n) ** -0.5,) * 2}
     elif method == "b2t":
-        found = {name: (std[0] * n**-0.5,) * 2 for name, std in found.items()}
-    return found
+        result = {name: (std[0] * n**-0.5,) * 2 for name, std in result.items()}
+    return result
 
 
 @pytest.mark.parametrize(
@@ -253,7 +255,7 @@ def test_initial_weights_of_the_model(method: str) -> None:
 
 
 @pytest.mark.parametrize(("method", "power"), [("ds_init", -0.5), ("ds_init_code", -0.25)])
-def test_depth_scaled_initialisation_is_by_layer(method: str, power: float) -> None:
+def test_depth_scaled_initialisation_depends_on_the_layer(method: str, power: float) -> None:
     config = ModelConfig(method=method, encoder_layers=9, decoder_layers=4, width=64, heads=4, ffn_width=64)
     params = init(Transformer(config, 20, 20), jax.random.key(0))
     for stack in ("encoder", "decoder"):
@@ -268,8 +270,8 @@ def test_depth_scaled_initialisation_is_by_layer(method: str, power: float) -> N
             np.testing.assert_allclose(largest, (np.arange(4) + 1.0) ** power * (6 / fans) ** 0.5, rtol=0.01)
 
 
-def test_tables_of_t_fixup_and_fixup() -> None:
-    """Source and target tables have their own gain in T-Fixup; an untied output starts at zero in Fixup."""
+def test_initial_embedding_tables_of_t_fixup_and_fixup() -> None:
+    """In T-Fixup, source and target tables have different gains. In Fixup, an untied output table starts at zero."""
     options: dict = dict(encoder_layers=4, decoder_layers=16, width=64, heads=4, ffn_width=64, shared_embeddings="none")
     tables = init(Transformer(ModelConfig(method="t_fixup", **options), 4000, 4000), jax.random.key(0))["embedding"]
     for name, gain in (("source", 36**-0.25), ("target", 144**-0.25), ("output", 1.0)):
@@ -278,7 +280,7 @@ def test_tables_of_t_fixup_and_fixup() -> None:
     assert float(jnp.abs(tables["output"]).max()) == 0 < float(jnp.abs(tables["source"]).max())
 
 
-def test_learned_weights_start_where_the_recipe_says() -> None:
+def test_learned_weights_have_the_initial_values_of_the_recipe() -> None:
     options: dict = dict(encoder_layers=6, decoder_layers=20, width=8, heads=2, ffn_width=8)
 
     def start(method: str) -> dict:
@@ -292,7 +294,7 @@ def test_learned_weights_start_where_the_recipe_says() -> None:
     np.testing.assert_array_equal(start("fixup")["encoder"]["ffn_branch"], np.ones(6))
 
 
-def test_layers_start_differently_and_do_not_depend_on_depth() -> None:
+def test_initial_layers_differ_and_do_not_depend_on_depth() -> None:
     def kernels(layers: int) -> np.ndarray:
         config = ModelConfig(method="post_ln", encoder_layers=layers, width=8, heads=2, ffn_width=8)
         return np.asarray(init(Transformer(config, 20, 20), jax.random.key(0))["encoder"]["self"]["q"]["kernel"])
@@ -302,13 +304,13 @@ def test_layers_start_differently_and_do_not_depend_on_depth() -> None:
     np.testing.assert_array_equal(three, kernels(5)[:3])
 
 
-def test_embedding_starts_with_width_as_variance_and_a_zero_row_for_padding() -> None:
+def test_initial_embedding_has_variance_1_over_width_and_a_zero_padding_row() -> None:
     table = init(Transformer(ModelConfig(), 4000, 4000), jax.random.key(0))["embedding"]["shared"]
     np.testing.assert_allclose(table.std(), 0.0441942, rtol=1e-2)
     assert float(jnp.abs(table[0]).max()) == 0
 
 
-def test_unknown_names_are_one_clear_line() -> None:
+def test_unknown_names_are_rejected() -> None:
     with pytest.raises(UserError, match=r"postln.*post_ln"):
         get_recipe("postln")
     with pytest.raises(UserError, match="xavier_normal"):

@@ -1,4 +1,4 @@
-"""Sentences that share a row are translated as if each were alone."""
+"""Packing several sentences into a row does not change their results."""
 
 import dataclasses
 from typing import Any
@@ -31,7 +31,7 @@ def batch(rows: list[np.ndarray], shape: Shape) -> Batch:
 
 
 @pytest.mark.parametrize("method", ["branchnorm", pytest.param("dlcl_post", marks=pytest.mark.slow)])
-def test_loss_and_gradient_are_those_of_the_sentences_alone(method: str) -> None:
+def test_packing_does_not_change_loss_and_gradient(method: str) -> None:
     model = Transformer(dataclasses.replace(SMALL, method=method), 20, 20)
     params = jax.tree.map(
         lambda leaf: leaf + 0.1 * jax.random.normal(jax.random.key(leaf.size), leaf.shape),
@@ -49,7 +49,7 @@ def test_loss_and_gradient_are_those_of_the_sentences_alone(method: str) -> None
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5 * largest), by_together, by_alone)
 
 
-def test_each_sentence_gets_the_output_it_gets_alone() -> None:
+def test_packing_does_not_change_the_logits() -> None:
     model = Transformer(SMALL, 20, 20)
     params = model.init(jax.random.key(0))
     packed, single = batch(TOGETHER, Shape(3, 12, 12)), batch(ALONE, Shape(6, 6, 6))
@@ -69,7 +69,7 @@ def test_each_sentence_gets_the_output_it_gets_alone() -> None:
 
 @settings(max_examples=20, deadline=None)
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=5), st.integers(0, 3), st.integers(0, 3))
-def test_segments(lengths: list[int], left: int, right: int) -> None:
+def test_segment_ids_and_position_ids(lengths: list[int], left: int, right: int) -> None:
     """Compares segment ids and position ids with word-by-word counts; padding on either side does not count."""
     tokens = [token for length in lengths for token in [7] * (length - 1) + [EOS]]
     sentence = [n for n, length in enumerate(lengths, start=1) for _ in range(length)]

@@ -1,4 +1,4 @@
-"""Every method, forward and backward, against NumPy in float64."""
+"""Compares every method, forward and backward, with NumPy in float64."""
 
 from typing import Any
 
@@ -20,8 +20,8 @@ ALPHA = 0.3
 SIZES: dict[str, Any] = dict(encoder_layers=5, decoder_layers=2, width=8, ffn_width=12, heads=2, dropout=0.0)
 
 
-def away_from_start(model: Transformer, dtype: str) -> Any:
-    """Random parameters of the model's shapes: matrices around 0, all others away from both 0 and 1."""
+def random_params(model: Transformer, dtype: str) -> Any:
+    """Returns random parameters: matrices are around 0, all others are away from both 0 and 1."""
     rng = np.random.default_rng(0)
 
     def draw(path: Any, leaf: jax.ShapeDtypeStruct) -> np.ndarray:
@@ -32,14 +32,14 @@ def away_from_start(model: Transformer, dtype: str) -> Any:
 
 
 def outputs(model: Transformer, params: Any) -> tuple[jax.Array, jax.Array]:
-    """Encoder and decoder output, without compilation. Another test compares the compiled scan with the loop."""
+    """Returns the outputs of encoder and decoder without compilation. Another test compares scan and loop."""
     with jax.disable_jit():
         memory = model.encode(params, jnp.asarray(SOURCE), jnp.asarray(ALPHA))
         return memory, model.decode(params, memory, jnp.asarray(SOURCE), jnp.asarray(TARGET), jnp.asarray(ALPHA))
 
 
 def expected(method: str, params: Any, kind: str = "layer_norm") -> tuple[np.ndarray, np.ndarray]:
-    """Encoder and decoder output of the reference."""
+    """Returns the outputs of encoder and decoder of the reference."""
     positions = np.arange(6)[:, None] / 10000 ** (2 * np.arange(4) / 8)
     positions = np.concatenate([np.sin(positions), np.cos(positions)], -1).astype(np.float32)  # as in the model
     table = params["embedding"]["shared"]
@@ -51,7 +51,7 @@ TOLERANCE = {"float64": 1e-9, "float32": 1e-5}
 
 
 def errors(method: str, dtype: str, kind: str = "layer_norm") -> dict[str, float]:
-    """Largest errors of both outputs and of the gradient against the reference.
+    """Returns the largest errors of both outputs and of the gradient, compared with the reference.
 
     Errors of the outputs are relative to the largest value, errors of the gradient to its norm. The gradient is
     compared along one random direction per leaf, where the reference takes a complex step.
@@ -62,29 +62,29 @@ def errors(method: str, dtype: str, kind: str = "layer_norm") -> dict[str, float
     weight_out = rng.normal(size=(2, 5, 8))
     with jax.enable_x64(dtype == "float64"):
         model = Transformer(ModelConfig(method=method, norm=kind, dtype=dtype, carry_dtype=dtype, **SIZES), 12, 12)
-        params = away_from_start(model, dtype)
+        params = random_params(model, dtype)
 
         def scalar(params: Any) -> tuple[jax.Array, Any]:
             memory, out = outputs(model, params)
             return (memory * weight_memory).sum() + (out * weight_out).sum(), (memory, out)
 
-        (_, found), gradient = jax.value_and_grad(scalar, has_aux=True)(params)
+        (_, ours_out), gradient = jax.value_and_grad(scalar, has_aux=True)(params)
     exact = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), params)
     memory, out = expected(method, exact, kind)
     scale = max(1.0, np.abs(memory[real]).max(), np.abs(out).max())
 
     leaves, tree = jax.tree.flatten(exact)
-    whole = np.sqrt(sum(np.square(leaf, dtype=np.float64).sum() for leaf in jax.tree.leaves(gradient)))
+    gradient_norm = np.sqrt(sum(np.square(leaf, dtype=np.float64).sum() for leaf in jax.tree.leaves(gradient)))
     slopes = []
     for index, ours in enumerate(jax.tree.leaves(gradient)):
         direction = rng.normal(size=ours.shape)
         stepped = [leaf + 1e-30j * direction if at == index else leaf for at, leaf in enumerate(leaves)]
         moved_memory, moved_out = expected(method, jax.tree.unflatten(tree, stepped), kind)
         theirs = ((moved_memory * weight_memory).sum() + (moved_out * weight_out).sum()).imag / 1e-30
-        slopes.append(abs((np.asarray(ours, np.float64) * direction).sum() - theirs) / whole)
+        slopes.append(abs((np.asarray(ours, np.float64) * direction).sum() - theirs) / gradient_norm)
     return {
-        "memory": np.abs(np.asarray(found[0]) - memory)[real].max() / scale,
-        "output": np.abs(np.asarray(found[1]) - out).max() / scale,
+        "memory": np.abs(np.asarray(ours_out[0]) - memory)[real].max() / scale,
+        "output": np.abs(np.asarray(ours_out[1]) - out).max() / scale,
         "gradient": max(slopes),
     }
 
@@ -92,15 +92,15 @@ def errors(method: str, dtype: str, kind: str = "layer_norm") -> dict[str, float
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("method", every_method())
 def test_forward_and_gradient_of_every_method(method: str, dtype: str) -> None:
-    found = errors(method, dtype)
-    assert {name: error for name, error in found.items() if not error <= TOLERANCE[dtype]} == {}
+    measured = errors(method, dtype)
+    assert {name: error for name, error in measured.items() if not error <= TOLERANCE[dtype]} == {}
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("kind", ["rms_norm", "scale_norm", "scale_norm_fixed", "dyt", "none"])
 def test_forward_and_gradient_with_other_norms(kind: str, dtype: str) -> None:
-    found = errors("sub_ln", dtype, kind)
-    assert {name: error for name, error in found.items() if not error <= TOLERANCE[dtype]} == {}
+    measured = errors("sub_ln", dtype, kind)
+    assert {name: error for name, error in measured.items() if not error <= TOLERANCE[dtype]} == {}
 
 
 def test_every_method_has_a_reference() -> None:

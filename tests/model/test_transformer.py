@@ -1,4 +1,4 @@
-"""The model against PyTorch with the same weights, and against its own identities."""
+"""Compares the model with PyTorch at the same weights, and tests its identities."""
 
 import dataclasses
 from typing import Any
@@ -38,7 +38,7 @@ def small(**changes: Any) -> Transformer:
 
 
 def randomised(params: Any, scale: float = 0.3) -> Any:
-    """Parameters away from their special initial values: biases that are not 0, norms that are not 1."""
+    """Adds noise to the initial values, so that biases are not 0 and norms are not 1."""
     leaves, tree = jax.tree.flatten(params)
     keys = jax.random.split(jax.random.key(7), len(leaves))
     return jax.tree.unflatten(
@@ -136,7 +136,7 @@ def test_branchnorm_at_alpha_one_is_post_ln_bit_for_bit() -> None:
     assert not np.allclose(branchnorm, forward(small(method="branchnorm"), params, SOURCE, TARGET, jnp.float32(0.5)))
 
 
-def test_branchnorm_at_alpha_zero_is_a_norm_of_the_embeddings_with_dead_branches() -> None:
+def test_branchnorm_at_alpha_zero_normalises_embeddings_and_has_no_branch_gradients() -> None:
     model = small(method="branchnorm", encoder_layers=20)
     params = init(model, KEY)
     x0 = np.asarray(params["embedding"]["shared"])[np.asarray(SOURCE)] * np.sqrt(32) + sinusoids(6, 32)
@@ -157,7 +157,7 @@ def test_branchnorm_at_alpha_zero_is_a_norm_of_the_embeddings_with_dead_branches
     assert float(jnp.abs(gradient["decoder"]["ffn_post_norm"]["scale"]).max()) > 0
 
 
-def test_ratio_lemma_deepnorm_is_branchnorm_held_at_one_over_alpha() -> None:
+def test_deepnorm_is_branchnorm_at_the_inverse_of_deepnorms_alpha() -> None:
     from branchnorm_jax.model.depth_rules import deepnorm_alpha
     from branchnorm_jax.model.recipe import Depth
 
@@ -175,12 +175,12 @@ def test_ratio_lemma_deepnorm_is_branchnorm_held_at_one_over_alpha() -> None:
     )
 
 
-def test_one_alpha_per_layer() -> None:
+def test_alpha_can_differ_per_layer() -> None:
     model = small(method="branchnorm")
     params = randomised(init(model, KEY))
     same = encode(model, params, SOURCE, jnp.full(3, 0.3))
     np.testing.assert_array_equal(same, encode(model, params, SOURCE, jnp.float32(0.3)))
-    # A layer with alpha 0 normalises an input that is already normalised. With neutral norms it can be left out.
+    # A layer with alpha 0 normalises an input that is already normalised. With initial norms, it has no effect.
     params = init(model, KEY)
     skipped = encode(model, params, SOURCE, jnp.array([0.3, 0.0, 0.7]))
     without = params | {"encoder": jax.tree.map(lambda leaf: leaf[jnp.array([0, 2])], params["encoder"])}
@@ -192,14 +192,14 @@ RATES = dict(dropout=0.2, attention_dropout=0.1, activation_dropout=0.1)
 
 
 @pytest.mark.slow
-def test_loop_scan_and_remat_draw_the_same_masks_and_give_the_same_numbers() -> None:
+def test_scan_unroll_and_remat_give_the_same_loss_and_gradient() -> None:
     """Compares losses and gradients. XLA fuses the layers of a loop differently, so they agree up to rounding."""
     method = "branchnorm"
     depth = dict(encoder_layers=3, decoder_layers=1)
     alpha, key = jnp.float32(0.4), jax.random.key(5)
 
-    def loss_and_gradient(**how: Any) -> Any:
-        model = small(method=method, **depth, **RATES, **how)
+    def loss_and_gradient(**options: Any) -> Any:
+        model = small(method=method, **depth, **RATES, **options)
 
         def loss(params: Any) -> jax.Array:
             x = model.hidden(params, SOURCE, TARGET, alpha, key)[0]
@@ -211,15 +211,15 @@ def test_loop_scan_and_remat_draw_the_same_masks_and_give_the_same_numbers() -> 
     params = init(small(method=method, **depth), KEY)
     loss, gradient = loss_and_gradient()
     norm = np.sqrt(sum(float(jnp.square(leaf).sum()) for leaf in jax.tree.leaves(gradient)))
-    ways: list[dict[str, Any]] = [{"remat": remat, "group": 2} for remat in ("save_branches", "nested")]
-    for how in [dict(unroll=3), *ways]:
-        other_loss, other_gradient = loss_and_gradient(**how)
+    variants: list[dict[str, Any]] = [{"remat": remat, "group": 2} for remat in ("save_branches", "nested")]
+    for options in [dict(unroll=3), *variants]:
+        other_loss, other_gradient = loss_and_gradient(**options)
         np.testing.assert_allclose(other_loss, loss, rtol=1e-6)
         difference = jax.tree.map(lambda a, b: float(jnp.abs(a - b).max()), gradient, other_gradient)
         assert max(jax.tree.leaves(difference)) <= 1e-6 * norm
 
 
-def test_dropout_follows_its_key_and_is_off_without() -> None:
+def test_dropout_depends_on_its_key_and_is_off_without_one() -> None:
     params = init(small(), KEY)
     plain = forward(small(**RATES), params, SOURCE, TARGET, ONE)
     np.testing.assert_array_equal(plain, forward(small(), params, SOURCE, TARGET, ONE))
@@ -237,13 +237,13 @@ def test_decoding_with_a_cache_equals_teacher_forcing(method: str, unstacked: bo
     forced = forward(model, params, SOURCE, TARGET, alpha)
     params = unstack_decoder(model, params) if unstacked else params
     # Two hypotheses per sentence share its slots.
-    found, real = cached_logits(model, params, SOURCE, TARGET, alpha, 2), np.asarray(TARGET != 0)
+    cached, real = cached_logits(model, params, SOURCE, TARGET, alpha, 2), np.asarray(TARGET != 0)
     for hypothesis in (0, 1):
-        np.testing.assert_allclose(found[:, hypothesis][real], forced[real], atol=2e-5)
+        np.testing.assert_allclose(cached[:, hypothesis][real], forced[real], atol=2e-5)
 
 
 @pytest.mark.parametrize(("left", "right"), [(0, 5), (5, 0), (2, 3)])
-def test_padding_changes_nothing(left: int, right: int) -> None:
+def test_padding_does_not_change_the_output(left: int, right: int) -> None:
     model = small()
     params = init(model, KEY)
     wide = jnp.pad(SOURCE, ((0, 0), (left, right)))
@@ -252,23 +252,23 @@ def test_padding_changes_nothing(left: int, right: int) -> None:
     )
 
 
-def test_a_row_of_padding_alone_stays_finite() -> None:
+def test_rows_of_padding_are_finite() -> None:
     model = small()
     params = init(model, KEY)
     empty_row = forward(model, params, jnp.zeros_like(SOURCE), TARGET, ONE)
     assert bool(jnp.isfinite(empty_row).all())
 
 
-def test_bfloat16_follows_float32() -> None:
+def test_bfloat16_is_close_to_float32() -> None:
     params = init(small(), KEY)
     exact = forward(small(), params, SOURCE, TARGET, ONE)
-    rough = forward(small(dtype="bfloat16"), params, SOURCE, TARGET, ONE)
-    assert rough.dtype == jnp.float32
-    error = float(jnp.linalg.norm(rough - exact) / jnp.linalg.norm(exact))
+    rounded = forward(small(dtype="bfloat16"), params, SOURCE, TARGET, ONE)
+    assert rounded.dtype == jnp.float32
+    error = float(jnp.linalg.norm(rounded - exact) / jnp.linalg.norm(exact))
     assert 0 < error < 2e-2
 
 
-def test_carry_dtype_rounds_the_stream_only() -> None:
+def test_carry_dtype_rounds_only_the_stream() -> None:
     params = init(small(), KEY)
     exact = encode(small(), params, SOURCE, ONE)
     half = encode(small(carry_dtype="float16"), params, SOURCE, ONE)
@@ -276,7 +276,7 @@ def test_carry_dtype_rounds_the_stream_only() -> None:
     np.testing.assert_allclose(half.astype(jnp.float32), exact, atol=1e-2)
 
 
-def test_sinusoids() -> None:
+def test_sinusoids_equal_fairseq_and_marian() -> None:
     expected = [0.909297, 0.092699, 0.004309, 0.0002, -0.416147, 0.995694, 0.999991, 1.0]
     np.testing.assert_allclose(sinusoids(1, 8, "fairseq")[0], expected, atol=1e-6)
     row = sinusoids(1, 512, "fairseq")[0]
@@ -297,31 +297,31 @@ def test_layer_norm_equals_pytorch_far_from_zero() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["branchnorm", "mixnorm", "mixnorm_anneal"])
-def test_branches_whose_alpha_is_0_are_left_out_and_nothing_changes(method: str) -> None:
-    """Output, gradient and cached decoding agree whether a closed branch is multiplied by 0 or not computed."""
+def test_skipping_branches_with_alpha_zero_does_not_change_results(method: str) -> None:
+    """Output, gradient and cached decoding are the same if a closed branch is multiplied by 0 or not computed."""
     alpha = {"encoder": jnp.array([0.3, 0.0, 0.7]), "decoder": jnp.array([0.0, 0.5])}
     rates = dict(encoder_layers=3, decoder_layers=2, method=method, **RATES)
     computed, skipped = small(**rates), small(**rates, alpha_order="bottom_up")
     params = randomised(init(computed, KEY))
 
     def loss(model: Transformer) -> Any:
-        def of(params: Any) -> jax.Array:
+        def objective(params: Any) -> jax.Array:
             x, _ = model.hidden(params, SOURCE, TARGET, alpha, jax.random.key(5))
             return jnp.square(x * jnp.arange(x.shape[-1])).sum()
 
-        return jax.value_and_grad(of)(params)
+        return jax.value_and_grad(objective)(params)
 
-    (expected, by_computed), (found, by_skipped) = loss(computed), loss(skipped)
-    np.testing.assert_allclose(found, expected, rtol=1e-6)
+    (expected, by_computed), (result, by_skipped) = loss(computed), loss(skipped)
+    np.testing.assert_allclose(result, expected, rtol=1e-6)
     scale = max(float(jnp.abs(leaf).max()) for leaf in jax.tree.leaves(by_computed))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6 * scale), by_skipped, by_computed)
     assert float(jnp.abs(by_skipped["encoder"]["ffn"]["fc1"]["kernel"][1]).max()) == 0
 
     memory = encode(skipped, params, SOURCE, alpha)
-    whole = skipped.logits(params, decode(skipped, params, memory, SOURCE, TARGET, alpha))
+    forced = skipped.logits(params, decode(skipped, params, memory, SOURCE, TARGET, alpha))
     real = np.asarray(TARGET != 0)
-    found = cached_logits(skipped, params, SOURCE, TARGET, alpha)[:, 0]
-    np.testing.assert_allclose(found[real], whole[real], atol=2e-5)
+    result = cached_logits(skipped, params, SOURCE, TARGET, alpha)[:, 0]
+    np.testing.assert_allclose(result[real], forced[real], atol=2e-5)
 
 
 def test_closed_branches_are_not_computed() -> None:

@@ -1,4 +1,4 @@
-"""The mean of checkpoints, against NumPy."""
+"""Compares the average of checkpoints with NumPy."""
 
 import dataclasses
 import shutil
@@ -18,36 +18,36 @@ from branchnorm_jax.training.trained import network, restore_model
 from branchnorm_jax.workdir import Workdir
 
 
-def test_mean_of_checkpoints(trained: Path, tmp_path: Path) -> None:
+def test_average_is_the_mean_of_the_checkpoints(trained: Path, tmp_path: Path) -> None:
     workdir = Workdir(shutil.copytree(trained, tmp_path / "run"))
     config = configs.load(workdir / "config.json")
     _, model = network(config, workdir)
-    there = Checkpoints(workdir / "checkpoints", config.train, logs.say, read_only=True)
-    steps = there.steps()
+    checkpoints = Checkpoints(workdir / "checkpoints", config.train, logs.say, read_only=True)
+    steps = checkpoints.steps()
     assert len(steps) >= 2
     with pytest.raises(UserError, match="no average of checkpoints"):
         restore_model(config, workdir, model, "average")
     for which in (f"last:{len(steps)}", ",".join(map(str, reversed(steps)))):
         average(dataclasses.replace(config, average=AverageConfig(which)), workdir)
-        found, alpha, step = restore_model(config, workdir, model, "average")
+        averaged, alpha, step = restore_model(config, workdir, model, "average")
         each = [restore_model(config, workdir, model, str(step)) for step in steps]
         expected = jax.tree.map(lambda *leaves: np.mean(np.stack(leaves, dtype=np.float64), 0), *[e[0] for e in each])
-        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-9), found, expected)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-9), averaged, expected)
         for stack, values in alpha.items():
             np.testing.assert_allclose(values, np.mean([e[1][stack] for e in each], axis=0), rtol=1e-6)
         assert step == steps[-1]
 
 
-def test_which_checkpoints(trained: Path) -> None:
+def test_selection_of_checkpoints(trained: Path) -> None:
     config = configs.load(trained / "config.json")
-    there = Checkpoints(trained / "checkpoints", config.train, logs.say, read_only=True)
-    steps = there.steps()
-    assert there.several("last:1") == steps[-1:]
-    assert there.several(f"{steps[0]}") == steps[:1]
+    checkpoints = Checkpoints(trained / "checkpoints", config.train, logs.say, read_only=True)
+    steps = checkpoints.steps()
+    assert checkpoints.several("last:1") == steps[-1:]
+    assert checkpoints.several(f"{steps[0]}") == steps[:1]
     with pytest.raises(UserError, match=r"train\.keep_last"):
-        there.several("last:99")
+        checkpoints.several("last:99")
     with pytest.raises(UserError, match=r"no checkpoints of steps \[7\]"):
-        there.several(f"7,{steps[0]}")
+        checkpoints.several(f"7,{steps[0]}")
     for wrong in ("last", "last:0", "best:x", "newest:2", ""):
         with pytest.raises(UserError, match="neither last:n"):
-            there.several(wrong)
+            checkpoints.several(wrong)

@@ -1,4 +1,4 @@
-"""What several modes need, by itself."""
+"""Functions that several modes use."""
 
 import dataclasses
 import json
@@ -18,7 +18,7 @@ from branchnorm_jax.modes.common import load, read_chunks
 from branchnorm_jax.workdir import Workdir
 
 
-def test_a_model_of_an_ensemble_may_come_from_other_devices(trained: Path, tmp_path: Path) -> None:
+def test_ensemble_members_may_come_from_other_devices(trained: Path, tmp_path: Path) -> None:
     other = shutil.copytree(trained, tmp_path / "other")
     values = json.loads((other / "config.json").read_text())
     values["parallel"]["data"] = 8
@@ -31,8 +31,8 @@ def test_a_model_of_an_ensemble_may_come_from_other_devices(trained: Path, tmp_p
     jax.tree.map(np.testing.assert_array_equal, member.params, both.params)
 
 
-def test_what_comes_faster_than_it_is_used_waits() -> None:
-    """A line is as long as a pipe's buffer, so that the writer is at most one line ahead of what was read."""
+def test_fast_writers_wait_for_the_reader() -> None:
+    """A line is as long as the buffer of a pipe, so the writer is at most one line ahead of the reader."""
     size, most = 65536, 4
     read, write = os.pipe()
     written = 0
@@ -48,18 +48,18 @@ def test_what_comes_faster_than_it_is_used_waits() -> None:
     thread.start()
     with os.fdopen(read, "rb") as stream:
         chunks = read_chunks(stream, "stdin", most)
-        found = next(chunks)
-        # The next chunk, a line in the reader's hand, and one in the pipe, which may be begun.
+        first = next(chunks)
+        # The next chunk, one line that the reader has taken, and one in the pipe, which may be partly written.
         time.sleep(0.5)
-        assert len(found) + most <= written <= len(found) + most + 3
-        assert len(next(chunks)) == most  # all that is there, at once
+        assert len(first) + most <= written <= len(first) + most + 3
+        assert len(next(chunks)) == most  # all waiting lines at once
         rest = [line for lines in chunks for line in lines]
     thread.join()
-    assert [int(line.rstrip("x")) for line in rest] == list(range(len(found) + most, 20))
+    assert [int(line.rstrip("x")) for line in rest] == list(range(len(first) + most, 20))
 
 
-def test_a_stream_can_be_closed_while_a_line_is_waited_for() -> None:
-    """Or an error would not be told before the writer has gone."""
+def test_stream_can_be_closed_while_waiting_for_a_line() -> None:
+    """Otherwise, an error would be reported only after the writer has closed the stream."""
     read, write = os.pipe()
     with os.fdopen(write, "wb", buffering=0) as writer, os.fdopen(read, "rb") as stream:
         chunks = read_chunks(stream, "stdin", 4)
@@ -68,7 +68,7 @@ def test_a_stream_can_be_closed_while_a_line_is_waited_for() -> None:
             next(chunks)
 
 
-def test_a_writer_is_answered_before_it_goes_on() -> None:
+def test_lines_are_read_before_the_writer_continues() -> None:
     read, write = os.pipe()
     with os.fdopen(read, "rb") as stream, os.fdopen(write, "wb", buffering=0) as writer:
         chunks = read_chunks(stream, "stdin", 4)
@@ -80,7 +80,7 @@ def test_a_writer_is_answered_before_it_goes_on() -> None:
 
 
 @pytest.mark.parametrize("piped", [False, True])
-def test_a_byte_order_mark_is_dropped_at_the_beginning_alone(piped: bool, tmp_path: Path) -> None:
+def test_byte_order_mark_is_dropped_only_at_the_beginning(piped: bool, tmp_path: Path) -> None:
     def lines(text: bytes) -> list[str]:
         (tmp_path / "text").write_bytes(text)
         read, write = os.pipe()

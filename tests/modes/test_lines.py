@@ -1,4 +1,4 @@
-"""Files in, files out: nothing lost, nothing twice, whatever is in a line and whenever the process dies."""
+"""Translation of files: no line is lost or repeated, whatever it contains and whenever the process dies."""
 
 import dataclasses
 import os
@@ -17,7 +17,7 @@ from branchnorm_jax.options import Config
 from branchnorm_jax.workdir import Workdir
 from tests.conftest import run_main
 
-ODD = [
+UNUSUAL = [
     *("twenty-one", "", "   ", "one hundred", "😀 🏳️‍🌈", "שלום עולם", "nul\0here", "a\u2028b", "tab\tx", "c\rd", "\x07"),
     " ".join(["seven"] * 3000),
     *("nine", "ten", "eleven"),
@@ -31,17 +31,19 @@ def options(workdir: Path, **decode: Any) -> Config:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("nbest", [1, 2])
-def test_a_killed_translation_goes_on(trained: Path, tmp_path: Path, monkeypatch: Any, capsys: Any, nbest: int) -> None:
+def test_interrupted_translation_continues(
+    trained: Path, tmp_path: Path, monkeypatch: Any, capsys: Any, nbest: int
+) -> None:
     monkeypatch.setattr(lines, "CHUNK", 4)
-    source, whole, other = tmp_path / "in", tmp_path / "whole", tmp_path / "other"
-    source.write_text("\n".join(ODD) + "\n", encoding="utf-8", newline="")
+    source, complete, other = tmp_path / "in", tmp_path / "whole", tmp_path / "other"
+    source.write_text("\n".join(UNUSUAL) + "\n", encoding="utf-8", newline="")
     decode: dict[str, Any] = dict(beam_size=2, nbest=nbest, max_length_a=0.0, max_length_b=6, max_input_length=20)
     config = options(trained, **decode)
     run = load(config, Workdir(trained))
-    lines.translate_file(config, run, source, whole)
-    expected = whole.read_bytes()
-    assert expected.count(b"\n") == len(ODD) * nbest
-    assert not whole.with_name("whole.part").exists()
+    lines.translate_file(config, run, source, complete)
+    expected = complete.read_bytes()
+    assert expected.count(b"\n") == len(UNUSUAL) * nbest
+    assert not complete.with_name("whole.part").exists()
 
     original, calls = Translator.translate, 0
 
@@ -61,12 +63,12 @@ def test_a_killed_translation_goes_on(trained: Path, tmp_path: Path, monkeypatch
     with open(part, "ab") as file:
         file.write(b"half a li")
     lines.translate_file(config, run, source, other)
-    assert calls == 5  # the third and fourth chunk; the first two were there
+    assert calls == 5  # the third and fourth chunk; the first two were complete
     assert other.read_bytes() == expected
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in", "link", "other", "whole"]
     assert (tmp_path / "link").is_symlink()
 
-    # Made with other options, a part is of no use.
+    # A part that was made with other options is discarded.
     calls = 1
     with pytest.raises(KeyboardInterrupt):
         lines.translate_file(config, run, source, other)
@@ -79,16 +81,16 @@ def test_a_killed_translation_goes_on(trained: Path, tmp_path: Path, monkeypatch
     )
 
 
-def test_input_and_output_from_the_command_line(trained: Path, tmp_path: Path) -> None:
+def test_input_and_output_options(trained: Path, tmp_path: Path) -> None:
     source, target = tmp_path / "in", tmp_path / "out"
     source.write_text("one\ntwo\tto\n", encoding="utf-8")
-    there = f"--workdir={trained}", "--mode=translate", f"--config.decode.input={source}"
-    done = run_main(*there, f"--config.decode.output={target}", "--config.decode.token_scores=True")
+    command = f"--workdir={trained}", "--mode=translate", f"--config.decode.input={source}"
+    done = run_main(*command, f"--config.decode.output={target}", "--config.decode.token_scores=True")
     assert done.returncode == 0, done.stderr
     first = target.read_text(encoding="utf-8").splitlines()
     assert len(first) == 2
     assert all(" ||| " in line and "</s>:" in line for line in first)
-    done = run_main(*there, "--config.decode.target_prefix=True")
+    done = run_main(*command, "--config.decode.target_prefix=True")
     assert done.returncode == 2
     assert f"{source}, line 1: expected source<TAB>prefix of the target, not 1 fields" in done.stderr
     done = run_main(f"--workdir={trained}", "--mode=translate", f"--config.decode.output={target}")
@@ -96,27 +98,27 @@ def test_input_and_output_from_the_command_line(trained: Path, tmp_path: Path) -
     assert "decode.input" in done.stderr
 
 
-def test_outputs_that_cannot_be_written(tmp_path: Path) -> None:
-    """A device would be replaced by the finished file."""
+def test_unwritable_outputs_are_rejected(tmp_path: Path) -> None:
+    """Devices and pipes are rejected, because the finished file would replace them."""
     source, pipe = tmp_path / "in", tmp_path / "pipe"
     source.write_text("one\n")
     os.mkfifo(pipe)
-    for target, said in (
+    for target, message in (
         (pipe, "not a regular file"),
         (tmp_path, "not a regular file"),
         (tmp_path / "a" / "b", "its folder does not exist"),
     ):
-        with pytest.raises(UserError, match=f"decode.output={target}: .*{said}"):
+        with pytest.raises(UserError, match=f"decode.output={target}: .*{message}"):
             lines.check_files(source, target)
     with pytest.raises(UserError, match=r"cannot be written: Is a directory"), lines.writable(tmp_path):
         pass
 
 
-def test_two_processes_do_not_write_one_translation(tmp_path: Path) -> None:
+def test_two_processes_cannot_write_the_same_translation(tmp_path: Path) -> None:
     part = tmp_path / "out.part"
     with lines.writable(part) as first:
         first.write(b"one\n")
-        # A lock belongs to an open file, not to a process, so this process may stand for another.
+        # A lock belongs to an open file, not to a process, so this process can act as the second one.
         with pytest.raises(UserError, match="another process is writing"), lines.writable(part):
             pass
     with lines.writable(part) as again:
@@ -126,13 +128,13 @@ def test_two_processes_do_not_write_one_translation(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_alignments_in_pharaoh_format(trained: Path, tmp_path: Path) -> None:
-    """Every piece of the translation once, in order, aligned to a piece of the source."""
+    """Every piece of the translation occurs once, in order, aligned to a piece of the source."""
     source, text = tmp_path / "in", ["twenty-one", "", "one hundred and ten"]
     source.write_text("".join(line + "\n" for line in text), encoding="utf-8")
-    there = f"--workdir={trained}", "--mode=translate", f"--config.decode.input={source}"
+    command = f"--workdir={trained}", "--mode=translate", f"--config.decode.input={source}"
     for options in ((), ("--config.decode.nbest=2", "--config.decode.alignment_layer=2")):
         done = run_main(
-            *there, "--config.decode.alignments=True", "--config.decode.token_scores=True",
+            *command, "--config.decode.alignments=True", "--config.decode.token_scores=True",
             "--config.decode.no_repeat_ngram=1", *options,
         )  # fmt: skip
         assert done.returncode == 0, done.stderr
@@ -146,12 +148,12 @@ def test_alignments_in_pharaoh_format(trained: Path, tmp_path: Path) -> None:
                 assert all(0 <= i < length for i, _ in pairs)
             else:
                 assert pairs == []
-    done = run_main(*there, "--config.decode.alignment_layer=3")
+    done = run_main(*command, "--config.decode.alignment_layer=3")
     assert done.returncode == 2
     assert "alignment_layer=3 is more than model.decoder_layers=2" in done.stderr
 
 
-def test_a_prefix_is_kept(trained: Path, tmp_path: Path) -> None:
+def test_target_prefixes_are_kept(trained: Path, tmp_path: Path) -> None:
     source = tmp_path / "in"
     source.write_text("twenty-one\tneunund\n\ntwo\t\n", encoding="utf-8")
     done = run_main(
@@ -165,6 +167,6 @@ def test_a_prefix_is_kept(trained: Path, tmp_path: Path) -> None:
     assert last
 
 
-def test_missing_input_is_one_line(trained: Path) -> None:
+def test_missing_input_is_reported(trained: Path) -> None:
     with pytest.raises(UserError, match="cannot be read"):
         lines.translate(options(trained, input=str(trained / "nothing")), Workdir(trained))

@@ -1,4 +1,4 @@
-"""Many languages in one model, as a user has them."""
+"""Runs main.py and the server with a model for several languages."""
 
 import json
 from pathlib import Path
@@ -22,7 +22,7 @@ PAIRS = (
 
 
 @pytest.fixture(scope="module")
-def several(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def multilingual(tmp_path_factory: pytest.TempPathFactory) -> Path:
     workdir = tmp_path_factory.mktemp("several") / "run"
     done = run_main(*PAIRS, f"--workdir={workdir}")
     assert done.returncode == 0, done.stderr
@@ -30,34 +30,34 @@ def several(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return workdir
 
 
-def test_each_pair_is_validated(several: Path) -> None:
-    (line,) = map(json.loads, (several / "validation.jsonl").read_text().splitlines())
+def test_each_pair_is_validated(multilingual: Path) -> None:
+    (line,) = map(json.loads, (multilingual / "validation.jsonl").read_text().splitlines())
     assert set(line["pairs"]) == {"de-en", "fr-en", "en-de"}
-    assert line["bleu"] == pytest.approx(sum(found["bleu"] for found in line["pairs"].values()) / 3)
-    losses = [found["loss"] for found in line["pairs"].values()]
+    assert line["bleu"] == pytest.approx(sum(scores["bleu"] for scores in line["pairs"].values()) / 3)
+    losses = [scores["loss"] for scores in line["pairs"].values()]
     assert min(losses) < line["loss"] < max(losses)
-    assert read_status(several)["status"] == "done"
+    assert read_status(multilingual)["status"] == "done"
 
 
-def test_lines_say_which_language_they_want(several: Path) -> None:
+def test_tags_select_the_target_language(multilingual: Path) -> None:
     text = ">>de<< twenty-one\ntwenty-one\n>>en<<one\n"
-    wanted = run_main("--mode=translate", f"--workdir={several}", "--config.decode.target_lang=en", stdin=text)
-    assert wanted.returncode == 0, wanted.stderr
-    german, _, _ = wanted.stdout.splitlines()
+    tagged = run_main("--mode=translate", f"--workdir={multilingual}", "--config.decode.target_lang=en", stdin=text)
+    assert tagged.returncode == 0, tagged.stderr
+    german, _, _ = tagged.stdout.splitlines()
     (alone,) = run_main(
-        "--mode=translate", f"--workdir={several}", "--config.decode.target_lang=de", stdin="twenty-one\n"
+        "--mode=translate", f"--workdir={multilingual}", "--config.decode.target_lang=de", stdin="twenty-one\n"
     ).stdout.splitlines()
     assert german == alone
-    assert ">>" not in wanted.stdout
+    assert ">>" not in tagged.stdout
 
     scores = run_main(
-        "--mode=score", f"--workdir={several}", stdin=">>de<< ten\tzehn\n>>en<< ten\tzehn\n"
+        "--mode=score", f"--workdir={multilingual}", stdin=">>de<< ten\tzehn\n>>en<< ten\tzehn\n"
     ).stdout.splitlines()
     assert scores[0] != scores[1]
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "message"),
     [
         ("twenty-one\n", "line 1: no target language; set target_lang or start the line with >>de<<, >>en<<"),
         (
@@ -66,32 +66,32 @@ def test_lines_say_which_language_they_want(several: Path) -> None:
         ),
     ],
 )
-def test_no_language_and_an_unknown_one(several: Path, text: str, told: str) -> None:
-    done = run_main("--mode=translate", f"--workdir={several}", stdin=text)
+def test_missing_and_unknown_target_languages_are_rejected(multilingual: Path, text: str, message: str) -> None:
+    done = run_main("--mode=translate", f"--workdir={multilingual}", stdin=text)
     assert done.returncode == 2
-    assert told in done.stderr
+    assert message in done.stderr
 
 
-def test_evaluation_of_each_pair_and_of_one_never_trained(several: Path) -> None:
-    options = "--mode=evaluate", f"--workdir={several}", "--config.decode.max_length_b=2"
+def test_evaluation_of_trained_and_untrained_pairs(multilingual: Path) -> None:
+    options = "--mode=evaluate", f"--workdir={multilingual}", "--config.decode.max_length_b=2"
     done = run_main(*options, "--config.evaluate.pairs=en-de,fr-de")
     assert done.returncode == 0, done.stderr
-    results = json.loads((several / "results.json").read_text())
+    results = json.loads((multilingual / "results.json").read_text())
     each = [results[f"test.{pair}"]["chrf"]["score"] for pair in ("en-de", "fr-de")]
     assert results["test"]["chrf"]["score"] == pytest.approx(sum(each) / 2)
-    assert len((several / "evaluation" / "test.fr-de.hypothesis").read_text().splitlines()) == 500
+    assert len((multilingual / "evaluation" / "test.fr-de.hypothesis").read_text().splitlines()) == 500
 
 
-def test_a_language_that_is_no_target_cannot_be_evaluated(several: Path) -> None:
-    done = run_main("--mode=evaluate", f"--workdir={several}", "--config.evaluate.pairs=en-fr")
+def test_evaluation_rejects_languages_that_are_not_targets(multilingual: Path) -> None:
+    done = run_main("--mode=evaluate", f"--workdir={multilingual}", "--config.evaluate.pairs=en-fr")
     assert done.returncode == 2
     assert "not trained to translate to 'fr'" in done.stderr
 
 
-def test_a_server_of_several_languages(several: Path) -> None:
-    """A field or a tag says which; alignments are those of the text without its tag."""
+def test_server_selects_the_language_by_field_or_tag(multilingual: Path) -> None:
+    """Both give the same translation. Alignments omit the tag."""
     options = ("--config.serve.port=0", "--config.serve.warm_up_length=0", "--config.decode.no_repeat_ngram=1")
-    server = Server(f"--workdir={several}", *options, "--config.decode.beam_size=2")
+    server = Server(f"--workdir={multilingual}", *options, "--config.decode.beam_size=2")
     try:
         health = ask(server.url + "/health")[2]
         assert (health["source_langs"], health["target_langs"]) == (["de", "en", "fr"], ["de", "en"])
@@ -107,14 +107,14 @@ def test_a_server_of_several_languages(several: Path) -> None:
         server.end()
 
 
-def test_exported_with_its_tags(several: Path) -> None:
-    """Hugging Face's tokenizer reads the tag as we do; the export itself compares both engines over all pairs."""
+def test_exported_models_read_tags(multilingual: Path) -> None:
+    """The Hugging Face tokenizer encodes the tag as ours does. The export itself compares the log-probabilities."""
     transformers = pytest.importorskip("transformers")
     for format in ("huggingface", "ctranslate2"):
-        done = run_main("--mode=export", f"--workdir={several}", f"--config.export.format={format}")
+        done = run_main("--mode=export", f"--workdir={multilingual}", f"--config.export.format={format}")
         assert done.returncode == 0, done.stderr
         assert "largest difference of a token's log-probability over 102 validation pairs" in done.stderr
-    theirs = transformers.MarianTokenizer.from_pretrained(several / "export" / "huggingface")
-    ours = load_tokenizer(several / "vocabulary")
+    theirs = transformers.MarianTokenizer.from_pretrained(multilingual / "export" / "huggingface")
+    ours = load_tokenizer(multilingual / "vocabulary")
     tag = ours.source_pieces.index(">>de<<")
     assert theirs(">>de<< twenty-one")["input_ids"] == [tag, *ours.encode_source(["twenty-one"])[0]]

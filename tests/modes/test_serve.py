@@ -1,4 +1,4 @@
-"""Mode serve: real servers, real HTTP, a real browser."""
+"""Serve mode, tested with real servers, HTTP requests and a browser."""
 
 import contextlib
 import functools
@@ -44,24 +44,24 @@ TEXTS += ["", "   ", "😀 🏳️‍🌈", "שלום עולם", "مرحبا", "
 
 
 class Server:
-    """A process of main.py that serves."""
+    """A process of main.py in serve mode."""
 
     def __init__(self, *options: str) -> None:
         self.process = start_main("--mode=serve", *options)
         assert self.process.stderr
-        self.said: list[str] = []
+        self.log: list[str] = []
         for line in self.process.stderr:
-            self.said.append(line)
+            self.log.append(line)
             if line.startswith("serving at "):
                 break
         else:
-            raise AssertionError("".join(self.said))
+            raise AssertionError("".join(self.log))
         self.url = line.split()[2].rstrip(";")
-        self._rest = threading.Thread(target=lambda: self.said.extend(self.process.stderr or ()))
+        self._rest = threading.Thread(target=lambda: self.log.extend(self.process.stderr or ()))
         self._rest.start()
 
     def end(self, number: int = signal.SIGTERM) -> int:
-        """Sends a signal, unless it is over already, and waits for the exit code."""
+        """Sends a signal, unless the process has ended, and returns the exit code."""
         self.process.send_signal(number)
         code = self.process.wait()
         self._rest.join()
@@ -69,7 +69,7 @@ class Server:
 
 
 def ask(url: str, body: bytes | None = None) -> tuple[int, Any, Any]:
-    """Status, headers and JSON of GET, or of POST if there is a body."""
+    """Sends GET, or POST if there is a body. Returns status, headers and JSON."""
     try:
         with urllib.request.urlopen(urllib.request.Request(url, body)) as response:
             return response.status, response.headers, json.load(response)
@@ -78,11 +78,11 @@ def ask(url: str, body: bytes | None = None) -> tuple[int, Any, Any]:
 
 
 def translations(url: str, **request: Any) -> list[list[dict[str, Any]]]:
-    """The answer to a request that is in order."""
-    status, headers, found = ask(url + "/translate", json.dumps(request).encode())
-    assert status == 200, found
+    """Sends a valid request and returns its translations."""
+    status, headers, answer = ask(url + "/translate", json.dumps(request).encode())
+    assert status == 200, answer
     assert headers["content-type"] == "application/json"
-    return found["translations"]
+    return answer["translations"]
 
 
 @pytest.fixture(scope="module")
@@ -94,7 +94,7 @@ def server(trained: Path) -> Iterator[Server]:
 
 @pytest.fixture(scope="module")
 def expected(trained: Path) -> dict[str, list[tuple[str, float]]]:
-    """What --mode=translate prints for each text: the texts and scores of the two best."""
+    """Returns the output of --mode=translate for each text: text and score of the two best translations."""
     done = run_main(
         f"--workdir={trained}", "--mode=translate", *DECODE, "--config.decode.nbest=2", stdin="\n".join(TEXTS) + "\n"
     )
@@ -104,22 +104,20 @@ def expected(trained: Path) -> dict[str, list[tuple[str, float]]]:
     return {text: [(row[1], float(row[2])) for row in rows[2 * i : 2 * i + 2]] for i, text in enumerate(TEXTS)}
 
 
-def test_concurrent_requests_get_what_translate_prints(
-    server: Server, expected: dict[str, list[tuple[str, float]]]
-) -> None:
-    """200 at once, of one to three lines, one or two translations each: all are answered, each with its own."""
+def test_concurrent_requests_equal_translate_mode(server: Server, expected: dict[str, list[tuple[str, float]]]) -> None:
+    """Sends 200 concurrent requests of one to three lines, with one or two translations per line."""
     rng = np.random.default_rng(0)
-    asked = [([str(text) for text in rng.choice(TEXTS, 1 + i % 3)], 1 + i % 2) for i in range(200)]
-    start = threading.Barrier(len(asked))
+    requests = [([str(text) for text in rng.choice(TEXTS, 1 + i % 3)], 1 + i % 2) for i in range(200)]
+    start = threading.Barrier(len(requests))
 
     def one(request: tuple[list[str], int]) -> list[list[dict[str, Any]]]:
         start.wait()
         texts, nbest = request
         return translations(server.url, text=texts, nbest=nbest)
 
-    with ThreadPoolExecutor(len(asked)) as clients:
-        found = list(clients.map(one, asked))
-    for (texts, nbest), answer in zip(asked, found, strict=True):
+    with ThreadPoolExecutor(len(requests)) as clients:
+        answers = list(clients.map(one, requests))
+    for (texts, nbest), answer in zip(requests, answers, strict=True):
         assert [[each["text"] for each in line] for line in answer] == [
             [text for text, _ in expected[line][:nbest]] for line in texts
         ]
@@ -128,7 +126,7 @@ def test_concurrent_requests_get_what_translate_prints(
     assert len({line[0][0] for line in expected.values()}) > 5
 
 
-def test_alignments_are_those_of_translate(server: Server, trained: Path) -> None:
+def test_alignments_equal_translate_mode(server: Server, trained: Path) -> None:
     texts = TEXTS[1:5]
     done = run_main(
         f"--workdir={trained}", "--mode=translate", *DECODE, "--config.decode.alignments=True",
@@ -136,24 +134,24 @@ def test_alignments_are_those_of_translate(server: Server, trained: Path) -> Non
     )  # fmt: skip
     tokenizer = load_tokenizer(trained / "vocabulary")
     answer = translations(server.url, text=texts, alignments=True)
-    for text, printed, (found,) in zip(texts, done.stdout.splitlines(), answer, strict=True):
+    for text, printed, (result,) in zip(texts, done.stdout.splitlines(), answer, strict=True):
         best, pieces, pairs = printed.split(" ||| ")
-        assert found["text"] == best
-        assert found["pieces"] == [piece.rpartition(":")[0] for piece in pieces.split()]
-        assert found["source_pieces"] == tokenizer.source_pieces_of(tokenizer.encode_source([text])[0])
-        matrix = np.array(found["alignment"])
-        assert matrix.shape == (len(found["pieces"]), len(found["source_pieces"]))
+        assert result["text"] == best
+        assert result["pieces"] == [piece.rpartition(":")[0] for piece in pieces.split()]
+        assert result["source_pieces"] == tokenizer.source_pieces_of(tokenizer.encode_source([text])[0])
+        matrix = np.array(result["alignment"])
+        assert matrix.shape == (len(result["pieces"]), len(result["source_pieces"]))
         np.testing.assert_allclose(matrix.sum(1), 1, atol=1e-3)
         assert " ".join(f"{i}-{j}" for i, j in pharaoh(matrix)) == pairs
 
 
-def test_a_line_break_is_white_space(server: Server) -> None:
-    """A sentence that an editor or a mail wrapped is one sentence: what are several is up to the client."""
+def test_line_breaks_are_white_space(server: Server) -> None:
+    """A sentence that an editor or a mail program wrapped is one sentence. Clients separate sentences in a list."""
     one, *others = translations(server.url, text=["one hundred", "one\nhundred", "one\r\n\r\nhundred", "one hundred\n"])
     assert others == [one] * 3
 
 
-def test_a_line_that_is_cut_says_so(server: Server, trained: Path) -> None:
+def test_cut_lines_return_a_warning(server: Server, trained: Path) -> None:
     (long,), (short,) = translations(server.url, text=[TEXTS[-1], "one"])
     length = len(load_tokenizer(trained / "vocabulary").encode_source(TEXTS[-1:])[0])
     assert long["warnings"] == [f"cut from {length} to 24 tokens"]
@@ -189,14 +187,14 @@ def test_a_line_that_is_cut_says_so(server: Server, trained: Path) -> None:
     ],
     ids=lambda value: str(value[:30]) if isinstance(value, bytes) else None,
 )
-def test_mistakes_in_a_request(server: Server, body: bytes, status: int, part: str) -> None:
-    found, headers, answer = ask(server.url + "/translate", body)
-    assert (found, list(answer), headers["content-type"]) == (status, ["error"], "application/json")
+def test_invalid_requests_are_rejected(server: Server, body: bytes, status: int, part: str) -> None:
+    code, headers, answer = ask(server.url + "/translate", body)
+    assert (code, list(answer), headers["content-type"]) == (status, ["error"], "application/json")
     assert part in answer["error"]
     assert "\n" not in answer["error"]
 
 
-def test_a_body_of_unknown_length_has_the_same_limit(server: Server) -> None:
+def test_bodies_of_unknown_length_have_the_same_limit(server: Server) -> None:
     for size, status in ((20_000, 200), (30_000, 413)):
         connection = http.client.HTTPConnection(server.url.removeprefix("http://"))
         parts = iter([b'{"text": "one"', b" " * size, b"}"])
@@ -204,38 +202,38 @@ def test_a_body_of_unknown_length_has_the_same_limit(server: Server) -> None:
         assert connection.getresponse().status == status
 
 
-def test_other_paths_and_methods(server: Server) -> None:
+def test_other_paths_and_methods_are_rejected(server: Server) -> None:
     for path, body, status in (("/nothing", None, 404), ("/translate", None, 405), ("/health", b"", 405)):
-        found, _, answer = ask(server.url + path, body)
-        assert (found, "POST /translate" in answer["error"]) == (status, True)
+        code, _, answer = ask(server.url + path, body)
+        assert (code, "POST /translate" in answer["error"]) == (status, True)
 
 
-def test_edges_that_are_no_mistakes(server: Server) -> None:
+def test_valid_edge_cases_are_accepted(server: Server) -> None:
     assert translations(server.url, text=[]) == []
     empty = {"text": "", "score": 0.0, "log_prob": 0.0}
     assert translations(server.url, text="", nbest=2) == [[empty, empty]]
-    assert len(translations(server.url, text="\ud83d\ude00")) == 1  # two halves that JSON puts together
+    assert len(translations(server.url, text="\ud83d\ude00")) == 1  # JSON combines the two surrogates
 
 
-def test_health_tells_what_is_served(server: Server) -> None:
-    status, _, found = ask(server.url + "/health")
-    assert (status, found["status"], found["waiting"]) == (200, "ready", 0)
-    assert (found["method"], found["depth"]) == ("branchnorm", "2L-2L")
-    assert found["step"] in (60, 120)
-    assert (found["source_langs"], found["target_langs"]) == (["en"], ["de"])
-    assert found["decode"]["beam_size"] == 2
-    assert found["serve"]["max_lines"] == 4
-    assert any("compiling for lines of up to 16 tokens" in line for line in server.said)
+def test_health_describes_the_model_and_the_options(server: Server) -> None:
+    status, _, health = ask(server.url + "/health")
+    assert (status, health["status"], health["waiting"]) == (200, "ready", 0)
+    assert (health["method"], health["depth"]) == ("branchnorm", "2L-2L")
+    assert health["step"] in (60, 120)
+    assert (health["source_langs"], health["target_langs"]) == (["en"], ["de"])
+    assert health["decode"]["beam_size"] == 2
+    assert health["serve"]["max_lines"] == 4
+    assert any("compiling for lines of up to 16 tokens" in line for line in server.log)
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
-def test_a_signal_ends_it_after_the_last_answer(trained: Path, number: int, code: int) -> None:
+def test_signals_stop_the_server_after_the_last_answer(trained: Path, number: int, code: int) -> None:
     server = Server(f"--workdir={trained}", *DECODE, "--config.serve.port=0", "--config.serve.warm_up_length=0")
     body = b'{"text": "one hundred"}'
     head = f"POST /translate HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\nexpect: 100-continue\r\n\r\n"
     with socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2]))) as connection:
         connection.sendall(head.encode())
-        # From here on the request is in flight: the server asks for its body.
+        # The server has requested the body, so the request is now in flight.
         assert connection.recv(100).startswith(b"HTTP/1.1 100")
         server.process.send_signal(number)
         connection.sendall(body)
@@ -244,10 +242,10 @@ def test_a_signal_ends_it_after_the_last_answer(trained: Path, number: int, code
     assert b'"translations": [[{"text"' in answer
     assert server.process.wait() == code
     assert server.end() == code
-    assert "Traceback" not in "".join(server.said)
+    assert "Traceback" not in "".join(server.log)
 
 
-def test_a_port_in_use_is_one_line(trained: Path) -> None:
+def test_unavailable_addresses_are_reported(trained: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         done = run_main("--mode=serve", f"--workdir={trained}", f"--config.serve.port={port}")
@@ -258,27 +256,27 @@ def test_a_port_in_use_is_one_line(trained: Path) -> None:
 
 
 class Device:
-    """Stands for the model where the question is who waits for whom: it echoes, and stops or fails when told to."""
+    """A fake model for tests of the queue. It echoes its input, and waits or fails on demand."""
 
     def __init__(self) -> None:
         self.go, self.began, self.batches = threading.Event(), threading.Event(), list[list[str]]()
 
-    def __call__(self, asked: Sequence[TranslationRequest]) -> list[bytes]:
-        self.batches.append([line for one in asked for line in one.lines])
+    def __call__(self, requests: Sequence[TranslationRequest]) -> list[bytes]:
+        self.batches.append([line for request in requests for line in request.lines])
         self.began.set()
         assert self.go.wait(60)
-        if any("bad" in one.lines for one in asked):
+        if any("bad" in request.lines for request in requests):
             raise MemoryError("too much")
-        return [to_json({"translations": one.lines}) for one in asked]
+        return [to_json({"translations": request.lines}) for request in requests]
 
 
 @contextlib.contextmanager
-def serving(device: Device, said: list[str], **serve: Any) -> Iterator[str]:
-    """The application with this device, in a thread."""
+def serving(device: Device, log: list[str], **serve: Any) -> Iterator[str]:
+    """Runs the application with this device in a thread."""
     limits, no_tokenizer = ServeConfig(**serve), cast(Tokenizer, None)  # a model of one pair needs none
     languages = Languages(DataConfig(), no_tokenizer)
     read = functools.partial(parse, serve=limits, decode=DecodeConfig(), languages=languages)
-    app = make_app(read, device, limits, {}, said.append)
+    app = make_app(read, device, limits, {}, log.append)
     server = uvicorn.Server(uvicorn.Config(app, lifespan="on", log_config=None, log_level="warning"))
     with socket.create_server(("127.0.0.1", 0)) as listener:
         thread = threading.Thread(target=server.run, args=([listener],))
@@ -288,57 +286,57 @@ def serving(device: Device, said: list[str], **serve: Any) -> Iterator[str]:
         thread.join()
 
 
-def until(condition: Any) -> None:
-    """Waits; fails after a minute."""
+def wait_until(condition: Any) -> None:
+    """Waits until the condition holds; fails after a minute."""
     for _ in range(6000):
         if condition():
             return
         threading.Event().wait(0.01)
-    raise AssertionError("it never came to that")
+    raise AssertionError("the condition did not hold within a minute")
 
 
 def waiting(url: str) -> int:
     return ask(url + "/health")[2]["waiting"]
 
 
-def test_those_who_wait_are_answered_together_and_one_too_many_is_told_when_to_come_back() -> None:
+def test_waiting_requests_are_batched_and_excess_requests_get_retry_after() -> None:
     device = Device()
     with serving(device, [], max_waiting=3, batch_lines=2) as url, ThreadPoolExecutor(4) as clients:
-        found = [clients.submit(translations, url, text=["first"])]
+        futures = [clients.submit(translations, url, text=["first"])]
         assert device.began.wait(60)
         for number in range(3):
-            found.append(clients.submit(translations, url, text=[str(number)]))
-            until(lambda number=number: waiting(url) == number + 1)
+            futures.append(clients.submit(translations, url, text=[str(number)]))
+            wait_until(lambda number=number: waiting(url) == number + 1)
         status, headers, answer = ask(url + "/translate", b'{"text": "one too many"}')
         assert (status, headers["retry-after"]) == (503, "1")
         assert "3 requests are already waiting" in answer["error"]
         device.go.set()
-        assert [future.result() for future in found] == [["first"], ["0"], ["1"], ["2"]]
+        assert [future.result() for future in futures] == [["first"], ["0"], ["1"], ["2"]]
     assert device.batches == [["first"], ["0", "1"], ["2"]]
 
 
-def test_a_translation_that_fails_takes_nobody_along() -> None:
-    device, said = Device(), list[str]()
-    with serving(device, said) as url, ThreadPoolExecutor(3) as clients:
+def test_failed_translation_does_not_affect_other_requests() -> None:
+    device, log = Device(), list[str]()
+    with serving(device, log) as url, ThreadPoolExecutor(3) as clients:
         first = clients.submit(translations, url, text=["first"])
         assert device.began.wait(60)
         bad = clients.submit(ask, url + "/translate", b'{"text": "bad"}')
-        until(lambda: waiting(url) == 1)
+        wait_until(lambda: waiting(url) == 1)
         good = clients.submit(translations, url, text=["good"])
-        until(lambda: waiting(url) == 2)
+        wait_until(lambda: waiting(url) == 2)
         device.go.set()
         status, _, answer = bad.result()
         assert (status, "MemoryError" in answer["error"]) == (500, True)
         assert (first.result(), good.result()) == (["first"], ["good"])
         assert translations(url, text=["after"]) == ["after"]
     assert device.batches == [["first"], ["bad", "good"], ["bad"], ["good"], ["after"]]
-    assert len(said) == 1
-    assert said[0].endswith("MemoryError: too much")
+    assert len(log) == 1
+    assert log[0].endswith("MemoryError: too much")
 
 
 @pytest.fixture
 def browser(tmp_path: Path) -> Iterator[Any]:
-    """Headless Chromium, of Debian's packages chromium and chromium-driver."""
+    """Starts headless Chromium from the Debian packages chromium and chromium-driver."""
     selenium = pytest.importorskip("selenium.webdriver")
     chromium, driver = shutil.which("chromium"), shutil.which("chromedriver")
     if not chromium or not driver:
@@ -355,8 +353,8 @@ def browser(tmp_path: Path) -> Iterator[Any]:
     browser.quit()
 
 
-def test_the_page(server: Server, browser: Any) -> None:
-    """Type, press Ctrl+Enter, see translations and attention; errors in words; nothing from elsewhere."""
+def test_page_shows_translations_attention_and_errors(server: Server, browser: Any) -> None:
+    """Types text, presses Ctrl+Enter, and checks translations, attention, error messages and the browser log."""
     from selenium.webdriver.common.by import By
     from selenium.webdriver.common.keys import Keys
     from selenium.webdriver.support.ui import WebDriverWait
@@ -380,28 +378,28 @@ def test_the_page(server: Server, browser: Any) -> None:
     box.send_keys("one hundred", Keys.ENTER, Keys.ENTER, "<b>seven</b>", Keys.CONTROL, Keys.ENTER)
     wait.until(lambda _: len(all_of("section")) == 2)
     assert not all_of("#error")[0].is_displayed()
-    asked = dict(text=["one hundred", "<b>seven</b>"], nbest=2, alignments=True)
-    expected = translations(server.url, **asked)
-    assert texts("section > div:first-child") == asked["text"]
-    assert texts(".best") == [found[0]["text"] for found in expected]
+    request = dict(text=["one hundred", "<b>seven</b>"], nbest=2, alignments=True)
+    expected = translations(server.url, **request)
+    assert texts("section > div:first-child") == request["text"]
+    assert texts(".best") == [line[0]["text"] for line in expected]
     assert texts("section:first-child label span[dir]") == [each["text"] for each in expected[0]]
     for rank in (0, 1):
         all_of("section:first-child input")[rank].click()
-        found = expected[0][rank]
-        assert texts(".best")[0] == found["text"]
-        labels = [piece.replace("▁", "_") for piece in (*found["source_pieces"], *found["pieces"])]
+        translation = expected[0][rank]
+        assert texts(".best")[0] == translation["text"]
+        labels = [piece.replace("▁", "_") for piece in (*translation["source_pieces"], *translation["pieces"])]
         assert texts("section:first-child svg > text") == labels
         opacity = [float(cell.get_attribute("fill-opacity")) for cell in all_of("section:first-child svg .cell")]
-        np.testing.assert_allclose(opacity, np.ravel(found["alignment"]), atol=1e-4)
+        np.testing.assert_allclose(opacity, np.ravel(translation["alignment"]), atol=1e-4)
     assert all("attends most to" in picture.accessible_name for picture in all_of("svg"))
 
     box.send_keys(" ", *([Keys.ENTER, "x"] * 4), Keys.CONTROL, Keys.ENTER)
     wait.until(lambda _: texts("#error") == ["text has 6 lines, more than 4 (serve.max_lines)"])
-    # The browser itself notes that an answer was 400, and would note what the page may not load.
+    # The browser logs the answer with status 400. It would also log blocked external resources.
     assert [line["message"] for line in browser.get_log("browser") if "status of 400" not in line["message"]] == []
 
 
-def test_the_page_says_when_nobody_answers(trained: Path, browser: Any) -> None:
+def test_page_reports_that_the_server_does_not_respond(trained: Path, browser: Any) -> None:
     from selenium.webdriver.common.by import By
     from selenium.webdriver.support.ui import WebDriverWait
 
@@ -416,8 +414,8 @@ def test_the_page_says_when_nobody_answers(trained: Path, browser: Any) -> None:
     assert error.text == "The server does not respond. Check that it is still running."
 
 
-def test_the_page_is_shipped(tmp_path: Path) -> None:
-    """A package that is installed has it, too."""
+def test_package_includes_the_page(tmp_path: Path) -> None:
+    """The built package contains the same page as the checkout."""
     pytest.importorskip("setuptools")
     for name in ("branchnorm_jax", "configs", "requirements", "pyproject.toml", "README.md", "LICENSE"):
         (shutil.copytree if (ROOT / name).is_dir() else shutil.copy)(ROOT / name, tmp_path / name)

@@ -1,4 +1,4 @@
-"""Which parameter lies along which axis, and what is refused. Training on 8 devices is tested in training/."""
+"""Shardings of the parameters, and rejected meshes. tests/training/ tests training on 8 devices."""
 
 import jax
 import numpy as np
@@ -24,7 +24,7 @@ def test_every_parameter_has_a_name_for_each_axis(method: str) -> None:
         assert set(names) <= set(LOGICAL_RULES)
 
 
-def test_matrices_are_split_over_the_model_axis_where_it_divides_them() -> None:
+def test_matrices_are_split_over_the_model_axis_if_divisible() -> None:
     mesh = AbstractMesh((4, 2), ("data", "model"))
     config = ModelConfig(width=6, heads=2, ffn_width=9, encoder_layers=2, decoder_layers=2)
     model = Transformer(config, 100, 100)
@@ -37,7 +37,7 @@ def test_matrices_are_split_over_the_model_axis_where_it_divides_them() -> None:
     assert specs["encoder"]["ffn"]["fc1"]["kernel"] == PartitionSpec(None, None, None)
 
 
-def test_meshes_that_do_not_fit_are_refused() -> None:
+def test_unsuitable_meshes_are_rejected() -> None:
     with pytest.raises(UserError, match="does not match"):
         make_mesh(ParallelConfig(data=3, model=5), 8)
     devices = jax.device_count()

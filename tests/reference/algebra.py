@@ -1,4 +1,4 @@
-"""Which methods compute the same function, so that the quick tests run each function once."""
+"""Finds the methods that compute the same function, so that the quick tests run each function once."""
 
 import dataclasses
 from typing import Any
@@ -10,7 +10,7 @@ from branchnorm_jax.model.recipe import ONE, Recipe
 
 
 def algebra(method: str) -> Recipe:
-    """What of a recipe matters after initialisation."""
+    """Returns the recipe without the fields that do not affect the function that the method computes."""
     recipe = METHODS[method]
     return dataclasses.replace(
         recipe,
@@ -27,7 +27,10 @@ def algebra(method: str) -> Recipe:
 
 
 def every_method() -> list[Any]:
-    """Parameters of a test: all methods. Slow are those that differ from an earlier one in initial values alone."""
+    """Returns all methods as test parameters.
+
+    Methods that differ from an earlier method only in their initial values are marked slow.
+    """
     first = {algebra(method): method for method in reversed(METHODS)}
-    chosen = [method for method in METHODS if first[algebra(method)] == method]
-    return [method if method in chosen else pytest.param(method, marks=pytest.mark.slow) for method in METHODS]
+    distinct = [method for method in METHODS if first[algebra(method)] == method]
+    return [method if method in distinct else pytest.param(method, marks=pytest.mark.slow) for method in METHODS]

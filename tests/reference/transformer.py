@@ -3,7 +3,8 @@
 float64 for values, complex128 for derivatives: all functions are analytic where they are used, so the derivative of f
 in direction v is Im f(x + i h v) / h, exact to rounding (complex-step differentiation; no autodiff, no differences).
 
-Parameters are the tree of the code under test, with the layer axis first: that is all that is shared with it.
+The reference shares only the parameter tree with the code under test. The first axis of a layer's parameters is the
+layer.
 """
 
 import collections
@@ -18,7 +19,7 @@ Branch = Callable[[np.ndarray], np.ndarray]
 
 
 class At(NamedTuple):
-    """Where a sub-layer is, and when."""
+    """Position of a sub-layer in the network, and the current alpha."""
 
     stack: str
     sub: str
@@ -60,7 +61,7 @@ def dyt(x: np.ndarray, p: Params, eps: float = 0.0) -> np.ndarray:
     return np.tanh(p["alpha"] * x) * p["scale"] + p["bias"]
 
 
-def nothing(x: np.ndarray, p: Params, eps: float = 0.0) -> np.ndarray:
+def no_norm(x: np.ndarray, p: Params, eps: float = 0.0) -> np.ndarray:
     return x
 
 
@@ -70,7 +71,7 @@ NORMS = {
     "scale_norm": scale_norm,
     "scale_norm_fixed": scale_norm,
     "dyt": dyt,
-    "none": nothing,
+    "none": no_norm,
 }
 
 # Branches
@@ -89,23 +90,26 @@ def attention(
     heads: int,
     inner: Any,
     heads_after: bool,
-    looks: dict[int, np.ndarray] | None = None,
+    attention_weights: dict[int, np.ndarray] | None = None,
 ) -> np.ndarray:
-    """Softmax attention head by head; mask [B, T, S] is True where t may see s. `looks`: gets each head's softmax."""
+    """Softmax attention, head by head. mask [B, T, S] is True where t may attend to s.
+
+    `attention_weights` receives head -> softmax [B, T, S].
+    """
     q, k, v = linear(x, p["q"]), linear(memory, p["k"]), linear(memory, p["v"])
     size = q.shape[-1] // heads
-    found = []
+    outputs = []
     for h in range(heads):
         part = slice(h * size, (h + 1) * size)
         scores = q[..., part] @ np.swapaxes(k[..., part], -1, -2) / math.sqrt(size)
         e = np.where(mask, np.exp(scores - scores.real.max(-1, keepdims=True)), 0)
-        if looks is not None:
-            looks[h] = e / e.sum(-1, keepdims=True)
+        if attention_weights is not None:
+            attention_weights[h] = e / e.sum(-1, keepdims=True)
         head = e / e.sum(-1, keepdims=True) @ v[..., part]
         if "head_scale" in p and not heads_after:
             head = p["head_scale"][h] * head
-        found.append(head)
-    out = np.concatenate(found, -1)
+        outputs.append(head)
+    out = np.concatenate(outputs, -1)
     if inner:
         out = inner(out, p.get("inner_norm", {}))
     out = linear(out, p["o"])
@@ -122,7 +126,7 @@ def ffn(x: np.ndarray, p: Params, inner: Any) -> np.ndarray:
     return linear(h - p.get("shift_out", 0), p["fc2"])
 
 
-# One sub-layer: (x, F, parameters of the layer, where, norm) -> x'
+# One sub-layer: (x, F, parameters of the layer, position, norm) -> x'
 
 
 def post_ln(x: np.ndarray, F: Branch, p: Params, at: At, norm: Any) -> np.ndarray:
@@ -294,37 +298,37 @@ def stack(
     alpha: float,
     kind: str = "layer_norm",
 ) -> np.ndarray:
-    """Embeddings through all layers of one stack and what follows them."""
+    """Runs the embeddings through all layers of one stack and the norm at its end."""
     norm = NORMS[kind]
     layers = N if name == "encoder" else M
 
-    def of_layer(tree: Any, index: int) -> Any:
-        return {k: of_layer(v, index) for k, v in tree.items()} if isinstance(tree, dict) else tree[index]
+    def select_layer(tree: Any, index: int) -> Any:
+        return {k: select_layer(v, index) for k, v in tree.items()} if isinstance(tree, dict) else tree[index]
 
     if method == "peri_ln":
         x = norm(x, params[f"{name}_embedding_norm"])
     history, total = [x], x
     combination = params.get(f"{name}_combination")
     for index in range(layers):
-        p = collections.defaultdict(dict, of_layer(params[name], index))  # some norms learn nothing
+        p = collections.defaultdict(dict, select_layer(params[name], index))  # some norms have no parameters
         if combination is not None:
             x = sum(combination["weight"][index, k] * u for k, u in enumerate(history))
             if method == "dlcl_post" and index > 0:
-                x = norm(x, of_layer(combination["norm"], index - 1))
-        bottom = x
+                x = norm(x, select_layer(combination["norm"], index - 1))
+        layer_input = x
         for sub, F in branches(p).items():
             at = At(name, sub, index + 1, N, M, alpha)
             if method == "residual_dual":
                 total = total + F(x)
             if method == "b2t" and sub == "ffn":
-                x = norm(x + bottom + F(x), p["ffn_post_norm"])
+                x = norm(x + layer_input + F(x), p["ffn_post_norm"])
             else:
                 x = SUBLAYER[method](x, F, p, at, norm)
-        history.append(norm(x, of_layer(combination["norm"], index)) if method == "dlcl" and combination else x)
+        history.append(norm(x, select_layer(combination["norm"], index)) if method == "dlcl" and combination else x)
     if combination is not None:
         x = sum(combination["weight"][layers, k] * u for k, u in enumerate(history))
         if method == "dlcl_post":
-            return norm(x, of_layer(combination["norm"], layers - 1))
+            return norm(x, select_layer(combination["norm"], layers - 1))
     if method in NO_FINAL_NORM:
         return x
     end = params[f"{name}_norm"]
@@ -345,23 +349,24 @@ def forward(
     heads: int,
     alpha: float,
     kind: str = "layer_norm",
-    looks: list[dict[int, np.ndarray]] | None = None,
+    attention_weights: list[dict[int, np.ndarray]] | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Encoder and decoder output for embedded source [B, S, D] and target [B, T, D]; source_mask [B, S] marks words.
+    """Returns the outputs of encoder and decoder for embedded source [B, S, D] and target [B, T, D].
 
-    `looks` gets head -> cross-attention [B, T, S] of each decoder layer.
+    source_mask [B, S] is True at tokens. `attention_weights` receives head -> cross-attention weights [B, T, S] of each
+    decoder layer.
     """
     norm = NORMS[kind]
     N, M = (len(params[name]["ffn"]["fc1"]["kernel"]) for name in ("encoder", "decoder"))
-    after = method == "normformer_fairseq"
+    heads_after = method == "normformer_fairseq"
     inner_self = norm if method == "sub_ln" else None
     inner_ffn = norm if method == "sub_ln" or method.startswith("normformer") else None
-    see_source = source_mask[:, None, :]
+    source_key_mask = source_mask[:, None, :]
     causal = np.tri(target_x.shape[1], dtype=bool)[None]
 
     def encoder_branches(p: Params) -> dict[str, Branch]:
         return {
-            "self": lambda z: attention(z, z, p["self"], see_source, heads, inner_self, after),
+            "self": lambda z: attention(z, z, p["self"], source_key_mask, heads, inner_self, heads_after),
             "ffn": lambda z: ffn(z, p["ffn"], inner_ffn),
         }
 
@@ -369,12 +374,14 @@ def forward(
     memory = stack(method, "encoder", source_x, params, encoder_branches, **common)
 
     def decoder_branches(p: Params) -> dict[str, Branch]:
-        here: dict[int, np.ndarray] = {}
-        if looks is not None:
-            looks.append(here)
+        layer_weights: dict[int, np.ndarray] = {}
+        if attention_weights is not None:
+            attention_weights.append(layer_weights)
         return {
-            "self": lambda z: attention(z, z, p["self"], causal, heads, inner_self, after),
-            "cross": lambda z: attention(z, memory, p["cross"], see_source, heads, None, after, here),
+            "self": lambda z: attention(z, z, p["self"], causal, heads, inner_self, heads_after),
+            "cross": lambda z: attention(
+                z, memory, p["cross"], source_key_mask, heads, None, heads_after, layer_weights
+            ),
             "ffn": lambda z: ffn(z, p["ffn"], inner_ffn),
         }
 

@@ -1,4 +1,4 @@
-"""Which checkpoints are kept, and which one is the best."""
+"""Retention of checkpoints, selection of the best one, and checkpoints of older revisions."""
 
 import dataclasses
 from pathlib import Path
@@ -24,7 +24,7 @@ TRAIN = TrainConfig(keep_last=2, keep_best=1)
 
 
 def state(step: int) -> TrainState:
-    """A state in which every parameter equals its step."""
+    """Returns a state in which every parameter equals the step."""
     params = jax.tree.map(lambda leaf: jnp.full(leaf.shape, float(step)), MODEL.abstract_params())
     return dataclasses.replace(first_state(params, make_optimizer(TRAIN)), step=jnp.int32(step))
 
@@ -40,40 +40,40 @@ def save(checkpoints: Checkpoints, scores: dict[int, float | None]) -> None:
 
 
 @pytest.mark.parametrize("reopened", [False, True])
-def test_the_best_is_kept_and_found(tmp_path: Path, reopened: bool) -> None:
+def test_best_checkpoint_is_kept_and_found(tmp_path: Path, reopened: bool) -> None:
     scores = {1: 0.5, 2: 0.9, 3: 0.1, 4: None, 5: 0.3}
     if reopened:  # like a resumed run, which knows only what is on disk
         for step, score in scores.items():
             save(opened(tmp_path), {step: score})
     else:
         save(opened(tmp_path), scores)
-    there = Checkpoints(tmp_path, TRAIN, lambda line: None, read_only=True)
-    assert there.steps() == [2, 4, 5]
-    assert there.best_step() == 2
+    checkpoints = Checkpoints(tmp_path, TRAIN, lambda line: None, read_only=True)
+    assert checkpoints.steps() == [2, 4, 5]
+    assert checkpoints.best_step() == 2
     for which, expected in (("best", 2), ("last", 5), ("4", 4)):
-        params, _, step = there.restore_params(which, MODEL.abstract_params())
+        params, _, step = checkpoints.restore_params(which, MODEL.abstract_params())
         assert step == expected
         np.testing.assert_array_equal(params["embedding"]["shared"], expected)
-    assert there.several("best:2") == [2, 5]
+    assert checkpoints.several("best:2") == [2, 5]
 
 
-def test_of_equal_scores_the_latest_is_best(tmp_path: Path) -> None:
+def test_latest_of_equal_scores_is_best(tmp_path: Path) -> None:
     save(opened(tmp_path), {1: 0.5, 2: 0.5, 3: 0.4, 4: 0.2})
-    there = Checkpoints(tmp_path, TRAIN, lambda line: None, read_only=True)
-    assert there.best_step() == 2
+    checkpoints = Checkpoints(tmp_path, TRAIN, lambda line: None, read_only=True)
+    assert checkpoints.best_step() == 2
 
 
-def test_without_validations_the_last_is_taken(tmp_path: Path) -> None:
+def test_last_checkpoint_is_used_without_validations(tmp_path: Path) -> None:
     save(opened(tmp_path, keep_best=0), {1: None, 2: None, 3: None})
-    there = Checkpoints(tmp_path, TRAIN, lambda line: None, read_only=True)
-    assert there.steps() == [2, 3]
-    assert there.best_step() is None
-    assert there.restore_params("best", MODEL.abstract_params())[2] == 3
+    checkpoints = Checkpoints(tmp_path, TRAIN, lambda line: None, read_only=True)
+    assert checkpoints.steps() == [2, 3]
+    assert checkpoints.best_step() is None
+    assert checkpoints.restore_params("best", MODEL.abstract_params())[2] == 3
 
 
 @pytest.mark.parametrize("saved", [jnp.float32(0.25), {"encoder": jnp.full(1, 0.25), "decoder": jnp.full(1, 0.25)}])
-def test_alpha_of_older_checkpoints_is_one_number(saved: Any, tmp_path: Path) -> None:
-    """The number is read as the alpha of every layer."""
+def test_alpha_of_older_checkpoints_is_restored(saved: Any, tmp_path: Path) -> None:
+    """A scalar becomes the alpha of every layer."""
     Checkpoints(tmp_path, TrainConfig(), print).save_params(3, MODEL.init(jax.random.key(0)), saved, {})
     _, alpha, _ = Checkpoints(tmp_path, TrainConfig(), print, read_only=True).restore_params(
         "last", MODEL.abstract_params()
@@ -90,7 +90,7 @@ class Usual(NamedTuple):
     variance: Any
 
 
-def test_a_checkpoint_of_an_older_revision_is_restored(tmp_path: Path) -> None:
+def test_checkpoints_of_an_older_revision_are_restored(tmp_path: Path) -> None:
     """The test writes the checkpoint with Orbax alone, using the names of commit 038f142."""
     now = state(7)
     training = {
@@ -122,9 +122,9 @@ def test_a_checkpoint_of_an_older_revision_is_restored(tmp_path: Path) -> None:
     manager.close()
     restored = opened(tmp_path).restore_latest(jax.eval_shape(lambda: now))
     assert restored is not None
-    found, saved = restored
-    assert (int(found.step), int(found.clock), int(found.hold_steps), float(found.rate_scale)) == (7, 6, 3, 0.5)
-    np.testing.assert_array_equal(found.running_stats.mean, [3.0, -1.0])
-    np.testing.assert_array_equal(found.params["embedding"]["shared"], 7)
+    loaded, saved = restored
+    assert (int(loaded.step), int(loaded.clock), int(loaded.hold_steps), float(loaded.rate_scale)) == (7, 6, 3, 0.5)
+    np.testing.assert_array_equal(loaded.running_stats.mean, [3.0, -1.0])
+    np.testing.assert_array_equal(loaded.params["embedding"]["shared"], 7)
     loop_state = LoopState(**saved)
     assert (loop_state.target_tokens, loop_state.left_out, loop_state.rollbacks) == (99, [[2, 3]], 0)

@@ -1,4 +1,4 @@
-"""A parameter is declared once. Everything else about it follows without another line of code."""
+"""A parameter is declared once. Everything else about it follows from the declaration."""
 
 from pathlib import Path
 
@@ -38,7 +38,7 @@ class Slopes(FeedForward):
 
 @pytest.fixture
 def models(monkeypatch: pytest.MonkeyPatch) -> tuple[Transformer, int]:
-    """A model with the new parameter, and how many numbers the model has without it."""
+    """Returns a model with the new parameter, and the number of parameters without it."""
     config = ModelConfig(encoder_layers=LAYERS, decoder_layers=LAYERS, width=WIDTH, ffn_width=FFN_WIDTH, heads=1)
     model = Transformer(config, 8, 8)
     plain = sum(leaf.size for leaf in jax.tree.leaves(model.abstract_params()))
@@ -46,14 +46,14 @@ def models(monkeypatch: pytest.MonkeyPatch) -> tuple[Transformer, int]:
     return model, plain
 
 
-def test_a_new_parameter_is_declared_in_one_place(models: tuple[Transformer, int], tmp_path: Path) -> None:
+def test_new_parameters_need_only_one_declaration(models: tuple[Transformer, int], tmp_path: Path) -> None:
     model, plain = models
     params = jax.jit(model.init)(jax.random.key(0))
-    # Initial values by layer, and the count.
+    # Initial values by layer, and the number of parameters.
     np.testing.assert_array_equal(params["encoder"]["ffn"]["slopes"], np.outer([1, 2, 3], np.ones(WIDTH)))
     np.testing.assert_array_equal(params["decoder"]["ffn"]["slopes"], np.full((LAYERS, WIDTH), 0.5))
     assert sum(leaf.size for leaf in jax.tree.leaves(params)) == plain + 2 * LAYERS * WIDTH
-    # Axes, and a sharding of each.
+    # Logical axes and sharding.
     assert model.logical_axes()["encoder"]["ffn"]["slopes"] == ("layers", "embed")
     sharded = abstract_params(model, make_mesh(ParallelConfig(data=jax.device_count()), 0))
     assert sharded["encoder"]["ffn"]["slopes"].sharding.spec == jax.sharding.PartitionSpec(None, None)
@@ -62,14 +62,14 @@ def test_a_new_parameter_is_declared_in_one_place(models: tuple[Transformer, int
     state = first_state(params, make_optimizer(train))
     direction, _ = make_optimizer(train).update(jax.tree.map(jnp.zeros_like, params), state.opt_state, params)
     np.testing.assert_allclose(direction["encoder"]["ffn"]["slopes"], 0.1 * params["encoder"]["ffn"]["slopes"])
-    # An entry of the checkpoint.
+    # Checkpoints include the parameter.
     changed = optax.tree.add_scale(params, 0.5, params)
     checkpoints = Checkpoints(tmp_path, train, lambda line: None)
     checkpoints.save(first_state(changed, make_optimizer(train)), jnp.float32(1.0), {}, None)
     checkpoints.close()
     restored, _, _ = Checkpoints(tmp_path, train, lambda line: None, read_only=True).restore_params("last", sharded)
     np.testing.assert_array_equal(restored["encoder"]["ffn"]["slopes"], 1.5 * params["encoder"]["ffn"]["slopes"])
-    # It takes part in the model, and has a gradient.
+    # The parameter affects the output and has a gradient.
     tokens = jnp.array([[4, 5, 2]])
     gradient = jax.jit(jax.grad(lambda params: model(params, tokens, tokens, jnp.ones(()))[..., 4].sum()))(params)
     assert float(jnp.abs(gradient["encoder"]["ffn"]["slopes"]).min(axis=1).max()) > 0

@@ -1,4 +1,4 @@
-"""A checkpoint of an earlier version still restores and trains on.
+"""A checkpoint of an earlier version can be restored and trained further.
 
 early_run.tar.xz has the checkpoint of two updates that revision 038f142 made with the options in its config.json. Only
 the text of commit_success.txt was changed, because it named a folder. Orbax checks that this file exists.
@@ -23,7 +23,7 @@ from branchnorm_jax.training.state import Batch, abstract_state
 from branchnorm_jax.training.step import make_train_step
 
 
-def test_a_checkpoint_of_an_earlier_version_restores_and_trains_on(tmp_path: Path) -> None:
+def test_checkpoint_of_an_earlier_version_is_restored_and_trained_further(tmp_path: Path) -> None:
     """The next update, without dropout, has the loss and norms that revision 038f142 computed for it."""
     with tarfile.open(Path(__file__).parent / "early_run.tar.xz") as archive:
         archive.extractall(tmp_path, filter="data")
@@ -34,9 +34,9 @@ def test_a_checkpoint_of_an_earlier_version_restores_and_trains_on(tmp_path: Pat
     abstract = abstract_state(model, optimizer, make_mesh(config.parallel, 0))
     checkpoints = Checkpoints(tmp_path / "checkpoints", config.train, pytest.fail, read_only=True)
 
-    found = checkpoints.restore_latest(abstract)
-    assert found is not None
-    state, memory = found
+    restored = checkpoints.restore_latest(abstract)
+    assert restored is not None
+    state, memory = restored
     assert (int(state.step), int(state.clock), int(state.hold_steps), int(state.running_stats.seen)) == (2, 2, 0, 2)
     assert LoopState(**memory).target_tokens == 850
     params, alpha, step = checkpoints.restore_params("best", abstract.params)

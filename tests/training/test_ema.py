@@ -37,7 +37,7 @@ def batch_of(seed: int) -> Batch:
 
 
 def fresh(config: Config) -> tuple[Any, TrainState]:
-    """The update, and the state before the first one."""
+    """Returns the update function and the state before the first update."""
     model, optimizer = Transformer(config.model, WORDS, WORDS), make_optimizer(config.train)
     mesh = make_mesh(ParallelConfig(), 0)
     state = init_state(model, optimizer, mesh, 0, batch_of(0), bool(config.train.ema_decay))
@@ -56,7 +56,7 @@ def flat(tree: Any) -> np.ndarray:
         pytest.param({"remat": "nested"}, {"update_in_backward": True}, (), id="in_backward", marks=pytest.mark.slow),
     ],
 )
-def test_closed_form(model: dict[str, Any], train: dict[str, Any], empty: tuple[int, ...]) -> None:
+def test_average_equals_its_closed_form(model: dict[str, Any], train: dict[str, Any], empty: tuple[int, ...]) -> None:
     """The average is sum_k share_k prod_(j > k) (1 - share_j) theta_k over all updates k.
 
     The initial parameters have share 1. The loss of an `empty` batch is 0 / 0, which is not finite: its update is
@@ -80,8 +80,8 @@ def test_closed_form(model: dict[str, Any], train: dict[str, Any], empty: tuple[
     assert np.abs(expected - thetas[-1]).max() > 1000 * bound
 
 
-def test_without_it_the_state_is_what_it_was() -> None:
-    """The state has no additional leaf and the same digest."""
+def test_state_without_ema_is_unchanged() -> None:
+    """It has no additional leaf and the same digest."""
     config = Config(model=MODEL, train=dataclasses.replace(TRAIN, ema_decay=0.0))
     state = fresh(config)[1]
     averaged = fresh(Config(model=MODEL, train=TRAIN))[1]
@@ -109,83 +109,83 @@ RUN = Config(
 
 
 @pytest.fixture(scope="module")
-def straight(tmp_path_factory: pytest.TempPathFactory) -> Workdir:
-    """A run of 20 updates."""
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Workdir:
+    """Returns the workdir of an uninterrupted run of 20 updates."""
     workdir = Workdir(tmp_path_factory.mktemp("ema"))
     loop.train(RUN, workdir)
     return workdir
 
 
 def lines(workdir: Workdir, name: str) -> list[dict[str, Any]]:
-    found = [json.loads(line) for line in (workdir / name).read_text().splitlines()]
-    return [{key: value for key, value in line.items() if key != "seconds"} for line in found]
+    records = [json.loads(line) for line in (workdir / name).read_text().splitlines()]
+    return [{key: value for key, value in line.items() if key != "seconds"} for line in records]
 
 
 def state_of(workdir: Workdir) -> TrainState:
     _, model = network(RUN, workdir)
     abstract = abstract_state(model, make_optimizer(RUN.train), make_mesh(ParallelConfig(), 0), ema=True)
-    there = Checkpoints(workdir / "checkpoints", RUN.train, logs.say, read_only=True)
-    found = there.restore_latest(abstract)
-    assert found is not None
-    return found[0]
+    checkpoints = Checkpoints(workdir / "checkpoints", RUN.train, logs.say, read_only=True)
+    restored = checkpoints.restore_latest(abstract)
+    assert restored is not None
+    return restored[0]
 
 
 @pytest.mark.slow
-def test_resumed_bit_for_bit(straight: Workdir, tmp_path: Path) -> None:
+def test_resumed_run_is_bit_for_bit_equal(uninterrupted: Workdir, tmp_path: Path) -> None:
     workdir = Workdir(tmp_path)
     loop.train(dataclasses.replace(RUN, train=dataclasses.replace(RUN.train, steps=10)), workdir)
     loop.train(RUN, workdir)
-    status, other = (json.loads((folder / "status.json").read_text()) for folder in (workdir, straight))
+    status, other = (json.loads((folder / "status.json").read_text()) for folder in (workdir, uninterrupted))
     assert status["state_sha256"] == other["state_sha256"]
-    assert lines(workdir, "metrics.jsonl") == lines(straight, "metrics.jsonl")
-    np.testing.assert_array_equal(flat(state_of(workdir)), flat(state_of(straight)))
+    assert lines(workdir, "metrics.jsonl") == lines(uninterrupted, "metrics.jsonl")
+    np.testing.assert_array_equal(flat(state_of(workdir)), flat(state_of(uninterrupted)))
 
 
 @pytest.mark.slow
-def test_it_is_what_validates_and_what_others_read(straight: Workdir) -> None:
+def test_validation_and_restored_models_use_the_average(uninterrupted: Workdir) -> None:
     """Validation and restored models use the average, not the parameters that training continues from."""
-    _, model = network(RUN, straight)
-    state = state_of(straight)
+    _, model = network(RUN, uninterrupted)
+    state = state_of(uninterrupted)
     assert state.ema is not None
     assert np.abs(flat(state.ema) - flat(state.params)).max() > 1e-3
     for which in ("last", "best", "20"):
-        params, alpha, step = restore_model(RUN, straight, model, which)
+        params, alpha, step = restore_model(RUN, uninterrupted, model, which)
         np.testing.assert_array_equal(flat(params), flat(state.ema))
         assert ({float(x) for values in alpha.values() for x in values}, step) == ({20 / 40}, 20)
-    corpus = prepare(RUN.data, straight.path, logs.say)
+    corpus = prepare(RUN.data, uninterrupted.path, logs.say)
     _, (valid,) = make_plans(RUN.data, corpus.train, corpus.valid, RUN.train.batch_tokens, RUN.train.seed)
     sums = jax.jit(lambda params, batch: loss_sums(model, params, batch, alpha, 0.1)[0])
 
     def loss(params: Any) -> float:
-        found = [sums(params, Batch(*map(jnp.asarray, batch))) for batch in valid.in_order()]
-        return float(sum(part.loss for part in found) / sum(part.tokens for part in found))
+        parts = [sums(params, Batch(*map(jnp.asarray, batch))) for batch in valid.in_order()]
+        return float(sum(part.loss for part in parts) / sum(part.tokens for part in parts))
 
-    (validation,) = lines(straight, "validation.jsonl")
+    (validation,) = lines(uninterrupted, "validation.jsonl")
     assert validation["loss"] == pytest.approx(loss(state.ema), rel=1e-5)
     assert validation["loss"] != pytest.approx(loss(state.params), rel=1e-3)
 
 
 @pytest.mark.slow
-def test_nothing_else_is_needed_to_translate(straight: Workdir) -> None:
+def test_translation_needs_only_the_average(uninterrupted: Workdir) -> None:
     """The run computes BLEU from its own translations, which equal the translations of the restored model."""
-    run = loop.Run(RUN, straight, prepare(RUN.data, straight.path, logs.say))
+    run = loop.Run(RUN, uninterrupted, prepare(RUN.data, uninterrupted.path, logs.say))
     run.state = dataclasses.replace(run.state, params={})
     (bleu,) = run.validator.bleu(run.state, 2).values()
     assert np.isfinite(bleu)
-    trained = load(RUN, straight)
+    trained = load(RUN, uninterrupted)
     np.testing.assert_array_equal(flat(trained.params), flat(run.state.ema))
 
 
 @pytest.mark.slow
-def test_the_plan_counts_it() -> None:
+def test_plan_includes_the_average() -> None:
     run = Config(
         model=dataclasses.replace(MODEL, width=64, ffn_width=256, remat="full"),
         data=DataConfig(vocab_size=400, max_length=32),
         train=dataclasses.replace(TRAIN, batch_tokens=256, update_in_backward=True),
         plan=PlanConfig(device="h200"),
     )
-    found = make_plan(run)
-    assert found["ema_bytes"] == 4 * found["parameters"]
-    assert found["state_bytes"] == 16 * found["parameters"] + 4
+    plan = make_plan(run)
+    assert plan["ema_bytes"] == 4 * plan["parameters"]
+    assert plan["state_bytes"] == 16 * plan["parameters"] + 4
     without = dataclasses.replace(run, train=dataclasses.replace(run.train, ema_decay=0.0))
-    assert found["peak_bytes"] >= peak_bytes(without, 1) + found["ema_bytes"]
+    assert plan["peak_bytes"] >= peak_bytes(without, 1) + plan["ema_bytes"]

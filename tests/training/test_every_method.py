@@ -1,4 +1,4 @@
-"""Every method trains, saves, resumes, decodes with a cache, and gives the same results as loop and as scan."""
+"""Every method trains, saves, resumes, decodes with a cache, and gives the same results in a loop and a scan."""
 
 import dataclasses
 from collections.abc import Callable
@@ -42,7 +42,7 @@ def batch() -> Batch:
 
 
 def make(method: str) -> tuple[Config, Transformer, Any, Any]:
-    """Config, model, optimiser and abstract state of a tiny run with dropout everywhere."""
+    """Returns config, model, optimiser and abstract state of a tiny run with all kinds of dropout."""
     model = ModelConfig(
         method=method,
         encoder_layers=4 if METHODS[method].post_layers else 2,
@@ -62,7 +62,7 @@ def make(method: str) -> tuple[Config, Transformer, Any, Any]:
     return config, network, optimizer, abstract_state(network, optimizer, make_mesh(ParallelConfig(), 0))
 
 
-class Found(NamedTuple):
+class Results(NamedTuple):
     """The results for one method."""
 
     losses: list[float]
@@ -82,7 +82,7 @@ class Found(NamedTuple):
         return bool(np.isfinite(self.losses).all() and np.mean(self.losses[-5:]) < 0.9 * np.mean(self.losses[:5]))
 
 
-def try_method(method: str, directory: Path) -> Found:
+def try_method(method: str, directory: Path) -> Results:
     """Trains, saves, resumes and decodes, and compares the loop with the scan."""
     config, model, optimizer, abstract = make(method)
     data = batch()
@@ -101,7 +101,7 @@ def try_method(method: str, directory: Path) -> Found:
     resumed = restored[0]
     for _ in range(25):
         resumed, _ = train_step(resumed, data)
-    return Found(
+    return Results(
         losses,
         sha256(resumed) == sha256(state),
         cache_error(model, state.params, data),
@@ -121,7 +121,7 @@ def cache_error(model: Transformer, params: Any, data: Batch) -> float:
         for each in (params, unstack_decoder(model, params))
     )
     real = data.target != PAD
-    return max(float(jnp.abs(found - expected)[real].max() / jnp.abs(expected)[real].max()) for found in both)
+    return max(float(jnp.abs(cached - expected)[real].max() / jnp.abs(expected)[real].max()) for cached in both)
 
 
 def loop_errors(scan: Step, loop: Step, fresh: TrainState, data: Batch) -> tuple[float, float]:
@@ -129,8 +129,10 @@ def loop_errors(scan: Step, loop: Step, fresh: TrainState, data: Batch) -> tuple
 
     After one update of a fresh optimiser, the first moments equal the gradient times 1 - b1.
     """
-    whole = fresh.step.sharding
-    at = dataclasses.replace(fresh, step=jax.device_put(jnp.int32(7), whole), clock=jax.device_put(jnp.int32(7), whole))
+    placement = fresh.step.sharding
+    at = dataclasses.replace(
+        fresh, step=jax.device_put(jnp.int32(7), placement), clock=jax.device_put(jnp.int32(7), placement)
+    )
     with jax.disable_jit():  # a scan is a Python loop there
         looped, loop_metrics = loop(at, data)
     scanned, scan_metrics = scan(at, data)
@@ -142,18 +144,18 @@ def loop_errors(scan: Step, loop: Step, fresh: TrainState, data: Batch) -> tuple
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
-def test_method(method: str, tmp_path: Path) -> None:
-    found = try_method(method, tmp_path)
-    assert found.learns, found.losses
-    assert found.resumes
-    assert found.cache_error <= 1e-5
-    assert found.loss_error <= 1e-6
-    assert found.gradient_error <= 1e-6
+def test_method_trains_resumes_and_decodes(method: str, tmp_path: Path) -> None:
+    results = try_method(method, tmp_path)
+    assert results.learns, results.losses
+    assert results.resumes
+    assert results.cache_error <= 1e-5
+    assert results.loss_error <= 1e-6
+    assert results.gradient_error <= 1e-6
 
 
 @pytest.mark.slow
-def test_a_new_method_is_one_row(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Only the table changes. The branch weight grows with alpha, and the skip weight is learned per layer."""
+def test_new_methods_need_only_one_recipe(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Adds one recipe: the branch weight grows with alpha, and the skip weight is learned per layer."""
     recipe = Recipe(
         equation="x' = RMS(a x + alpha_t LN(F(x))), a learned from 1 / sqrt(l)",
         citation="this test",
@@ -164,6 +166,6 @@ def test_a_new_method_is_one_row(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
         gain={"o": always(0.5)},
     )
     monkeypatch.setitem(METHODS, "new", recipe)
-    found = try_method("new", tmp_path)
-    assert found.learns and found.resumes
-    assert found.cache_error <= 1e-5 and found.loss_error <= 1e-6 and found.gradient_error <= 1e-6
+    results = try_method("new", tmp_path)
+    assert results.learns and results.resumes
+    assert results.cache_error <= 1e-5 and results.loss_error <= 1e-6 and results.gradient_error <= 1e-6

@@ -27,14 +27,14 @@ from branchnorm_jax.workdir import Workdir
 
 
 def child_of(parent: Path, which: str = "last", model: dict[str, Any] | None = None, **train: Any) -> Config:
-    """The parent's config with other text and fresh training. The learning rate is 0 unless `train` sets it."""
+    """Returns the parent's config with other text and new training. The learning rate is 0 unless `train` sets it."""
     config = configs.load(parent / "config.json")
-    still = {"steps": 2, "learning_rate": 0.0, "warmup_init": 0.0}
+    frozen = {"steps": 2, "learning_rate": 0.0, "warmup_init": 0.0}
     return dataclasses.replace(
         config,
         model=dataclasses.replace(config.model, **(model or {})),
         data=dataclasses.replace(config.data, numerals_pairs=200),
-        train=dataclasses.replace(config.train, **{"finetune_from": f"{parent}:{which}"} | still | train),
+        train=dataclasses.replace(config.train, **{"finetune_from": f"{parent}:{which}"} | frozen | train),
     )
 
 
@@ -43,30 +43,30 @@ def read(workdir: Path, name: str) -> list[dict[str, Any]]:
 
 
 @pytest.mark.slow
-def test_it_begins_with_vocabulary_parameters_and_alpha(trained: Path, tmp_path: Path) -> None:
-    """After 10 updates with T = 40, alpha is 0.25. It continues there with T = 400. Rate 0 changes no parameter."""
-    theirs = configs.load(trained / "config.json")
-    theirs = dataclasses.replace(
-        theirs,
-        model=dataclasses.replace(theirs.model, alpha_steps=40),
-        train=dataclasses.replace(theirs.train, steps=10),
+def test_child_starts_with_vocabulary_parameters_and_alpha_of_the_parent(trained: Path, tmp_path: Path) -> None:
+    """After 10 updates with T = 40, alpha is 0.25. It continues from 0.25 with T = 400. Rate 0 changes no parameter."""
+    parent_config = configs.load(trained / "config.json")
+    parent_config = dataclasses.replace(
+        parent_config,
+        model=dataclasses.replace(parent_config.model, alpha_steps=40),
+        train=dataclasses.replace(parent_config.train, steps=10),
     )
     parent, child = Workdir(tmp_path / "parent"), Workdir(tmp_path / "child")
-    loop.train(theirs, parent)
+    loop.train(parent_config, parent)
     config = child_of(parent.path, "10", model={"dropout": 0.3, "alpha_steps": 400}, ema_decay=0.9)
     loop.train(config, child)
     assert (child / "vocabulary" / "vocab.model").read_bytes() == (parent / "vocabulary" / "vocab.model").read_bytes()
     _, model = network(config, child)
-    params, _, _ = restore_model(theirs, parent, model, "10")
-    kept, _, step = restore_model(config, child, model, "last")
+    params, _, _ = restore_model(parent_config, parent, model, "10")
+    child_params, _, step = restore_model(config, child, model, "last")
     assert step == 2
-    jax.tree.map(np.testing.assert_array_equal, kept, params)
+    jax.tree.map(np.testing.assert_array_equal, child_params, params)
     alphas = [line["alpha"] for line in read(child.path, "metrics.jsonl")]
     np.testing.assert_allclose(alphas, [100 / 400, 101 / 400], rtol=1e-6)
 
 
 @pytest.mark.slow
-def test_it_learns_from_where_the_parent_stood(trained: Path, tmp_path: Path) -> None:
+def test_child_continues_from_the_loss_of_the_parent(trained: Path, tmp_path: Path) -> None:
     """On the same text, the first loss is near the parent's last loss, and the child's last loss is below it."""
     config = dataclasses.replace(
         child_of(trained, steps=40, learning_rate=5e-3, eval_every=10),
@@ -80,7 +80,7 @@ def test_it_learns_from_where_the_parent_stood(trained: Path, tmp_path: Path) ->
 
 
 @pytest.mark.slow
-def test_the_parent_may_go_once_there_is_a_checkpoint(trained: Path, tmp_path: Path) -> None:
+def test_parent_may_be_deleted_after_the_first_checkpoint(trained: Path, tmp_path: Path) -> None:
     parent = shutil.copytree(trained, tmp_path / "parent")
     config, child = child_of(parent, learning_rate=1e-3), Workdir(tmp_path / "child")
     loop.train(config, child)
@@ -90,7 +90,7 @@ def test_the_parent_may_go_once_there_is_a_checkpoint(trained: Path, tmp_path: P
 
 
 @pytest.mark.slow
-def test_a_vocabulary_of_before_gives_way(trained: Path, tmp_path: Path) -> None:
+def test_vocabulary_of_the_parent_replaces_an_earlier_one(trained: Path, tmp_path: Path) -> None:
     """A vocabulary that `prepare` made earlier, for a plan or preflight, does not fit the parent's parameters."""
     config, child = child_of(trained), Workdir(tmp_path / "child")
     child.create()
@@ -100,7 +100,7 @@ def test_a_vocabulary_of_before_gives_way(trained: Path, tmp_path: Path) -> None
     assert child.data_identity()["vocabulary"] == Workdir(trained).data_identity()["vocabulary"] != before
 
 
-def test_unused_pieces_are_those_of_the_new_text_however_often_it_starts(trained: Path, tmp_path: Path) -> None:
+def test_unused_pieces_follow_the_new_text_at_every_start(trained: Path, tmp_path: Path) -> None:
     config, child = child_of(trained), Workdir(tmp_path / "child")
     child.create()
     unused = [corpus_of(config, child).tokenizer.unused_target for _ in range(2)]
@@ -109,7 +109,7 @@ def test_unused_pieces_are_those_of_the_new_text_however_often_it_starts(trained
     assert not set(unused[0]) & set(used.tolist())
 
 
-def test_tags_of_languages_are_not_forgotten(trained: Path, tmp_path: Path) -> None:
+def test_child_must_keep_the_language_tags_of_the_parent(trained: Path, tmp_path: Path) -> None:
     parent = shutil.copytree(trained, tmp_path / "parent")
     values = json.loads((parent / "config.json").read_text())
     values["data"] |= {"pairs": "en-de,de-en", "tags": "both"}
@@ -134,26 +134,26 @@ def test_tags_of_languages_are_not_forgotten(trained: Path, tmp_path: Path) -> N
         ({"positions": "fairseq"}, r"has a different model; set model\.positions=marian"),
     ],
 )
-def test_another_model_is_refused(trained: Path, tmp_path: Path, model: dict[str, Any], message: str) -> None:
+def test_different_models_are_rejected(trained: Path, tmp_path: Path, model: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         loop.train(child_of(trained, model=model), Workdir(tmp_path / "child"))
 
 
-def test_a_parent_without_tags_cannot_be_asked_for_a_language(trained: Path, tmp_path: Path) -> None:
+def test_parent_without_tags_rejects_language_pairs(trained: Path, tmp_path: Path) -> None:
     config = child_of(trained)
     config = dataclasses.replace(config, data=dataclasses.replace(config.data, pairs="en-de,de-en"))
     with pytest.raises(UserError, match=r"has no language tags; leave data\.pairs empty"):
         loop.train(config, Workdir(tmp_path / "child"))
 
 
-def test_a_sweep_tells_of_every_run_before_the_first_begins(trained: Path, tmp_path: Path) -> None:
+def test_sweep_checks_every_run_before_the_first_starts(trained: Path, tmp_path: Path) -> None:
     config = dataclasses.replace(child_of(trained), sweep=SweepConfig("method=branchnorm,post_ln"))
     with pytest.raises(UserError, match=r"sweep\.grid: post_ln: .* set model\.method=branchnorm here"):
         sweep(config, Workdir(tmp_path / "sweep"))
     assert not (tmp_path / "sweep").exists()
 
 
-def test_what_cannot_be_begun_with(trained: Path, tmp_path: Path) -> None:
+def test_invalid_parents_are_rejected(trained: Path, tmp_path: Path) -> None:
     run = Workdir(tmp_path / "child")
     for name, message in (
         (str(tmp_path), "no training run in this folder"),
@@ -163,7 +163,7 @@ def test_what_cannot_be_begun_with(trained: Path, tmp_path: Path) -> None:
     ):
         with pytest.raises(UserError, match=message):
             loop.train(child_of(trained, finetune_from=name), run)
-        assert not (run / "vocabulary").exists(), "told before any text is prepared"
+        assert not (run / "vocabulary").exists(), "the error must come before any text is prepared"
     copied = shutil.copytree(trained, tmp_path / "copied")
     shutil.rmtree(copied / "checkpoints")
     with pytest.raises(UserError, match="this is the --workdir of the new run"):
@@ -177,18 +177,18 @@ def test_what_cannot_be_begun_with(trained: Path, tmp_path: Path) -> None:
     steps=st.integers(1, 500),
     clock=st.integers(0, 1000),
 )
-def test_the_clock_of_an_alpha(schedule: str, order: str, steps: int, clock: int) -> None:
+def test_clock_at_inverts_alpha(schedule: str, order: str, steps: int, clock: int) -> None:
     """Returns the first clock with this alpha. It is an earlier clock only where alpha is constant in between."""
     model = ModelConfig(
         encoder_layers=3, decoder_layers=5, alpha_schedule=schedule, alpha_order=order, alpha_steps=steps
     )
     alpha = jax.jit(growth.alpha(model))
-    found = schedules.clock_at(model, alpha(jnp.int32(clock)))
-    assert found <= min(clock, steps)
-    jax.tree.map(np.testing.assert_array_equal, alpha(jnp.int32(found)), alpha(jnp.int32(clock)))
+    first = schedules.clock_at(model, alpha(jnp.int32(clock)))
+    assert first <= min(clock, steps)
+    jax.tree.map(np.testing.assert_array_equal, alpha(jnp.int32(first)), alpha(jnp.int32(clock)))
 
 
-def test_a_clock_of_another_schedule() -> None:
+def test_clock_at_accepts_alpha_of_another_schedule() -> None:
     """Halfway through T = 1000 is halfway through T = 100."""
     alpha = growth.alpha(ModelConfig(alpha_steps=1000))(jnp.int32(500))
     assert schedules.clock_at(ModelConfig(alpha_steps=100), alpha) == 50

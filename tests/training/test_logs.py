@@ -8,7 +8,7 @@ import pytest
 from branchnorm_jax.training.logs import JsonLines, read_lines
 
 
-def test_lines_of_updates_that_will_be_made_again_are_dropped(tmp_path: Path) -> None:
+def test_lines_of_repeated_updates_are_dropped(tmp_path: Path) -> None:
     path = tmp_path / "lines.jsonl"
     for first, last in ((0, 5), (3, 7)):
         lines = JsonLines(path, first)
@@ -18,7 +18,7 @@ def test_lines_of_updates_that_will_be_made_again_are_dropped(tmp_path: Path) ->
     assert [(line["step"], line["run"]) for line in read_lines(path)] == [(s, 0 if s < 3 else 3) for s in range(7)]
 
 
-def test_what_is_not_finite_is_null(tmp_path: Path) -> None:
+def test_nonfinite_values_are_null(tmp_path: Path) -> None:
     path = tmp_path / "lines.jsonl"
     lines = JsonLines(path, 0)
     lines.write({"step": 0, "loss": float("nan"), "norm": float("inf"), "nll": 0.5})
@@ -41,11 +41,11 @@ def test_what_is_not_finite_is_null(tmp_path: Path) -> None:
     ],
     ids=["unfinished", "broken", "binary", "empty"],
 )
-def test_broken_lines_are_left_out_and_said(
+def test_broken_lines_are_skipped_and_reported(
     content: str, steps: list[int], broken: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "lines.jsonl"
     path.write_bytes(content.encode("latin-1"))
     assert [line["step"] for line in read_lines(path, ("a",))] == steps
-    said = capsys.readouterr().err
-    assert (f"lines.jsonl: {broken} lines cannot be read" in said) == bool(broken)
+    message = capsys.readouterr().err
+    assert (f"lines.jsonl: {broken} lines cannot be read" in message) == bool(broken)

@@ -1,4 +1,4 @@
-"""What `train` refuses before any work starts."""
+"""Configs that `train` rejects before any work starts."""
 
 from pathlib import Path
 
@@ -10,8 +10,8 @@ from branchnorm_jax.training import loop
 from branchnorm_jax.workdir import Workdir
 
 
-def test_an_unresolved_choice_of_remat_is_refused(tmp_path: Path) -> None:
-    """The front door resolves auto. Who calls `train` directly must not get something else without a word."""
+def test_unresolved_remat_is_rejected(tmp_path: Path) -> None:
+    """The command line resolves `auto`. A direct call of `train` must not silently choose something else."""
     with pytest.raises(UserError, match=r"model\.remat=auto"):
         loop.train(Config(model=ModelConfig(remat="auto")), Workdir(tmp_path / "run"))
     assert not (tmp_path / "run").exists()

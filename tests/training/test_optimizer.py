@@ -1,4 +1,4 @@
-"""Every optimiser against PyTorch or its formula."""
+"""Compares every optimiser with PyTorch or with its formula."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ from branchnorm_jax.training.optimizer import make_optimizer
 
 
 def run(train: TrainConfig, gradients: np.ndarray, start: np.ndarray, rate: float) -> np.ndarray:
-    """Parameters after each gradient, as `step.py` applies them."""
+    """Returns the parameters after each gradient, applied as in `step.py`."""
     optimizer = make_optimizer(train)
     params = {"w": jnp.asarray(start, jnp.float32)}
     state = optimizer.init(params)
@@ -39,8 +39,8 @@ def test_adamw_equals_pytorch() -> None:
         weight.grad = torch.tensor(gradient)
         adam.step()
         expected.append(weight.detach().numpy().copy())
-    found = run(TrainConfig(weight_decay=0.1), GRADIENTS, START, 1e-2)
-    np.testing.assert_allclose(found, np.stack(expected), atol=2e-6)
+    result = run(TrainConfig(weight_decay=0.1), GRADIENTS, START, 1e-2)
+    np.testing.assert_allclose(result, np.stack(expected), atol=2e-6)
 
 
 @pytest.mark.parametrize(
@@ -64,25 +64,25 @@ def test_other_optimizers_equal_pytorch(name: str, theirs: Any) -> None:
         weight.grad = torch.tensor(gradient)
         optimizer.step()
         expected.append(weight.detach().numpy().copy())
-    found = run(TrainConfig(optimizer=name, weight_decay=0.1), GRADIENTS, START, 1e-2)
-    np.testing.assert_allclose(found, np.stack(expected), atol=3e-6)
+    result = run(TrainConfig(optimizer=name, weight_decay=0.1), GRADIENTS, START, 1e-2)
+    np.testing.assert_allclose(result, np.stack(expected), atol=3e-6)
 
 
-def test_lamb_takes_a_ratio_per_layer() -> None:
+def test_lamb_uses_one_ratio_per_layer() -> None:
     """The ratio is |p| / |u| per layer and matrix, where u is AdamW's update; it is 1 for parameters of norm 0."""
     params = {"encoder": {"kernel": RANDOM.normal(size=(3, 4, 5)), "branch": np.zeros(3)}, "embedding": np.ones((2, 4))}
     params = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float32), params)
     params["encoder"]["kernel"] *= jnp.array([1.0, 10.0, 100.0])[:, None, None]
     grads = jax.tree.map(lambda leaf: jnp.asarray(RANDOM.normal(size=leaf.shape), jnp.float32), params)
     plain, lamb = (make_optimizer(TrainConfig(optimizer=name, weight_decay=0.1)) for name in ("adamw", "lamb"))
-    (u, _), (found, _) = (optimizer.update(grads, optimizer.init(params), params) for optimizer in (plain, lamb))
+    (u, _), (scaled, _) = (optimizer.update(grads, optimizer.init(params), params) for optimizer in (plain, lamb))
     for layer in range(3):
         matrix, update = params["encoder"]["kernel"][layer], u["encoder"]["kernel"][layer]
         ratio = np.linalg.norm(matrix) / np.linalg.norm(update)
-        np.testing.assert_allclose(found["encoder"]["kernel"][layer], ratio * update, rtol=1e-5)
-    np.testing.assert_allclose(found["encoder"]["branch"], u["encoder"]["branch"], rtol=1e-6)
+        np.testing.assert_allclose(scaled["encoder"]["kernel"][layer], ratio * update, rtol=1e-5)
+    np.testing.assert_allclose(scaled["encoder"]["branch"], u["encoder"]["branch"], rtol=1e-6)
     ratio = np.linalg.norm(params["embedding"]) / np.linalg.norm(u["embedding"])
-    np.testing.assert_allclose(found["embedding"], ratio * u["embedding"], rtol=1e-5)
+    np.testing.assert_allclose(scaled["embedding"], ratio * u["embedding"], rtol=1e-5)
 
 
 def test_fairseq_adam_equals_its_formula() -> None:
@@ -98,13 +98,13 @@ def test_fairseq_adam_equals_its_formula() -> None:
 
 
 @pytest.mark.parametrize(("mode", "first_step"), [("optax", 5.0e-4), ("fairseq", 1.24e-4)])
-def test_the_two_epsilons_differ_for_tiny_gradients(mode: str, first_step: float) -> None:
+def test_epsilon_modes_differ_for_tiny_gradients(mode: str, first_step: float) -> None:
     train = TrainConfig(weight_decay=0.0, adam_eps_mode=mode)
     moved = run(train, np.full((1, 1), 1e-8), np.zeros(1), 1e-3)[0, 0]
     np.testing.assert_allclose(-moved, first_step, rtol=5e-3)
 
 
-def test_clipping_is_by_the_global_norm() -> None:
+def test_clipping_uses_the_global_norm() -> None:
     optimizer = make_optimizer(TrainConfig(clip_norm=1.0, adam_b1=0.0, adam_b2=0.0, adam_eps=1.0, weight_decay=0.0))
     gradient = {"a": jnp.array([3.0, 0.0]), "b": jnp.array([4.0])}
     directions, _ = optimizer.update(gradient, optimizer.init(gradient), gradient)
@@ -113,6 +113,6 @@ def test_clipping_is_by_the_global_norm() -> None:
     np.testing.assert_allclose(directions["b"][0], 0.8 / 1.8, rtol=1e-6)
 
 
-def test_unknown_optimizer() -> None:
+def test_unknown_optimizers_are_rejected() -> None:
     with pytest.raises(UserError, match="adamw"):
         make_optimizer(TrainConfig(optimizer="muon"))

@@ -20,15 +20,13 @@ def logged(workdir: Path, steps: int) -> Callable[[], bool]:
 
 
 @pytest.fixture(scope="module")
-def straight(trained: Path) -> tuple[str, list[dict]]:
-    """Digest and log of the uninterrupted run."""
+def uninterrupted(trained: Path) -> tuple[str, list[dict]]:
+    """Returns digest and metrics of the uninterrupted run."""
     return read_status(trained)["state_sha256"], read_metrics(trained)
 
 
 @pytest.mark.slow
-def test_killed_three_times_and_terminated_once_ends_bit_for_bit_the_same(
-    straight: tuple[str, list[dict]], tmp_path: Path
-) -> None:
+def test_interrupted_run_ends_bit_for_bit_the_same(uninterrupted: tuple[str, list[dict]], tmp_path: Path) -> None:
     options = (*TINY, f"--workdir={tmp_path}")
     moments = sorted(random.SystemRandom().sample(range(3, 70), 3))
     for moment in moments:
@@ -49,14 +47,14 @@ def test_killed_three_times_and_terminated_once_ends_bit_for_bit_the_same(
     last = run_main(*options)
     assert last.returncode == 0, last.stderr
     assert f"from step {status['step']} to 120" in last.stderr
-    digest, metrics = straight
+    digest, metrics = uninterrupted
     assert read_status(tmp_path)["state_sha256"] == digest, f"killed at {moments}"
     assert read_metrics(tmp_path) == metrics
     assert [line["step"] for line in metrics] == list(range(120))
 
 
 @pytest.mark.slow
-def test_ctrl_c_saves_and_leaves_with_its_own_code(tmp_path: Path) -> None:
+def test_ctrl_c_saves_and_exits_with_its_own_code(tmp_path: Path) -> None:
     process = start_main(*TINY, f"--workdir={tmp_path}")
     kill_when(process, logged(tmp_path, 3), signal.SIGINT)
     _, error = process.communicate()
@@ -67,8 +65,8 @@ def test_ctrl_c_saves_and_leaves_with_its_own_code(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_ends_a_translation_whenever_it_comes(trained: Path, number: signal.Signals) -> None:
-    """Also holds while a checkpoint is read: the interrupted checkpoint is not reported as damaged."""
+def test_signals_end_a_translation_at_any_time(trained: Path, number: signal.Signals) -> None:
+    """If the signal interrupts the reading of a checkpoint, the checkpoint is not reported as damaged."""
     for tenths in range(4, 60, 7):
         process = start_main("--mode=translate", f"--workdir={trained}", stdin=subprocess.PIPE)
         time.sleep(tenths / 10)
@@ -77,13 +75,13 @@ def test_a_signal_ends_a_translation_whenever_it_comes(trained: Path, number: si
             _, error = process.communicate(timeout=60)
         finally:
             process.kill()
-        # At the very start, the signal gets the default response of Python or of the operating system.
+        # At the very start, Python or the operating system handles the signal in its default way.
         assert process.returncode in (128 + number, -number), (tenths, error)
         assert "damaged" not in error
         assert tenths < 10 or "Traceback" not in error
 
 
-def test_a_signal_lost_just_before_the_end_decides_the_exit_code() -> None:
+def test_signal_lost_just_before_the_end_sets_the_exit_code() -> None:
     """The alarm that repeats the signal would arrive while Python shuts down, and kill the process."""
     code = """
 import gc, signal
@@ -100,7 +98,7 @@ print("done")
     assert (done.returncode, done.stdout, done.stderr) == (143, "done\n", "")
 
 
-def test_a_signal_is_not_lost_while_garbage_is_collected() -> None:
+def test_signals_during_garbage_collection_are_not_lost() -> None:
     code = """
 import gc, os, signal, sys, time
 from branchnorm_jax import cli
@@ -120,7 +118,7 @@ except cli.Preempted as error:
     assert (done.returncode, done.stdout, done.stderr) == (128 + signal.SIGTERM, "lost at first\n", "")
 
 
-def test_a_finished_run_is_left_as_it_is(trained: Path, tmp_path: Path) -> None:
+def test_finished_runs_are_not_changed(trained: Path, tmp_path: Path) -> None:
     workdir = tmp_path / "run"
     subprocess.run(["cp", "-r", trained, workdir], check=True)
     again = run_main(*TINY, f"--workdir={workdir}")
@@ -131,7 +129,7 @@ def test_a_finished_run_is_left_as_it_is(trained: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_two_trainings_in_one_workdir_are_refused(tmp_path: Path) -> None:
+def test_second_training_in_a_workdir_is_rejected(tmp_path: Path) -> None:
     first = start_main(*TINY, f"--workdir={tmp_path}", "--config.train.steps=100000")
     try:
         for _ in range(1):
@@ -145,8 +143,8 @@ def test_two_trainings_in_one_workdir_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_damaged_checkpoints_fall_back_and_say_so(
-    straight: tuple[str, list[dict]], trained: Path, tmp_path: Path
+def test_damaged_checkpoints_are_reported_and_replaced_by_earlier_ones(
+    uninterrupted: tuple[str, list[dict]], trained: Path, tmp_path: Path
 ) -> None:
     workdir = tmp_path / "run"
     subprocess.run(["cp", "-r", trained, workdir], check=True)
@@ -162,8 +160,8 @@ def test_damaged_checkpoints_fall_back_and_say_so(
     assert "checkpoint 120" in resumed.stderr
     assert "damaged" in resumed.stderr
     assert "Traceback" not in resumed.stderr
-    assert read_status(workdir)["state_sha256"] == straight[0]
-    assert read_metrics(workdir) == straight[1]
+    assert read_status(workdir)["state_sha256"] == uninterrupted[0]
+    assert read_metrics(workdir) == uninterrupted[1]
 
 
 SMALL_FILES = """
@@ -174,7 +172,7 @@ os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
 
 
 @pytest.mark.slow
-def test_a_save_that_fails_ends_the_run_and_keeps_what_was_saved(trained: Path, tmp_path: Path) -> None:
+def test_failed_save_ends_the_run_and_keeps_earlier_checkpoints(trained: Path, tmp_path: Path) -> None:
     """The operating system refuses files above 45 kB: arrays, but not logs. A full disk refuses all files."""
     workdir = tmp_path / "run"
     subprocess.run(["cp", "-r", trained, workdir], check=True)
@@ -191,7 +189,7 @@ def test_a_save_that_fails_ends_the_run_and_keeps_what_was_saved(trained: Path, 
     assert "from step 120 to 150" in resumed.stderr
 
 
-def test_no_good_checkpoint_left_is_an_error_not_a_fresh_start(trained: Path, tmp_path: Path) -> None:
+def test_runs_without_a_valid_checkpoint_are_rejected(trained: Path, tmp_path: Path) -> None:
     workdir = tmp_path / "run"
     subprocess.run(["cp", "-r", trained, workdir], check=True)
     for file in (workdir / "checkpoints").rglob("*"):

@@ -24,14 +24,14 @@ def at(schedule: Callable[[jax.Array], Any], *steps: int) -> list[float]:
 
 
 def top_layer(model: ModelConfig) -> Callable[[jax.Array], jax.Array]:
-    """alpha of the decoder's last layer as a function of the clock."""
+    """Returns alpha of the decoder's last layer as a function of the clock."""
     return lambda clock: growth.alpha(model)(clock)["decoder"][-1]
 
 
-def test_inverse_sqrt_is_fairseqs() -> None:
+def test_inverse_sqrt_equals_fairseq() -> None:
     train = TrainConfig(learning_rate=5e-4, warmup_steps=4000, warmup_init=1e-7)
-    found = at(schedules.learning_rate(train, 512), 0, 1, 2000, 4000, 16000, 100_000)
-    np.testing.assert_allclose(found, [1e-7, 2.24975e-7, 2.5005e-4, 5e-4, 2.5e-4, 1e-4], rtol=1e-5)
+    rates = at(schedules.learning_rate(train, 512), 0, 1, 2000, 4000, 16000, 100_000)
+    np.testing.assert_allclose(rates, [1e-7, 2.24975e-7, 2.5005e-4, 5e-4, 2.5e-4, 1e-4], rtol=1e-5)
 
 
 def test_inverse_sqrt_without_warmup() -> None:
@@ -49,7 +49,7 @@ def test_inverse_sqrt_without_warmup() -> None:
         (1, 4000, 4000, 6.98771e-4),
     ],
 )
-def test_noam(factor: float, warmup: int, step: int, expected: float) -> None:
+def test_noam_schedule(factor: float, warmup: int, step: int, expected: float) -> None:
     train = TrainConfig(schedule="noam", learning_rate=factor, warmup_steps=warmup)
     np.testing.assert_allclose(at(schedules.learning_rate(train, 512), step - 1), [expected], rtol=1e-5)
 
@@ -59,13 +59,13 @@ def test_constant_after_warmup() -> None:
     np.testing.assert_allclose(at(schedules.learning_rate(train, 8), 0, 5, 10, 999), [0, 1.5e-4, 3e-4, 3e-4], rtol=1e-6)
 
 
-def test_t_fixups_schedule_needs_no_warmup() -> None:
+def test_inverse_sqrt_nowarmup_ignores_the_warmup() -> None:
     train = TrainConfig(schedule="inverse_sqrt_nowarmup", learning_rate=5e-4, decay_steps=4000, warmup_steps=77)
-    found = at(schedules.learning_rate(train, 512), 0, 4000, 12000)
-    np.testing.assert_allclose(found, [5e-4, 3.53553e-4, 2.5e-4], rtol=1e-5)
+    rates = at(schedules.learning_rate(train, 512), 0, 4000, 12000)
+    np.testing.assert_allclose(rates, [5e-4, 3.53553e-4, 2.5e-4], rtol=1e-5)
 
 
-def test_polynomial() -> None:
+def test_polynomial_schedule() -> None:
     train = TrainConfig(
         schedule="polynomial",
         learning_rate=1.0,
@@ -79,14 +79,14 @@ def test_polynomial() -> None:
     np.testing.assert_allclose(at(schedules.learning_rate(train, 8), 5, 10, 60, 110, 500), expected, rtol=1e-6)
 
 
-def test_the_ted_config_follows_equation_7_of_transformers_without_tears() -> None:
+def test_ted_config_follows_equation_7_of_transformers_without_tears() -> None:
     """lambda D^-1/2 min(n^-1/2, n W^-3/2) with lambda = 1, W = 8000, at n = step + 1."""
     config = from_config_dict(ted.get_config("6L-6L"))
     updates = np.array([0, 1, 100, 4000, 7999, 8000, 32_000, 119_999])
     n = updates + 1.0
     expected = config.model.width**-0.5 * np.minimum(n**-0.5, n * 8000**-1.5)
-    found = at(schedules.learning_rate(config.train, config.model.width), *updates.tolist())
-    np.testing.assert_allclose(found, expected, rtol=5e-3)
+    rates = at(schedules.learning_rate(config.train, config.model.width), *updates.tolist())
+    np.testing.assert_allclose(rates, expected, rtol=5e-3)
 
 
 @pytest.mark.parametrize(
@@ -99,7 +99,7 @@ def test_the_ted_config_follows_equation_7_of_transformers_without_tears() -> No
         ([1, 8, 9, 10, 7], True),
     ],
 )
-def test_val_decay(scores: list[float], shrinks: bool) -> None:
+def test_val_decay_compares_the_last_score_with_the_previous_ones(scores: list[float], shrinks: bool) -> None:
     assert schedules.val_decay(scores, 3) == shrinks
 
 
@@ -107,7 +107,7 @@ def test_val_decay(scores: list[float], shrinks: bool) -> None:
     ("kind", "expected"),
     [("linear", [0.25, 0.5, 0.75]), ("exp", [0.1892, 0.4142, 0.6818]), ("sigmoid", [0.0701, 0.5, 0.9299])],
 )
-def test_alpha(kind: str, expected: list[float]) -> None:
+def test_alpha_schedules(kind: str, expected: list[float]) -> None:
     alpha = top_layer(ModelConfig(alpha_schedule=kind, alpha_steps=4000))
     np.testing.assert_allclose(at(alpha, 1000, 2000, 3000), expected, atol=5e-5)
     assert at(alpha, 0, 4000, 4001, 100_000) == [0.0, 1.0, 1.0, 1.0]
@@ -115,36 +115,36 @@ def test_alpha(kind: str, expected: list[float]) -> None:
     assert (np.diff(steps) > 0).all()
 
 
-def test_alpha_of_one_step_is_one_after_the_first_update() -> None:
+def test_alpha_with_one_step_is_one_after_the_first_update() -> None:
     assert at(top_layer(ModelConfig(alpha_steps=1)), 0, 1, 2) == [0.0, 1.0, 1.0]
 
 
-def test_range_test_is_geometric() -> None:
+def test_range_test_schedule_is_geometric() -> None:
     """One tenth of the way through three decades multiplies the rate by 10^0.3."""
     train = TrainConfig(schedule="range_test", learning_rate=1e-2, warmup_steps=100, warmup_init=1e-5)
-    found = at(schedules.learning_rate(train, 8), 0, 10, 50, 100)
-    np.testing.assert_allclose(found, [1e-5, 1e-5 * 10**0.3, 10**-3.5, 1e-2], rtol=1e-5)
+    rates = at(schedules.learning_rate(train, 8), 0, 10, 50, 100)
+    np.testing.assert_allclose(rates, [1e-5, 1e-5 * 10**0.3, 10**-3.5, 1e-2], rtol=1e-5)
 
 
-def test_unknown_schedule() -> None:
+def test_unknown_schedules_are_rejected() -> None:
     with pytest.raises(UserError, match="inverse_sqrt"):
         schedules.learning_rate(TrainConfig(schedule="cosine"), 8)
 
 
-def test_adaptive_alpha_waits_while_a_layer_has_no_gradient() -> None:
-    """alpha grows by 1 / T, stays for `alpha_hold` updates after each one with a weak layer, and is at most 1."""
+def test_adaptive_alpha_waits_while_a_layer_has_a_weak_gradient() -> None:
+    """alpha grows by 1 / T up to 1, and is constant for `alpha_hold` updates after an update with a weak layer."""
     model = ModelConfig(alpha_schedule="adaptive", alpha_steps=4, alpha_floor=0.1, alpha_hold=3)
     tick, alpha = jax.jit(schedules.tick(model)), top_layer(model)
     good, weak, lost = ([1.0, 0.1], [1.0, 0.09], [float("nan"), 1.0])
-    clock, held, found = jnp.int32(0), jnp.int32(0), []
+    clock, held, alphas = jnp.int32(0), jnp.int32(0), []
     for gradient in [good, good, weak, good, good, good, good, lost, good, good, good, good]:
         clock, held = tick(clock, held, {"encoder": jnp.zeros(5), "decoder": jnp.array(gradient)})
-        found += at(alpha, int(clock))
-    assert found == [0.25, 0.5, 0.5, 0.5, 0.5, 0.75, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0]
+        alphas += at(alpha, int(clock))
+    assert alphas == [0.25, 0.5, 0.5, 0.5, 0.5, 0.75, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0]
 
 
 @pytest.mark.parametrize(("held", "clock"), [(0, 4), (1, 3), (3, 1), (100, 0)])
-def test_the_papers_schedules_do_not_listen_but_may_be_held(held: int, clock: int) -> None:
+def test_other_schedules_ignore_gradients_but_can_be_held(held: int, clock: int) -> None:
     tick = schedules.tick(ModelConfig(alpha_schedule="linear", alpha_steps=4))
     dead = {"encoder": jnp.zeros(3), "decoder": jnp.array([0.0, 1.0])}
     now, left = jnp.int32(0), jnp.int32(held)
@@ -189,7 +189,7 @@ def ranks(order: str, layers: int) -> list[int]:
     order=st.sampled_from(["bottom_up", "top_down", "progressive"]),
     shape=st.sampled_from(["linear", "exp", "sigmoid"]),
 )
-def test_staggered_alpha(layers: int, total: int, stagger: float, order: str, shape: str) -> None:
+def test_staggered_alpha_follows_the_ranks(layers: int, total: int, stagger: float, order: str, shape: str) -> None:
     """alpha is 0 at first and 1 at T, never falls and follows the ranks. Without stagger all layers are equal."""
     model = ModelConfig(
         encoder_layers=layers,
@@ -214,7 +214,7 @@ def test_staggered_alpha(layers: int, total: int, stagger: float, order: str, sh
         assert (by_step[:, first_to_last[-1]] <= uniform + 1e-6).all()
 
 
-def test_adaptive_alpha_does_not_ask_layers_that_wait() -> None:
+def test_adaptive_alpha_ignores_layers_that_wait() -> None:
     model = ModelConfig(
         encoder_layers=4,
         decoder_layers=4,
@@ -232,7 +232,7 @@ def test_adaptive_alpha_does_not_ask_layers_that_wait() -> None:
         assert int(tick(jnp.int32(2), jnp.int32(0), layers)[0]) == expected
 
 
-def test_rates_of_layers_follow_alpha_and_the_encoders_factor() -> None:
+def test_rates_of_layers_follow_alpha_and_the_encoder_factor() -> None:
     """The rate is rate x alpha_l^p. The encoder multiplies it by its own factor for the first updates."""
     alpha = {"encoder": jnp.array([0.2, 0.5]), "decoder": jnp.array([0.0, 0.3, 1.0])}
     config = Config(
@@ -241,15 +241,15 @@ def test_rates_of_layers_follow_alpha_and_the_encoders_factor() -> None:
     )
     rates = schedules.rates(config)
     for step, factor in ((0, 0.1), (4, 0.1), (5, 1.0)):
-        found = rates(jnp.int32(step), alpha, jnp.float32(0.01))
-        np.testing.assert_allclose(found["encoder"], 0.01 * factor * np.array([0.04, 0.25]), rtol=1e-6)
-        np.testing.assert_allclose(found["decoder"], 0.01 * np.array([0.0, 0.09, 1.0]), rtol=1e-6)
+        result = rates(jnp.int32(step), alpha, jnp.float32(0.01))
+        np.testing.assert_allclose(result["encoder"], 0.01 * factor * np.array([0.04, 0.25]), rtol=1e-6)
+        np.testing.assert_allclose(result["decoder"], 0.01 * np.array([0.0, 0.09, 1.0]), rtol=1e-6)
 
 
 @pytest.mark.parametrize("method", ["post_ln", "deepnorm", "rezero"])
-def test_rates_are_plain_where_no_branch_grows(method: str) -> None:
+def test_rates_are_not_scaled_if_no_branch_grows(method: str) -> None:
     config = Config(model=ModelConfig(method=method), train=TrainConfig(branch_update_power=2.0))
-    found = schedules.rates(config)(jnp.int32(0), jnp.float32(0.1), jnp.float32(0.01))
-    assert {name: rate.tolist() for name, rate in found.items()} == dict.fromkeys(
+    result = schedules.rates(config)(jnp.int32(0), jnp.float32(0.1), jnp.float32(0.01))
+    assert {name: rate.tolist() for name, rate in result.items()} == dict.fromkeys(
         ("encoder", "decoder"), float(np.float32(0.01))
     )

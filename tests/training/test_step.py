@@ -25,7 +25,7 @@ from branchnorm_jax.training.step import make_train_step
 from branchnorm_jax.training.update import loss_scale
 from tests.conftest import ROOT
 
-# Compilation takes nearly all the time of these tests, so the programs are small and `run` remembers what it has run.
+# Compilation takes nearly all the time of these tests, so the programs are small and `run` caches its results.
 CONFIG = Config(
     model=ModelConfig(
         encoder_layers=2, decoder_layers=2, width=8, ffn_width=16, heads=2, alpha_steps=20, attention_dropout=0.1
@@ -33,14 +33,14 @@ CONFIG = Config(
     data=DataConfig(row_multiple=8),
     train=TrainConfig(warmup_steps=5, learning_rate=1e-2, steps=20, watch_every=0),
 )
-# Without dropout, because its bits depend on the shape of a part.
+# Without dropout, because its random bits depend on the shape of a microbatch.
 PLAIN = dataclasses.replace(CONFIG, model=dataclasses.replace(CONFIG.model, dropout=0.0, attention_dropout=0.0))
 
 
 def batches(count: int, shapes: int = 1) -> list[TextBatch]:
-    """Sentences of 1 to 9 words and EOS, in one or two shapes. Each target is its source reversed."""
+    """Returns sentences of 1 to 9 words and EOS, in one or two shapes. Each target is its source reversed."""
     random = np.random.default_rng(0)
-    found = []
+    result = []
     for index in range(count):
         rows, length = ((16, 6), (8, 10))[index % shapes]
         source, target = np.zeros((rows, length), np.int32), np.zeros((rows, length), np.int32)
@@ -48,11 +48,11 @@ def batches(count: int, shapes: int = 1) -> list[TextBatch]:
             words = random.integers(3, 40, random.integers(1, length))
             source[row, : len(words) + 1] = [*words, 1]
             target[row, : len(words) + 1] = [*words[::-1], 1]
-        found.append(TextBatch(source, target))
-    return found
+        result.append(TextBatch(source, target))
+    return result
 
 
-class Ran(NamedTuple):
+class RunResult(NamedTuple):
     """The results of a few updates."""
 
     losses: list[float]
@@ -66,7 +66,7 @@ class Ran(NamedTuple):
 
 
 @functools.cache
-def run(config: Config, count: int = 6, words: int = 40, shapes: int = 1) -> Ran:
+def run(config: Config, count: int = 6, words: int = 40, shapes: int = 1) -> RunResult:
     """Runs `count` updates of a network with a vocabulary of `words` on batches of one or two shapes."""
     mesh = make_mesh(config.parallel, config.data.row_multiple // config.train.accumulation)
     model, optimizer = Transformer(config.model, words, words), make_optimizer(config.train)
@@ -76,15 +76,15 @@ def run(config: Config, count: int = 6, words: int = 40, shapes: int = 1) -> Ran
     update: Any = jax.jit(
         make_train_step(model, optimizer, config), donate_argnums=0, out_shardings=(shardings, sharding(mesh))
     )
-    found, alphas = [], []
+    losses, alphas = [], []
     for batch in batches(count, shapes):
         state, metrics = update(state, Batch(*to_devices(mesh, batch)))
-        found += [float(metrics.loss), float(metrics.grad_norm)]
+        losses += [float(metrics.loss), float(metrics.grad_norm)]
         alphas.append(float(metrics.alpha))
-    return Ran(found, alphas, jax.device_get(metrics.layers), state, update._cache_size())
+    return RunResult(losses, alphas, jax.device_get(metrics.layers), state, update._cache_size())
 
 
-def test_one_compilation_per_shape_while_alpha_changes_at_every_step() -> None:
+def test_each_shape_is_compiled_once_while_alpha_changes() -> None:
     ran = run(CONFIG, 20, shapes=2)
     assert ran.compiled == 2
     assert int(ran.state.step) == 20
@@ -93,13 +93,13 @@ def test_one_compilation_per_shape_while_alpha_changes_at_every_step() -> None:
 
 
 def test_accumulation_gives_the_same_update() -> None:
-    """The parts have different numbers of target tokens."""
+    """The microbatches have different numbers of target tokens."""
     parts = run(dataclasses.replace(PLAIN, train=dataclasses.replace(PLAIN.train, accumulation=4)))
     np.testing.assert_allclose(parts.losses, run(PLAIN).losses, rtol=1e-5)
     assert int(parts.state.step) == int(run(PLAIN).state.step) == 6
 
 
-def test_checksums_see_every_bit_and_ignore_nothing() -> None:
+def test_checksums_depend_on_every_bit_and_its_position() -> None:
     tree = {"a": jnp.arange(12.0).reshape(3, 4), "b": jnp.array(7, jnp.int32), "c": jnp.ones(5, jnp.bfloat16)}
     before = checksums(tree)
     assert checksums(tree).tolist() == before.tolist()
@@ -125,7 +125,7 @@ def test_digest_covers_parameters_and_optimiser() -> None:
     assert sha256(state) != sha256(moved)
 
 
-# Dropout, layer statistics, two parts per update, and enough words for the loss to need several blocks of 1 MB.
+# Dropout, layer statistics, two microbatches per update, and enough words for several loss blocks of 1 MB.
 MANY_WORDS = 20_000
 IN_BLOCKS = dataclasses.replace(
     CONFIG,
@@ -145,7 +145,7 @@ print(json.dumps({"losses": ran.losses, "layers": layers, "compiled": ran.compil
 """
 
 
-def test_eight_devices_give_the_numbers_of_one() -> None:
+def test_eight_devices_equal_one_device() -> None:
     """Uses a 4 x 2 mesh of data and model parallelism, with dropout, accumulation and the loss in blocks."""
     environment = os.environ | {
         "JAX_PLATFORMS": "cpu",
@@ -161,7 +161,7 @@ def test_eight_devices_give_the_numbers_of_one() -> None:
     jax.tree.map(
         lambda ours, theirs: np.testing.assert_allclose(ours, theirs, rtol=1e-3),
         eight["layers"],
-        {stack: {name: list(values) for name, values in found.items()} for stack, found in one.layers.items()},
+        {stack: {name: list(values) for name, values in by_name.items()} for stack, by_name in one.layers.items()},
     )
     assert eight["compiled"] == one.compiled == 1
     # Each device holds half of the feed-forward columns.
@@ -183,11 +183,11 @@ def test_adaptive_alpha_in_training(floor: float, grows: bool) -> None:
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 3, 127, 128, 4096, 65_535, 524_288])
-def test_loss_scale(tokens: int) -> None:
+def test_loss_scale_is_a_power_of_two(tokens: int) -> None:
     assert float(loss_scale(jnp.float32(tokens))) == 2 ** (tokens.bit_length() - 1)
 
 
-def test_a_float16_stream_carries_gradients_however_many_tokens_share_the_loss() -> None:
+def test_float16_stream_keeps_the_gradients_of_large_batches() -> None:
     """Compares the deep encoder's gradients in float16 and float32 streams, for one batch repeated 64 times."""
     deep = dataclasses.replace(PLAIN.model, encoder_layers=40, decoder_layers=40, method="deepnorm")
     words = batches(1)[0]

@@ -95,83 +95,83 @@ def run(directory: Path, poison: int, factor: float, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.slow
-def test_without_trouble_nothing_is_noted(poison: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = run(tmp_path, poison, 1.0, monkeypatch)
-    assert (found["status"], found["spikes"], found["rollbacks"], found["events"]) == ("done", 0, 0, [])
+def test_healthy_run_records_no_events(poison: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    result = run(tmp_path, poison, 1.0, monkeypatch)
+    assert (result["status"], result["spikes"], result["rollbacks"], result["events"]) == ("done", 0, 0, [])
 
 
 @pytest.mark.slow
-def test_a_spike_is_noted_and_trained_on(poison: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = run(tmp_path, poison, 30.0, monkeypatch)
-    assert found["status"] == "done"
-    assert found["events"][0]["step"] == BAD
-    assert found["events"][0]["kind"] == "spike"
-    assert found["spikes"] == len(found["events"])
-    bad = found["metrics"][BAD]
+def test_spike_is_recorded_and_training_continues(poison: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    result = run(tmp_path, poison, 30.0, monkeypatch)
+    assert result["status"] == "done"
+    assert result["events"][0]["step"] == BAD
+    assert result["events"][0]["kind"] == "spike"
+    assert result["spikes"] == len(result["events"])
+    bad = result["metrics"][BAD]
     assert bad["loss_deviations"] > 8
-    assert [line["step"] for line in found["metrics"]] == list(range(80))
+    assert [line["step"] for line in result["metrics"]] == list(range(80))
 
 
 @pytest.mark.slow
-def test_a_spike_can_end_the_run(poison: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = run(tmp_path, poison, 30.0, monkeypatch, spike="stop")
-    assert found["status"] == "diverged"
-    assert f"at step {BAD} the" in found["reason"]
-    assert "standard deviations above" in found["reason"]
-    assert "layer" in found["reason"]
+def test_spike_can_stop_the_run(poison: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    result = run(tmp_path, poison, 30.0, monkeypatch, spike="stop")
+    assert result["status"] == "diverged"
+    assert f"at step {BAD} the" in result["reason"]
+    assert "standard deviations above" in result["reason"]
+    assert "layer" in result["reason"]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("factor", "policy"), POLICIES)
-def test_its_update_can_be_skipped(
+def test_bad_update_can_be_skipped(
     factor: float, policy: str, poison: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The log keeps the update; the loss continues as if the batch had not been there."""
-    found = run(tmp_path / "sick", poison, factor, monkeypatch, **{policy: "skip"})
-    well = run(tmp_path / "well", poison, 1.0, monkeypatch)
-    assert (found["status"], found["skipped_updates"]) == ("done", 1)
-    assert [(event["step"], event["policy"]) for event in found["events"]] == [(BAD, "skip")]
-    assert [line["step"] for line in found["metrics"]] == list(range(80))
-    assert [line["loss"] for line in found["metrics"][:BAD]] == [line["loss"] for line in well["metrics"][:BAD]]
-    assert found["metrics"][-1]["loss"] == pytest.approx(well["metrics"][-1]["loss"], rel=0.05)
+    """The metrics include the skipped update. The loss continues as if the batch had not existed."""
+    result = run(tmp_path / "sick", poison, factor, monkeypatch, **{policy: "skip"})
+    healthy = run(tmp_path / "well", poison, 1.0, monkeypatch)
+    assert (result["status"], result["skipped_updates"]) == ("done", 1)
+    assert [(event["step"], event["policy"]) for event in result["events"]] == [(BAD, "skip")]
+    assert [line["step"] for line in result["metrics"]] == list(range(80))
+    assert [line["loss"] for line in result["metrics"][:BAD]] == [line["loss"] for line in healthy["metrics"][:BAD]]
+    assert result["metrics"][-1]["loss"] == pytest.approx(healthy["metrics"][-1]["loss"], rel=0.05)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("factor", "policy"), POLICIES)
-def test_it_can_be_rolled_back_and_its_batches_left_out(
+def test_bad_update_can_be_rolled_back_and_its_batches_skipped(
     factor: float, policy: str, poison: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The run returns to the checkpoint before the blamed batches, repeats the updates before them and skips them."""
-    found = run(tmp_path / "sick", poison, factor, monkeypatch, **{policy: "rollback"})
-    well = run(tmp_path / "well", poison, 1.0, monkeypatch)
-    assert (found["status"], found["rollbacks"]) == ("done", 1)
+    result = run(tmp_path / "sick", poison, factor, monkeypatch, **{policy: "rollback"})
+    healthy = run(tmp_path / "well", poison, 1.0, monkeypatch)
+    assert (result["status"], result["rollbacks"]) == ("done", 1)
     left_out = list(range(BAD - 3, BAD + 1))
-    assert found["left_out"] == [[left_out[0], left_out[-1]]]
-    assert [(event["step"], event["kind"]) for event in found["events"]] == [
+    assert result["left_out"] == [[left_out[0], left_out[-1]]]
+    assert [(event["step"], event["kind"]) for event in result["events"]] == [
         (BAD, "spike" if policy == "spike" else "nonfinite"),
         (BAD, "rollback"),
     ]
-    assert found["events"][1]["to"] == 60
-    assert [line["step"] for line in found["metrics"]] == [step for step in range(80) if step not in left_out]
-    kept = [line["loss"] for line in found["metrics"] if line["step"] < left_out[0]]
-    assert kept == [line["loss"] for line in well["metrics"][: left_out[0]]]
-    assert found["metrics"][-1]["loss"] == pytest.approx(well["metrics"][-1]["loss"], rel=0.05)
+    assert result["events"][1]["to"] == 60
+    assert [line["step"] for line in result["metrics"]] == [step for step in range(80) if step not in left_out]
+    repeated = [line["loss"] for line in result["metrics"] if line["step"] < left_out[0]]
+    assert repeated == [line["loss"] for line in healthy["metrics"][: left_out[0]]]
+    assert result["metrics"][-1]["loss"] == pytest.approx(healthy["metrics"][-1]["loss"], rel=0.05)
 
 
 @pytest.mark.slow
-def test_or_alpha_stands(poison: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """alpha is held from the checkpoint to `rollback_updates` after the trouble. If it recurs, the run ends."""
+def test_rollback_can_hold_alpha(poison: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """alpha is held from the checkpoint to `rollback_updates` after the bad update. If it recurs, the run ends."""
     model = dataclasses.replace(CONFIG.model, alpha_steps=160)
     monkeypatch.setattr("tests.training.test_trouble.CONFIG", dataclasses.replace(CONFIG, model=model))
-    found = run(tmp_path, poison, float("nan"), monkeypatch, nonfinite="rollback", rollback="alpha")
-    assert (found["status"], found["rollbacks"]) == ("diverged", 1)
-    assert "holding alpha did not prevent it" in found["reason"]
-    alphas = {line["step"]: line["alpha"] for line in found["metrics"]}
+    result = run(tmp_path, poison, float("nan"), monkeypatch, nonfinite="rollback", rollback="alpha")
+    assert (result["status"], result["rollbacks"]) == ("diverged", 1)
+    assert "holding alpha did not prevent it" in result["reason"]
+    alphas = {line["step"]: line["alpha"] for line in result["metrics"]}
     assert alphas[60] == alphas[BAD] == 60 / 160
     assert alphas[50] == 50 / 160
 
 
-def test_alpha_cannot_stand_where_there_is_none(tmp_path: Path) -> None:
+def test_holding_alpha_requires_a_method_with_alpha(tmp_path: Path) -> None:
     config = dataclasses.replace(
         CONFIG,
         model=dataclasses.replace(CONFIG.model, method="deepnorm"),
@@ -182,7 +182,7 @@ def test_alpha_cannot_stand_where_there_is_none(tmp_path: Path) -> None:
 
 
 def metrics(**changes: float) -> Metrics:
-    """Metrics of a healthy update, as Python numbers."""
+    """Returns the metrics of a healthy update as Python numbers."""
     numbers: dict[str, Any] = dict.fromkeys(Metrics._fields, 1.0) | {"layers": {}} | changes
     return Metrics(**numbers)
 
@@ -200,7 +200,7 @@ def metrics(**changes: float) -> Metrics:
         ({"loss": math.nan, "update_deviations": 9.0}, {"spike": "skip"}, "stop", "nonfinite", "at step 7 the loss"),
     ],
 )
-def test_the_decision_about_an_update(
+def test_decisions_about_updates(
     changes: dict[str, float], options: dict[str, Any], action: str, kind: str, reason: str
 ) -> None:
     decision = trouble.decide(7, metrics(**changes), {}, dataclasses.replace(CONFIG.train, **options))
@@ -209,7 +209,7 @@ def test_the_decision_about_an_update(
     assert decision.ends == (action in ("stop", "rollback"))
 
 
-def test_the_reason_names_the_layer() -> None:
+def test_reason_names_the_layer() -> None:
     layers = {
         stack: {"branch": np.array([1.0, broken]), "gradient": np.ones(2), "update": np.ones(2)}
         for stack, broken in (("encoder", 1.0), ("decoder", math.nan))
@@ -219,7 +219,7 @@ def test_the_reason_names_the_layer() -> None:
 
 
 @pytest.mark.parametrize(("policy", "action"), [("stop", "stop"), ("skip", "stop"), ("rollback", "rollback")])
-def test_a_state_that_is_not_finite_cannot_be_skipped(policy: str, action: str) -> None:
+def test_nonfinite_states_cannot_be_skipped(policy: str, action: str) -> None:
     """The decision blames the update before this state."""
     train = dataclasses.replace(CONFIG.train, nonfinite=policy)
     decision = trouble.decide_about_state(20, "validation loss", math.nan, train)
@@ -232,7 +232,7 @@ def test_ten_skipped_updates_in_a_row_stop_the_run() -> None:
     assert trouble.decide_about_skips(10, 10, {}).action == "stop"
 
 
-def test_a_rollback_leaves_out_the_batches_to_blame_or_holds_alpha() -> None:
+def test_rollback_skips_the_blamed_batches_or_holds_alpha() -> None:
     spike = trouble.Decision("rollback", 20, "spike", "rollback", "at step 20 the loss is 9")
     train = dataclasses.replace(CONFIG.train, rollback="batches")
     assert trouble.plan_rollback(spike, train, LoopState()) == (17, (17, 20))
@@ -245,101 +245,101 @@ def test_a_rollback_leaves_out_the_batches_to_blame_or_holds_alpha() -> None:
         trouble.plan_rollback(spike, train, LoopState(troubled=20))
 
 
-def told(figures: np.ndarray, limit: float = 8.0) -> tuple[np.ndarray, trouble.RunningStats]:
-    """Deviations for each element of a series of (loss, log update), and the running statistics after it."""
+def deviations_of(figures: np.ndarray, limit: float = 8.0) -> tuple[np.ndarray, trouble.RunningStats]:
+    """Returns the deviations of each element of a series of (loss, log update), and the final running statistics."""
 
-    def step(usual: trouble.RunningStats, now: jax.Array) -> tuple[trouble.RunningStats, jax.Array]:
-        return trouble.update_stats(usual, now, limit), trouble.deviations(usual, now)
+    def step(stats: trouble.RunningStats, now: jax.Array) -> tuple[trouble.RunningStats, jax.Array]:
+        return trouble.update_stats(stats, now, limit), trouble.deviations(stats, now)
 
-    usual, above = jax.jit(lambda f: jax.lax.scan(step, trouble.initial_stats(), f))(jnp.asarray(figures, jnp.float32))
-    return np.asarray(above), usual
+    stats, result = jax.jit(lambda f: jax.lax.scan(step, trouble.initial_stats(), f))(jnp.asarray(figures, jnp.float32))
+    return np.asarray(result), stats
 
 
-def test_what_is_usual_is_the_mean_and_variance_of_the_last_updates() -> None:
+def test_running_statistics_equal_mean_and_variance() -> None:
     figures = np.random.default_rng(0).normal((3.0, -1.0), (0.2, 0.3), (100, 2))
-    _, usual = told(figures)
-    np.testing.assert_allclose(usual.mean, figures.mean(0), rtol=1e-4)
-    np.testing.assert_allclose(usual.variance, figures.var(0), rtol=1e-3)
+    _, stats = deviations_of(figures)
+    np.testing.assert_allclose(stats.mean, figures.mean(0), rtol=1e-4)
+    np.testing.assert_allclose(stats.variance, figures.var(0), rtol=1e-3)
 
 
-def test_few_false_alarms_and_every_jump() -> None:
+def test_noise_raises_no_alarm_and_every_jump_does() -> None:
     """Noise and a falling loss raise no alarm in 20,000 updates; a doubled update raises one at once."""
     steps = np.arange(20_000)
     noise = np.random.default_rng(1).normal(0, 1, (len(steps), 2))
     calm = np.stack([2 + 6 * np.exp(-steps / 2000) + 0.05 * noise[:, 0], -1 + 0.02 * noise[:, 1]], 1)
-    above, _ = told(calm)
+    above, _ = deviations_of(calm)
     assert (above < 8).all()
     for where in (60, 500, 19_000):
         jumped = calm.copy()
         jumped[where, 1] += np.log(2)
-        assert told(jumped[: where + 1])[0][where, 1] > 8
+        assert deviations_of(jumped[: where + 1])[0][where, 1] > 8
 
 
 @settings(deadline=None, max_examples=30)
 @given(level=st.floats(1, 1e4), seed=st.integers(0, 100))
-def test_a_new_level_becomes_usual(level: float, seed: int) -> None:
-    """Each spike enters the statistics as `limit` deviations, so after some updates a lasting level is no spike."""
+def test_running_statistics_adapt_to_a_new_level(level: float, seed: int) -> None:
+    """A spike counts as `limit` deviations in the statistics, so a lasting level is no spike after some updates."""
     noise = np.random.default_rng(seed).normal(0, 0.05, (3000, 2))
     noise[200:, 0] += level
-    above, _ = told(noise)
+    above, _ = deviations_of(noise)
     assert above[200, 0] > 8
     assert (above[-100:, 0] < 8).all()
 
 
-def test_what_is_not_finite_is_forgotten() -> None:
+def test_nonfinite_values_do_not_change_running_statistics() -> None:
     figures = np.random.default_rng(2).normal(0, 1, (80, 2))
     broken = np.insert(figures, 70, (np.nan, 1.0), 0)
-    for a, b in zip(told(figures)[1], told(broken)[1], strict=True):
+    for a, b in zip(deviations_of(figures)[1], deviations_of(broken)[1], strict=True):
         np.testing.assert_array_equal(a, b)
 
 
-def test_a_rate_of_0_does_not_count() -> None:
-    """If updates of size 0 counted, every other update would look small for hundreds of updates."""
+def test_updates_of_size_0_do_not_count() -> None:
+    """If they counted, a doubled update would not be a spike for hundreds of updates."""
     figures = np.random.default_rng(3).normal((3.0, -1.0), 0.05, (60, 2))
     figures[0, 1] = -np.inf
     figures[59, 1] += np.log(2)
-    assert told(figures)[0][59, 1] > 8
+    assert deviations_of(figures)[0][59, 1] > 8
 
 
 @pytest.mark.parametrize(
-    ("train", "said"),
+    ("train", "message"),
     [
         ({"spike": "rollback", "checkpoint_every": 0}, "checkpoint_every"),
         ({"nonfinite": "rollback", "checkpoint_every": 10, "keep_last": 2}, "raise train.keep_last"),
     ],
 )
-def test_a_rollback_needs_checkpoints(train: dict[str, Any], said: str) -> None:
-    with pytest.raises(UserError, match=said):
+def test_rollback_requires_checkpoints(train: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
         from_config_dict({"train": train})
 
 
 @pytest.mark.slow
-def test_a_rollback_goes_past_newer_checkpoints(poison: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Trouble at 65 is blamed on updates 58 to 65: the run returns to checkpoint 50 and rewrites checkpoint 60."""
-    found = run(tmp_path, poison, float("nan"), monkeypatch, nonfinite="rollback", rollback_updates=8)
-    assert (found["status"], found["rollbacks"]) == ("done", 1)
-    assert found["events"][1]["to"] == 50
-    assert found["compiled_shapes"] == 1
+def test_rollback_ignores_newer_checkpoints(poison: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Updates 58 to 65 are blamed for step 65. The run returns to checkpoint 50 and writes checkpoint 60 again."""
+    result = run(tmp_path, poison, float("nan"), monkeypatch, nonfinite="rollback", rollback_updates=8)
+    assert (result["status"], result["rollbacks"]) == ("done", 1)
+    assert result["events"][1]["to"] == 50
+    assert result["compiled_shapes"] == 1
 
 
 @pytest.mark.slow
-def test_with_no_old_checkpoint_the_oldest_is_better_than_none(
+def test_rollback_uses_the_oldest_checkpoint_if_none_is_old_enough(
     poison: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = run(
+    result = run(
         tmp_path, poison, float("nan"), monkeypatch, nonfinite="rollback", rollback="alpha", keep_last=1, spike="stop"
     )
-    assert found["events"][1]["to"] == 60
+    assert result["events"][1]["to"] == 60
     few: dict[str, Any] = dict(rollback_updates=8, keep_last=1)
-    found = run(tmp_path / "batches", poison, float("nan"), monkeypatch, nonfinite="rollback", **few)
-    assert (found["status"], found["events"][1]["to"], found["left_out"]) == ("done", 60, [[58, 65]])
+    result = run(tmp_path / "batches", poison, float("nan"), monkeypatch, nonfinite="rollback", **few)
+    assert (result["status"], result["events"][1]["to"], result["left_out"]) == ("done", 60, [[58, 65]])
 
 
 @pytest.mark.slow
-def test_skipping_too_much_ends_the_run_whatever_else_is_rolled_back(
+def test_too_many_skipped_updates_end_the_run_despite_rollback(
     poison: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(trouble, "SKIPPED_IN_A_ROW", 1)
-    found = run(tmp_path, poison, 30.0, monkeypatch, spike="skip", nonfinite="rollback")
-    assert (found["status"], found["rollbacks"]) == ("diverged", 0)
-    assert [event["kind"] for event in found["events"]] == ["spike", "skipped"]
+    result = run(tmp_path, poison, 30.0, monkeypatch, spike="skip", nonfinite="rollback")
+    assert (result["status"], result["rollbacks"]) == ("diverged", 0)
+    assert [event["kind"] for event in result["events"]] == ["spike", "skipped"]

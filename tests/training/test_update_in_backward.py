@@ -26,7 +26,7 @@ BATCH = Batch(*jax.random.randint(jax.random.key(1), (2, 8, 12), 3, 60))
 
 
 def compiled(model: ModelConfig, train: TrainConfig) -> tuple[Any, TrainState]:
-    """The update, and the state before the first one."""
+    """Returns the compiled update and the state before the first update."""
     config = Config(model=model, train=train)
     network, optimizer = Transformer(model, 60, 60), make_optimizer(train)
     state = init_state(network, optimizer, make_mesh(ParallelConfig(), 0), 0, BATCH)
@@ -34,7 +34,7 @@ def compiled(model: ModelConfig, train: TrainConfig) -> tuple[Any, TrainState]:
 
 
 def train(model: ModelConfig, train: TrainConfig) -> tuple[TrainState, Metrics]:
-    """The state after 20 updates, and the metrics of the last update."""
+    """Returns the state after 20 updates and the metrics of the last update."""
     step, state = compiled(model, train)
     for _ in range(20):
         state, metrics = step(state, BATCH)
@@ -56,7 +56,9 @@ def train(model: ModelConfig, train: TrainConfig) -> tuple[TrainState, Metrics]:
         ),
     ],
 )
-def test_it_makes_the_same_updates(method: str, optimizer: str, remat: str, changes: dict[str, Any]) -> None:
+def test_updates_in_the_backward_pass_equal_updates_after_it(
+    method: str, optimizer: str, remat: str, changes: dict[str, Any]
+) -> None:
     """Runs 20 updates with dropout and compares every parameter, moment and metric, layer by layer.
 
     Adam divides by the size of the gradient. Some gradients are 0 in theory, as for the biases of the keys, and Adam
@@ -65,29 +67,29 @@ def test_it_makes_the_same_updates(method: str, optimizer: str, remat: str, chan
     model = dataclasses.replace(MODEL, method=method, remat=remat, **changes)
     power = 2.0 if changes.get("alpha_order") else 0.0
     options = dataclasses.replace(TRAIN, optimizer=optimizer, adam_eps=1e-4, branch_update_power=power)
-    (expected, by_all), (found, by_layer) = (
+    (expected, by_all), (result, by_layer) = (
         train(model, dataclasses.replace(options, update_in_backward=backward)) for backward in (False, True)
     )
     rounding = 1e-3 if "carry_dtype" in changes else 2e-6
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=rounding), found.params, expected.params)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=rounding), result.params, expected.params)
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=rounding * max(1, np.abs(b).max())),
-        found.opt_state,
+        result.opt_state,
         expected.opt_state,
     )
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=500 * rounding, atol=1e-6), by_layer, by_all)
-    assert int(found.step) == 20 and int(found.clock) == int(expected.clock)
+    assert int(result.step) == 20 and int(result.clock) == int(expected.clock)
 
 
 @pytest.mark.slow
-def test_it_needs_no_room_for_gradients() -> None:
+def test_gradients_need_no_memory() -> None:
     """The compiled update peaks at 12 bytes per parameter, for parameters and moments, instead of 16."""
     wide = dataclasses.replace(MODEL, width=64, ffn_width=256, encoder_layers=12, decoder_layers=12, remat="full")
 
     def peak(backward: bool) -> int:
         memory = compiled(wide, dataclasses.replace(TRAIN, update_in_backward=backward))[0].memory_analysis()
-        made = memory.output_size_in_bytes - memory.alias_size_in_bytes
-        return memory.argument_size_in_bytes + memory.temp_size_in_bytes + made
+        new = memory.output_size_in_bytes - memory.alias_size_in_bytes
+        return memory.argument_size_in_bytes + memory.temp_size_in_bytes + new
 
     assert peak(True) < 0.8 * peak(False)
 
@@ -106,7 +108,7 @@ def test_it_needs_no_room_for_gradients() -> None:
         {"model": {"remat": "auto", "group": 4}},
     ],
 )
-def test_what_it_cannot_do_is_refused(changes: dict[str, dict[str, Any]]) -> None:
+def test_unsupported_options_are_rejected(changes: dict[str, dict[str, Any]]) -> None:
     good: dict[str, Any] = {"model": {"remat": "full"}, "train": {"update_in_backward": True}}
     from_config_dict(good)
     bad = {section: values | changes.get(section, {}) for section, values in good.items()}
@@ -114,14 +116,14 @@ def test_what_it_cannot_do_is_refused(changes: dict[str, dict[str, Any]]) -> Non
         from_config_dict(bad)
 
 
-def test_layers_that_depend_on_all_others_are_refused() -> None:
+def test_methods_that_combine_all_layers_are_rejected() -> None:
     config = Config(model=ModelConfig(method="dlcl", remat="full"), train=TrainConfig(update_in_backward=True))
     with pytest.raises(UserError, match="dlcl"):
         check_names(config)
 
 
 @pytest.mark.slow
-def test_in_float64_it_is_exact() -> None:
+def test_updates_in_the_backward_pass_are_exact_in_float64() -> None:
     """Differences are far below one unit in the last place of a float32, with Adam's usual epsilon."""
     with jax.enable_x64(True):
         model = dataclasses.replace(MODEL, dtype="float64", carry_dtype="float64", dropout=0.0, attention_dropout=0.0)

@@ -34,10 +34,10 @@ CONFIG = Config(
 )
 
 
-def test_it_decays_after_the_warm_up_alone_and_stops_below_the_smallest_rate(
+def test_rate_decays_after_the_warm_up_and_run_stops_below_the_minimum(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every validation is worse than the last. After the k-th one past the warm-up, the rate is peak x factor^k."""
+    """Every validation counts as worse. After k validations past the warm-up, the rate is peak x factor^k."""
     monkeypatch.setattr(schedules, "val_decay", lambda scores, patience: True)
     loop.train(CONFIG, Workdir(tmp_path))
 
@@ -47,19 +47,17 @@ def test_it_decays_after_the_warm_up_alone_and_stops_below_the_smallest_rate(
     updates = np.arange(last)
     expected = PEAK * np.minimum(updates / WARMUP, 1) * FACTOR ** np.maximum(0, (updates - first) // EVERY + 1)
 
-    found = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    np.testing.assert_allclose([line["learning_rate"] for line in found], expected, rtol=1e-6)
-    assert expected[EVERY] < SMALLEST, "the rate of the warm-up is smaller, and stops nothing"
+    records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    np.testing.assert_allclose([line["learning_rate"] for line in records], expected, rtol=1e-6)
+    assert expected[EVERY] < SMALLEST, "rates below the minimum during the warm-up must not stop the run"
     status = json.loads((tmp_path / "status.json").read_text())
     assert (status["status"], status["step"]) == ("done", last)
     assert "train.min_learning_rate=0.003" in status["reason"]
 
 
-def test_without_a_smallest_rate_and_without_worse_validations_it_is_constant(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rate_is_constant_without_worse_validations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(schedules, "val_decay", lambda scores, patience: False)
     train = {**vars(CONFIG.train), "steps": 20, "min_learning_rate": 0.0}
     loop.train(Config(CONFIG.model, CONFIG.data, TrainConfig(**train)), Workdir(tmp_path))
-    found = [json.loads(line)["learning_rate"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    np.testing.assert_allclose(found, PEAK * np.minimum(np.arange(20) / WARMUP, 1), rtol=1e-6)
+    rates = [json.loads(line)["learning_rate"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    np.testing.assert_allclose(rates, PEAK * np.minimum(np.arange(20) / WARMUP, 1), rtol=1e-6)

@@ -1,4 +1,4 @@
-"""Statistics of the layers against their definitions, and the file and figure that a run makes from them."""
+"""Compares the layer statistics with their definitions, and tests the file and the figure that a run writes."""
 
 import dataclasses
 import functools
@@ -41,7 +41,7 @@ def with_train(**changes: Any) -> Config:
 
 @functools.cache
 def one_update(config: Config) -> tuple[Any, Any, Any, Transformer]:
-    """(state before, state after, metrics, model) of the first update."""
+    """Returns (state before, state after, metrics, model) of the first update."""
     model, optimizer = Transformer(config.model, 12, 12), make_optimizer(config.train)
     state = init_state(model, optimizer, make_mesh(ParallelConfig(), 0), 0, BATCH)
     after, metrics = jax.jit(make_train_step(model, optimizer, config))(state, BATCH)
@@ -85,10 +85,10 @@ def test_branch_cosine_and_sparsity_of_the_encoder() -> None:
             ratios.append(np.sqrt((f**2).mean() / (x**2).mean()))
             x = reference.ln(x + f, p[f"{sublayer}_post_norm"])
         cosines = (start * x).sum(-1) / np.linalg.norm(start, axis=-1) / np.linalg.norm(x, axis=-1)
-        found = {name: float(values[index]) for name, values in metrics.layers["encoder"].items()}
-        np.testing.assert_allclose(found["branch"], np.mean(ratios), rtol=1e-4)
-        np.testing.assert_allclose(found["cosine"], cosines.mean(), rtol=1e-4)
-        np.testing.assert_allclose(found["sparsity"], (hidden == 0).mean(), atol=1e-6)
+        result = {name: float(values[index]) for name, values in metrics.layers["encoder"].items()}
+        np.testing.assert_allclose(result["branch"], np.mean(ratios), rtol=1e-4)
+        np.testing.assert_allclose(result["cosine"], cosines.mean(), rtol=1e-4)
+        np.testing.assert_allclose(result["sparsity"], (hidden == 0).mean(), atol=1e-6)
 
 
 def test_similarity_is_the_mean_cosine_of_pairs_within_a_sentence() -> None:
@@ -104,13 +104,13 @@ def test_similarity_is_the_mean_cosine_of_pairs_within_a_sentence() -> None:
     ]
     whole = same_sentence(segments, segments)
     for mask, times in ((whole, 2), (whole & causal_mask(8), 1)):
-        found = similarity(jnp.asarray(x), mask)
-        assert float(found["pairs"].sum()) == times * len(cosines)
-        np.testing.assert_allclose(found["similarity"].sum() / found["pairs"].sum(), np.mean(cosines), rtol=1e-5)
+        result = similarity(jnp.asarray(x), mask)
+        assert float(result["pairs"].sum()) == times * len(cosines)
+        np.testing.assert_allclose(result["similarity"].sum() / result["pairs"].sum(), np.mean(cosines), rtol=1e-5)
 
 
 @pytest.mark.parametrize(
-    ("last", "said"),
+    ("last", "description"),
     [
         ({"encoder": 0.2, "decoder": 0.3}, ""),
         ({"encoder": 0.995, "decoder": 0.3}, ""),
@@ -118,13 +118,13 @@ def test_similarity_is_the_mean_cosine_of_pairs_within_a_sentence() -> None:
         ({"encoder": 0.9995, "decoder": 1.0}, "the encoder (similarity 0.9995) and the decoder (similarity 1.0000)"),
     ],
 )
-def test_a_stack_whose_tokens_are_all_alike_has_collapsed(last: dict[str, float], said: str) -> None:
-    """Only the output of a stack counts: in lower layers, tokens may be alike for a while."""
+def test_stacks_with_nearly_equal_tokens_are_collapsed(last: dict[str, float], description: str) -> None:
+    """Only the output of a stack counts, because tokens in lower layers may be similar for a while."""
     layers = {stack: {"similarity": np.array([1.0, value])} for stack, value in last.items()}
-    assert collapsed(layers) == said
+    assert collapsed(layers) == description
 
 
-def test_accumulation_averages_its_parts() -> None:
+def test_accumulation_averages_the_microbatches() -> None:
     _, _, whole, _ = one_update(CONFIG)
     _, _, parts, _ = one_update(with_train(accumulation=2))
     for stack in ("encoder", "decoder"):
@@ -133,7 +133,7 @@ def test_accumulation_averages_its_parts() -> None:
             np.testing.assert_allclose(parts.layers[stack][name], whole.layers[stack][name], rtol=1e-5)
 
 
-def test_updates_of_the_layers_are_multiplied_by_a_power_of_alpha() -> None:
+def test_layer_updates_are_multiplied_by_a_power_of_alpha() -> None:
     """The factor uses the alpha of each layer. Gradients, moments and other parameters do not change."""
     model = dataclasses.replace(MODEL, method="branchnorm", alpha_steps=8, alpha_order="linear")
     network = Transformer(model, 12, 12)
@@ -146,27 +146,27 @@ def test_updates_of_the_layers_are_multiplied_by_a_power_of_alpha() -> None:
         config = dataclasses.replace(with_train(branch_update_power=power), model=model)
         return jax.jit(make_train_step(network, optimizer, config))(state, BATCH)
 
-    (plain, _), (found, metrics) = update(0.0), update(3.0)
-    jax.tree.map(np.testing.assert_array_equal, found.opt_state, plain.opt_state)
-    np.testing.assert_array_equal(found.params["embedding"]["shared"], plain.params["embedding"]["shared"])
+    (plain, _), (scaled, metrics) = update(0.0), update(3.0)
+    jax.tree.map(np.testing.assert_array_equal, scaled.opt_state, plain.opt_state)
+    np.testing.assert_array_equal(scaled.params["embedding"]["shared"], plain.params["embedding"]["shared"])
     for stack, values in alpha.items():
         factor = np.array(values) ** 3
         np.testing.assert_allclose(metrics.layers[stack]["alpha"], values, rtol=1e-6)
         for before, whole, part in zip(
-            *(jax.tree.leaves(tree.params[stack]) for tree in (state, plain, found)), strict=True
+            *(jax.tree.leaves(tree.params[stack]) for tree in (state, plain, scaled)), strict=True
         ):
             scale = factor.reshape(-1, *(1,) * (before.ndim - 1))
             np.testing.assert_allclose(part - before, scale * (whole - before), atol=2e-7)
 
 
-def test_watching_changes_no_figure_and_can_be_off() -> None:
+def test_watching_changes_no_metric_and_can_be_disabled() -> None:
     _, _, on, _ = one_update(CONFIG)
     _, _, off, _ = one_update(with_train(watch_every=0))
     assert off.layers == {}
     np.testing.assert_allclose(on._replace(layers={})[:-1], off[:-1], rtol=1e-6)
 
 
-def test_a_run_logs_and_draws_its_layers(trained: Path, tmp_path: Path) -> None:
+def test_run_logs_and_plots_its_layers(trained: Path, tmp_path: Path) -> None:
     lines = [json.loads(line) for line in (trained / "layers.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [0, 100, 119]
     config = json.loads((trained / "config.json").read_text())["model"]
@@ -183,7 +183,7 @@ def test_a_run_logs_and_draws_its_layers(trained: Path, tmp_path: Path) -> None:
     assert draw_layers(Workdir(tmp_path)).read_bytes().startswith(b"\x89PNG")
 
 
-def test_what_is_not_finite_is_null() -> None:
+def test_nonfinite_values_are_null() -> None:
     assert to_json_numbers(jnp.array([1.23456, jnp.nan, jnp.inf, 0.0])) == [1.235, None, None, 0.0]
 
 
@@ -195,7 +195,7 @@ class Poisoned(Transformer):
         return x * jnp.where(source_BS[0, 0] == 11, jnp.nan, 1.0), by_layer
 
 
-def test_a_skipped_update_changes_nothing_but_the_step() -> None:
+def test_skipped_updates_change_only_the_step() -> None:
     config = with_train(nonfinite="skip")
     model, optimizer = Poisoned(config.model, 12, 12), make_optimizer(config.train)
     state = init_state(model, optimizer, make_mesh(ParallelConfig(), 0), 0, BATCH)
@@ -212,7 +212,7 @@ def test_a_skipped_update_changes_nothing_but_the_step() -> None:
 
 
 @pytest.mark.parametrize(
-    ("broken", "said"),
+    ("broken", "description"),
     [
         ({}, ""),
         ({("encoder", "branch"): [1], ("decoder", "branch"): [0, 1]}, "forward pass of encoder layer 2"),
@@ -221,19 +221,19 @@ def test_a_skipped_update_changes_nothing_but_the_step() -> None:
         ({("encoder", "gradient"): [0, 1]}, "backward pass of encoder layer 2"),
     ],
 )
-def test_where_trouble_began(broken: dict[tuple[str, str], list[int]], said: str) -> None:
+def test_origin_names_the_first_broken_layer(broken: dict[tuple[str, str], list[int]], description: str) -> None:
     layers = {
         stack: {name: np.ones(depth) for name in ("branch", "gradient")}
         for stack, depth in (("encoder", 3), ("decoder", 2))
     }
     for (stack, name), places in broken.items():
         layers[stack][name][places] = np.nan
-    found = origin(layers)
-    assert found.endswith(said) if said else found == ""
+    result = origin(layers)
+    assert result.endswith(description) if description else result == ""
 
 
 @pytest.mark.slow
-def test_a_run_that_skips_all_updates_ends(tmp_path: Path) -> None:
+def test_runs_that_skip_all_updates_end(tmp_path: Path) -> None:
     """At this learning rate no update is finite."""
     done = run_main(
         *HASTY,

@@ -2,7 +2,7 @@
 
     python main.py --config=configs/default.py:12L-12L --config.data.source=text --config.data.path=my/text
 
-A starting point for your own text. For a first run use configs/numerals.py, which is small.
+This config is a starting point for your own text. For a first run use configs/numerals.py, which is small.
 """
 
 import ml_collections

@@ -1,13 +1,14 @@
-"""IWSLT14 German-English, 160,000 pairs: the BranchNorm paper's third bilingual set, with its Table 4's options.
+"""IWSLT14 German-English, 160,000 pairs, with the options of the BranchNorm paper.
 
     python main.py --config=configs/iwslt14_deen.py:18L-18L --workdir=runs/iwslt14 --config.data.path=<folder>
 
-The folder holds {train,valid,test}.{de,en}, as fairseq's prepare-iwslt14.sh leaves them in its folder tmp: 160,239
-training, 7,283 validation and 6,750 test pairs, tokenised and in lower case. Published scores are of those tokens. Undo
-Moses's escapes (&apos; and the like, deescape-special-chars.perl) before training: `multi_bleu` tokenises again, and
-would count each of them as several words.
+The options are those of the paper's Table 4. The folder contains {train,valid,test}.{de,en}, as fairseq's
+prepare-iwslt14.sh writes them to its folder tmp: 160,239 training, 7,283 validation and 6,750 test pairs, tokenised and
+in lower case. Published scores are computed on these tokens. Undo Moses's escapes (&apos; and others, with
+deescape-special-chars.perl) before training, because `multi_bleu` tokenises again and would count each escape as
+several words.
 
-The paper's batch, 524,288 tokens, is an eighth of this corpus; on one device 4096 are usual:
+The paper's batch of 524,288 tokens is an eighth of this corpus. On one device, 4096 tokens are usual:
 --config.train.batch_tokens=4096 --config.train.accumulation=1 --config.data.row_multiple=8 --config.model.dropout=0.3
 """
 

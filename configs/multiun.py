@@ -1,13 +1,13 @@
-"""MultiUN, the six languages of the United Nations: the BranchNorm paper's Table 3.
+"""MultiUN, the six UN languages: Table 3 of the BranchNorm paper.
 
     python main.py --config=configs/multiun.py:100L-100L --workdir=runs/multiun --config.data.path=<folder>
 
-The folder holds {train,valid,test}.{pair}.{lang}, as train.ar-en.ar and train.ar-en.en, of the pairs with English (Gu
-et al., 2019): cut the MultiUN corpus of OPUS. The other directions are asked for without having been trained:
+The folder contains {train,valid,test}.{pair}.{lang}, such as train.ar-en.ar and train.ar-en.en, for the pairs with
+English (Gu et al., 2019); split the MultiUN corpus of OPUS. To evaluate the other directions, which are not trained:
 --mode=evaluate --config.evaluate.pairs=ar+es+fr+ru+zh
 
-Hardware, positions and epsilon as in configs/wmt17_ende.py; not trained here. The paper's BLEU is sacreBLEU without
-case.
+Hardware, positions and epsilon are as in configs/wmt17_ende.py. This config has not been trained here. The paper's BLEU
+is sacreBLEU, not cased.
 """
 
 import ml_collections
@@ -17,7 +17,7 @@ from configs import opus100
 
 
 def get_config(depth: str = "") -> ml_collections.ConfigDict:
-    """As OPUS-100, with pairs of like size: no temperature."""
+    """As OPUS-100, but without a sampling temperature, because the pairs have similar sizes."""
     config = opus100.get_config()
     config.data.files = "{split}.{pair}.{lang}"
     config.data.pairs = "en-ar+es+fr+ru+zh,ar+es+fr+ru+zh-en"

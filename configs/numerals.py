@@ -7,7 +7,7 @@ The corpus covers ten languages and needs no data set.
 
 Measured on 2 cores of an AMD EPYC with jax 0.10.2, English-German, at commit 1061fb2: test sacreBLEU 98.8,
 nrefs:1|case:mixed|eff:no|tok:13a|smooth:exp|version:2.6.0. 1200 updates with validation, compilation and evaluation
-take 203 seconds. (At commit 265c0a8, BranchNorm as printed with T = 1200 reached 97.0.)
+take 203 seconds. (At commit 265c0a8, BranchNorm as published with T = 1200 reached 97.0.)
 
 Another language pair: --config.data.source_lang=pl --config.data.target_lang=fr
 Another depth, encoder-decoder: --config=configs/numerals.py:12L-12L
@@ -19,7 +19,7 @@ from branchnorm_jax.config import default_config, set_depth
 
 
 def get_config(depth: str = "") -> ml_collections.ConfigDict:
-    """Small enough for minutes on two CPU cores."""
+    """A model small enough to train in minutes on two CPU cores."""
     config = default_config()
     config.model.encoder_layers = 3
     config.model.decoder_layers = 3

@@ -1,15 +1,15 @@
-"""Transformers of 200 and 1000 layers that translate, trained on one CPU core: the built-in corpus, English-German.
+"""Transformers of 200 and 1000 layers on the built-in corpus, on one CPU core.
 
     python main.py --config=configs/numerals_deep.py --workdir=runs/numerals_deep
     python main.py --mode=evaluate --workdir=runs/numerals_deep
 
-Measured on one core of an AMD EPYC with jax 0.10.2, 1700 updates, the last checkpoint; the signature is
-nrefs:1|case:mixed|eff:no|tok:13a|smooth:exp|version:2.6.0:
+Measured on one core of an AMD EPYC with jax 0.10.2, English-German, with the last checkpoint after 1700 updates
+(nrefs:1|case:mixed|eff:no|tok:13a|smooth:exp|version:2.6.0):
 
 - 100L-100L, width 64: test sacreBLEU 97.7. The updates took 72 minutes (commit 1ef1dc1, with
   --config.model.alpha_end=1; the default is now 0.92 in the decoder).
 - 500L-500L, width 32 (`numerals_deep.py:500L-500L`): test sacreBLEU 50.9. The updates took 52 minutes (commit ab4cdc3,
-  where today's defaults were given as options; the first 300 updates by the commit before, at half the speed).
+  with the current defaults given as options; the first 300 updates ran at the commit before, at half the speed).
 
 Another depth, encoder-decoder: --config=configs/numerals_deep.py:50L-50L
 """
@@ -20,10 +20,10 @@ from configs import sweep_depth
 
 
 def get_config(depth: str = "") -> ml_collections.ConfigDict:
-    """The narrow model of `sweep_depth.py`, from 250 layers a stack on half as wide."""
+    """The narrow model of `sweep_depth.py`; half as wide from 250 layers per stack on."""
     config = sweep_depth.narrow(depth or "100L-100L")
     if max(config.model.encoder_layers, config.model.decoder_layers) >= 250:
-        # One core makes 1700 updates of such a model within an hour.
+        # So that one core makes the 1700 updates within an hour.
         config.model.width, config.model.ffn_width, config.model.heads = 32, 64, 2
     # Rows of 64 positions instead of 128: at width 64 attention is most of the work.
     config.data.row_multiple = 16

@@ -1,9 +1,9 @@
-"""Linear against adaptive alpha at 50L-50L: which keeps more layers alive?
+"""Linear against adaptive alpha at 50L-50L: with which do more layers learn?
 
     python main.py --mode=sweep --config=configs/sweep_adaptive.py --workdir=runs/sweep_adaptive
     python -m benchmarks.alive runs/sweep_adaptive
 
-Runs three seeds on the numerals of sweep_depth.py. Alpha grows over the whole run (T = 800 of 800 updates).
+Runs three seeds of each on the corpus of sweep_depth.py. Alpha grows over the whole run (T = 800 of 800 updates).
 Results: docs/results.md.
 """
 
@@ -13,7 +13,7 @@ from configs import sweep_depth
 
 
 def get_config(depth: str = "") -> ml_collections.ConfigDict:
-    """The same corpus, width and batches as the table of methods by depth."""
+    """The corpus, width and batches of `sweep_depth.py`, with T = 800."""
     config = sweep_depth.get_config(depth)
     config.model.alpha_steps = 800
     config.train.steps = 800

@@ -1,10 +1,10 @@
-"""Why BranchNorm's encoder collapses, and what cures it: 18L-18L on the built-in corpus.
+"""Why BranchNorm's encoder collapses at 18L-18L, and what prevents it.
 
     python main.py --mode=sweep --config=configs/sweep_collapse.py --workdir=runs/collapse
     python -m benchmarks.collapse runs/collapse
 
-The layers are watched every 20 updates and every 100 updates a checkpoint is kept, so that the drift of the weights can
-be measured afterwards. Results: docs/results.md.
+Layer statistics are logged every 20 updates, and a checkpoint is kept every 100 updates, so that the drift of the
+weights can be measured afterwards. Results: docs/results.md.
 """
 
 import ml_collections
@@ -13,7 +13,7 @@ from configs import numerals_deep
 
 
 def get_config(depth: str = "") -> ml_collections.ConfigDict:
-    """The training of `numerals_deep.py`, watched more closely; all checkpoints are kept."""
+    """The training of `numerals_deep.py`, with more frequent layer statistics and all checkpoints kept."""
     config = numerals_deep.get_config(depth or "18L-18L")
     config.train.steps = 1200
     config.train.watch_every = 20

@@ -16,12 +16,12 @@ from configs import numerals
 
 
 def narrow(depth: str = "") -> ml_collections.ConfigDict:
-    """The quickstart's corpus; width, batches and length such that all runs together take hours on two CPU cores."""
+    """The corpus of the quickstart with a narrow model; all runs together take hours on two CPU cores."""
     config = numerals.get_config(depth)
     config.model.width = 64
     config.model.ffn_width = 128
     config.model.dropout = 0.0
-    # At this width storing activations takes longer than computing them again (docs/results.md).
+    # At this width storing activations takes longer than recomputing them (docs/results.md).
     config.model.remat = "full"
     config.train.steps = 600
     config.train.batch_tokens = 1024

@@ -1,10 +1,11 @@
-"""At which learning rate does a method break? One run per method, its rate rising from 1e-5 to 0.3.
+"""The learning rate at which each method diverges, from 1e-5 to 0.3.
 
     python main.py --mode=sweep --config=configs/sweep_divergence.py --workdir=runs/divergence
     python -m benchmarks.divergence runs/divergence
 
-Deeper: --config=configs/sweep_divergence.py:50L-50L. Other methods: --config.sweep.grid="method=...". The corpus, width
-and batches are those of sweep_depth.py. Keel's paper has a test of this kind at 512 layers. Results: docs/results.md.
+One run per method; the learning rate rises during the run. Another depth:
+--config=configs/sweep_divergence.py:50L-50L. Other methods: --config.sweep.grid="method=...". Corpus, width and batches
+are as in sweep_depth.py. Keel's paper has a similar test at 512 layers.
 """
 
 import ml_collections
@@ -13,7 +14,7 @@ from configs import sweep_depth
 
 
 def get_config(depth: str = "") -> ml_collections.ConfigDict:
-    """A learning-rate range test over the whole run; no weight decay, so that only the gradient's updates count."""
+    """A learning-rate range test over the whole run. Without weight decay, only gradients change the weights."""
     config = sweep_depth.get_config(depth or "6L-6L")
     config.data.row_multiple = 16
     config.model.alpha_steps = 100

@@ -1,9 +1,9 @@
-"""A small grid for every method at 18L-18L: which learning rate, and which T, suits it best?
+"""A small grid: the best learning rate and T of each method at 18L-18L.
 
     python main.py --mode=sweep --config=configs/sweep_tuning.py --workdir=runs/tuning
 
-The grid has three learning rates, two lengths T for methods with a growing branch (a tenth and half of the run), and
-two powers of the update for BranchNorm. Corpus, width and batches are those of numerals_deep.py.
+The grid has three learning rates, two values of T for methods with a growing branch (a tenth and half of the run), and
+two values of train.branch_update_power for BranchNorm. Corpus, width and batches are as in numerals_deep.py.
 """
 
 import ml_collections
@@ -12,7 +12,7 @@ from configs import numerals_deep
 
 
 def get_config(depth: str = "") -> ml_collections.ConfigDict:
-    """1200 updates a run, one seed."""
+    """The grid, with 1200 updates per run and one seed."""
     config = numerals_deep.get_config(depth or "18L-18L")
     config.train.steps = 1200
     rates = "train.learning_rate=3e-3,1.5e-3,7.5e-4"

@@ -1,30 +1,33 @@
-"""TED talks, low-resource pairs: "Transformers without Tears", Tables 1 and 3 (sk-en, ar-en, en-he, gl-en).
+"""TED talks, low-resource pairs, as in "Transformers without Tears".
 
     python main.py --config=configs/ted.py:6L-6L --workdir=runs/sk-en --config.data.tfds_dir=<folder>
 
-Another pair: --config.data.source_lang=ar --config.data.target_lang=en --config.train.eval_every=2000
---config.train.checkpoint_every=2000 --config.train.steps=400000. Galician, 10,000 pairs, as the paper has it:
+The pairs are those of the paper's Tables 1 and 3: sk-en (the default), ar-en, en-he and gl-en. Another pair:
+--config.data.source_lang=ar --config.data.target_lang=en --config.train.eval_every=2000
+--config.train.checkpoint_every=2000 --config.train.steps=400000. Galician (10,000 pairs), as in the paper:
 configs/ted.py:4L-4L --config.data.source_lang=gl --config.model.heads=4 --config.model.dropout=0.4
 --config.model.attention_dropout=0.4 --config.model.activation_dropout=0.4 --config.data.vocab_size=3000
 --config.train.eval_every=100 --config.train.checkpoint_every=100 --config.train.steps=100000 --config.train.patience=50
 
-Prepare the text once, <folder> as above:
+Prepare the text once, with the same <folder>:
 
     python -c "import tensorflow_datasets as tfds;
         tfds.builder('ted_multi_translate', data_dir='<folder>', file_format='array_record').download_and_prepare()"
 
-Not trained here; the paper's test BLEU (multi-bleu), Pre-LN with ScaleNorm and FixNorm: gl-en 20.91, sk-en 30.25, en-he
-28.44, ar-en 34.15; Post-LN (--config.model.method=post_ln): 18.47, 29.37, 27.85, 33.39.
+This config has not been trained here. The paper's test BLEU (multi-bleu):
 
-These scores come from the paper's InvSqrtDecay (equation 7, lambda = 1, 8,000 updates of warm-up). Its other schedules,
-with the validation BLEU of sk-en in Table 4, where InvSqrtDecay has 29.08:
+    Pre-LN with ScaleNorm and FixNorm: gl-en 20.91, sk-en 30.25, en-he 28.44, ar-en 34.15
+    Post-LN (--config.model.method=post_ln): 18.47, 29.37, 27.85, 33.39
+
+The paper used the schedule InvSqrtDecay for these scores (equation 7, lambda = 1, 8,000 updates of warm-up). Table 4
+compares it with two other schedules by the validation BLEU of sk-en; InvSqrtDecay has 29.08:
 
     ValDecay, 29.46: --config.train.schedule=val_decay
     NoWarmup, 28.92: --config.train.schedule=val_decay --config.train.warmup_steps=0 --config.train.learning_rate=3e-4
 
-Differences from the paper: SentencePiece learns the BPE pieces, and 8,000 is the number of pieces; the paper counts the
-merges of fastBPE. The authors' public code, a reimplementation, also has a bias of the logits
-(--config.model.output_bias=True) and language embeddings, which the paper does not mention.
+Differences from the paper: SentencePiece learns 8,000 BPE pieces, whereas the paper counts merges of fastBPE. The
+authors' public code, a reimplementation, also has a bias of the logits (--config.model.output_bias=True) and language
+embeddings, which the paper does not mention.
 """
 
 import ml_collections

@@ -1,26 +1,29 @@
-"""WMT17 English-German, tested on newstest2014: the BranchNorm paper's Table 1, with its Table 4's options.
+"""WMT17 English-German: Table 1 of the BranchNorm paper, tested on newstest2014.
 
     python main.py --config=configs/wmt17_ende.py:18L-18L --workdir=runs/wmt17 --config.data.tfds_dir=<folder>
 
-Prepare the text once (5.9 million pairs; a download of some gigabytes), <folder> as above:
+The options are those of the paper's Table 4.
+
+Prepare the text once (5.9 million pairs; a download of some gigabytes), with the same <folder>:
 
     python -c "import tensorflow_datasets as tfds, tensorflow_datasets.translate;
         [tfds.builder(name + '_translate/de-en', data_dir='<folder>', file_format='array_record').download_and_prepare()
         for name in ('wmt17', 'wmt14')]"
 
-The paper: 32 A100, 524,288 tokens an update. On fewer devices --config.train.accumulation splits an update; what fits,
---mode=plan says. Not trained here; the paper's BLEU (multi-bleu): 29.3 at 6L-6L, 30.3 at 18L-18L, 30.7 at 50L-50L.
+The paper trains on 32 A100 with 524,288 tokens per update. On fewer devices --config.train.accumulation splits an
+update, and --mode=plan predicts whether it fits. This config has not been trained here. The paper's BLEU (multi-bleu)
+is 29.3 at 6L-6L, 30.3 at 18L-18L and 30.7 at 50L-50L.
 
-The paper uses fairseq, so positions and Adam's epsilon are fairseq's. (The Adam that fairseq takes where apex is
+The paper uses fairseq, so positions and Adam's epsilon are as in fairseq. (The Adam that fairseq uses if apex is
 installed was not checked.) A model for Hugging Face needs --config.model.positions=marian. The paper stops early on
-small sets but does not say when: 20 validations are this project's choice.
+small sets but does not say when; this project chose a patience of 20 validations.
 
 Differences from the paper, which uses fairseq's prepare-wmt14en2de.sh:
 
   - The script takes Europarl v7, Common Crawl and News Commentary v12; TFDS adds rapid_2016.
   - The script validates on every 100th training pair, this config on newstest2013.
-  - The paper trains BranchNorm with plain updates; here they are multiplied by alpha^2 in the layers, and alpha ends
-    below 1 in deep stacks (see docs/depth.md). As printed: --config.train.branch_update_power=0
+  - The paper trains BranchNorm with plain updates; here the update of each layer is multiplied by alpha^2, and alpha
+    ends below 1 in deep stacks (see docs/depth.md). As published: --config.train.branch_update_power=0
     --config.model.alpha_end=1.
   - The script tokenises with Moses and learns 40,000 BPE merges; here SentencePiece learns 40,000 BPE pieces.
 
@@ -34,7 +37,7 @@ from branchnorm_jax.config import default_config, set_depth
 
 
 def get_config(depth: str = "") -> ml_collections.ConfigDict:
-    """Transformer base; the paper's options where they differ from the defaults, fairseq's of its WMT17 script."""
+    """Transformer base with the paper's options; where the paper has none, those of fairseq's WMT17 script."""
     config = default_config()
     config.model.dropout = 0.4
     config.model.positions = "fairseq"

@@ -48,12 +48,12 @@ def draw(runs: dict[str, list[dict[str, Any]]], path: Path) -> None:
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(1, 3, figsize=(12, 3.2), layout="constrained")
-    titles = {"alpha": "alpha", "encoder": "encoder layers alive", "decoder": "decoder layers alive"}
-    for color, (schedule, found) in zip(("tab:blue", "tab:orange"), runs.items(), strict=True):
+    titles = {"alpha": "alpha"} | {stack: f"fraction of {stack} layers alive" for stack in STACKS}
+    for color, (schedule, seeds) in zip(("tab:blue", "tab:orange"), runs.items(), strict=True):
         for axis, (name, title) in zip(axes, titles.items(), strict=True):
-            values = np.array([run[name] for run in found], np.float64)
-            axis.plot(found[0]["steps"], values.T, color=color, linewidth=0.6, alpha=0.5)
-            axis.plot(found[0]["steps"], values.mean(0), color=color, linewidth=2, label=schedule)
+            values = np.array([run[name] for run in seeds], np.float64)
+            axis.plot(seeds[0]["steps"], values.T, color=color, linewidth=0.6, alpha=0.5)
+            axis.plot(seeds[0]["steps"], values.mean(0), color=color, linewidth=2, label=schedule)
             axis.set(title=title, xlabel="update", ylim=(-0.03, 1.03))
     figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=2, frameon=False)
     figure.savefig(path, dpi=120)
@@ -73,11 +73,11 @@ def main() -> None:
     picked = np.linspace(0, len(steps) - 1, SHOWN).round().astype(int)
     print("| " + " | ".join(["update", *(str(steps[i]) for i in picked)]) + " |", "|---" * (SHOWN + 1) + "|", sep="\n")
     for name in ("alpha", *STACKS):
-        for schedule, found in runs.items():
-            means = np.array([run[name] for run in found], np.float64).mean(0)
+        for schedule, seeds in runs.items():
+            means = np.array([run[name] for run in seeds], np.float64).mean(0)
             print(f"| {schedule}: {name} | " + " | ".join(f"{means[i]:.2f}" for i in picked) + " |")
-    for schedule, found in runs.items():
-        print(f"{schedule}: validation nll {', '.join(format(run['valid_nll'], '.3f') for run in found)}")
+    for schedule, seeds in runs.items():
+        print(f"{schedule}: validation nll {', '.join(format(run['valid_nll'], '.3f') for run in seeds)}")
     save("alive", runs)
 
 

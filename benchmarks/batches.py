@@ -4,7 +4,7 @@
     python -m benchmarks.batches --config=text --path=<folder> --langs=en-fr --tokens=4096
 
 The folder is the data.path of the config. The fill is the number of tokens divided by the number of computed positions,
-both sides; the best published figure for translation is 91.3 %.
+over both sides. The best published fill for translation is 91.3 %.
 """
 
 import argparse

@@ -9,8 +9,8 @@ normalises over the whole vocabulary. It follows the same rules, so its hypothes
 sentences of 5 to 30 tokens, 32 at a time in the given order, padded to the longest of them. Hypotheses of untrained
 models reach the length limit, 1.2 x + 3.
 
-A second timing uses the straightforward beam at its best: sentences sorted by length, and keys and values computed
-once, as XLA does for such code when it sees that the source stays the same.
+A second timing uses the best conditions for the straightforward beam: sentences sorted by length, and keys and values
+computed only once, as XLA does for such code when it sees that the source stays the same.
 
 CTranslate2 runs the exported model in float32 with batches of 32 and two threads: both for one batch, or one for each
 of two concurrent batches, whichever is faster on this machine. With untrained models, all translations have 30 tokens
@@ -141,8 +141,8 @@ def made(name: str) -> tuple[Transformer, tuple[Any, jax.Array], list[list[int]]
 
 def searched(engine: Engine, weights: tuple[Any, Any], sources: Sequence[Sequence[int]]) -> Callable[[], list[Any]]:
     """Returns a function that runs our search."""
-    asked = [Query(source, number) for number, source in enumerate(sources)]
-    return lambda: list(engine.search((weights,), asked))
+    queries = [Query(source, number) for number, source in enumerate(sources)]
+    return lambda: list(engine.search((weights,), queries))
 
 
 def against_straightforward(name: str, pairs: int) -> dict[str, Any]:
@@ -158,12 +158,12 @@ def against_straightforward(name: str, pairs: int) -> dict[str, Any]:
 
     as_written, at_best = theirs(sources, True), theirs(sorted(sources, key=len), False)
     tokens, scores = (np.concatenate(side) for side in zip(*jax.device_get(as_written()), strict=True))
-    equal, apart, hypotheses = 0, 0.0, set()
-    for index, found in ours():
-        longest = found.tokens.shape[1]
-        equal += bool((found.tokens[0] == tokens[index, 0, :longest]).all())
-        apart = max(apart, float(abs(found.scores[0] - scores[index, 0])))
-        hypotheses.add(tuple(found.tokens[0].tolist()))
+    equal, largest, hypotheses = 0, 0.0, set()
+    for index, nbest in ours():
+        longest = nbest.tokens.shape[1]
+        equal += bool((nbest.tokens[0] == tokens[index, 0, :longest]).all())
+        largest = max(largest, float(abs(nbest.scores[0] - scores[index, 0])))
+        hypotheses.add(tuple(nbest.tokens[0].tolist()))
     times = dict(zip(("as_written", "at_best", "ours"), in_turn((as_written, at_best, ours), pairs), strict=True))
 
     def ratio(other: str) -> float:
@@ -175,7 +175,7 @@ def against_straightforward(name: str, pairs: int) -> dict[str, Any]:
         **{f"{which}_seconds": seconds for which, seconds in times.items()},
         "identical": f"{equal} of {SENTENCES}",
         "different_from_each_other": len(hypotheses),
-        "largest_difference_of_scores": apart,
+        "largest_difference_of_scores": largest,
     }
 
 
@@ -195,7 +195,7 @@ def exported(
     sources: Sequence[Sequence[str]],
     **settings: Any,
 ) -> tuple[Callable[[], Any], str]:
-    """Returns CTranslate2's search with the same model, and its fastest batches x threads."""
+    """Returns CTranslate2's search with the same model, and its fastest setting, "batches x threads"."""
     searches = {}
     with tempfile.TemporaryDirectory() as folder:
         ctranslate2.write(fold.fold(model, *weights), model.config, vocabularies, Path(folder), 1024, "")
@@ -223,7 +223,7 @@ def against_ctranslate2(name: str, pairs: int) -> dict[str, Any]:
     given = [[pieces[token] for token in source[:-1]] for source in sources]
     settings = ctranslate2.search_settings(config, LENGTH + 2)
     other, threads = exported(model, weights, (pieces, pieces), given, **settings)
-    mine = {index: [pieces[token] for token in found.tokens[0, :LENGTH]] for index, found in ours()}
+    mine = {index: [pieces[token] for token in nbest.tokens[0, :LENGTH]] for index, nbest in ours()}
     equal = sum(one.hypotheses[0][:LENGTH] == mine[index] for index, one in enumerate(other()))
     measured = {"over_ctranslate2": alternate(other, ours, pairs)}
     if model.config.decoder_layers > config.unroll:
@@ -255,10 +255,10 @@ def trained(folder: Path, pairs: int) -> dict[str, Any]:
     settings: dict[str, Any] = dict(beam_size=4, length_penalty=0.6, max_decoding_length=SLOTS)
     other, threads = exported(translator.model, weights, vocabularies, pieces, **settings)
     mine: list[str] = [""] * len(ids)
-    for index, found in ours():
-        mine[index] = tokenizer.decode_target(found.tokens[0].tolist())
-    of_pieces = {piece: index for index, piece in enumerate(tokenizer.target_pieces)}
-    yours = [tokenizer.decode_target([of_pieces[piece] for piece in found.hypotheses[0]]) for found in other()]
+    for index, nbest in ours():
+        mine[index] = tokenizer.decode_target(nbest.tokens[0].tolist())
+    id_of = {piece: index for index, piece in enumerate(tokenizer.target_pieces)}
+    yours = [tokenizer.decode_target([id_of[piece] for piece in result.hypotheses[0]]) for result in other()]
     language = config.data.target_lang
     return {
         "ctranslate2_over_ours": alternate(other, ours, pairs),

@@ -10,9 +10,9 @@ The results contain:
 
 - all models: |y - y64| / |y64| of the encoder's output, and of the decoder's output in `dtype`, which the output layer
   reads,
-- checkpoints: nll minus nll in float64, nats per token, mean and root mean square,
-- checkpoints and models of 500 layers: relative error of the gradient by the parameters of a stack's layers, from 8
-  sentences.
+- checkpoints: mean and root mean square of the difference between the nll and the nll in float64, in nats per token,
+- checkpoints and models of 500 layers: relative error of the gradient with respect to the parameters of a stack's
+  layers, from 8 sentences.
 
 By default the gradient has the scale of one token's loss, as in an update (see `step.loss_scale`). With `--tokens=n` it
 is the gradient of a loss that is divided by n and not scaled.
@@ -58,7 +58,7 @@ DEPTHS, VOCABULARY, SENTENCES = (10, 50, 100, 250, 500), 800, 8
 
 @functools.lru_cache(maxsize=16)
 def programs(model: Transformer, types: Types) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Returns two jitted functions: (outputs by stack, nll by token), and the gradient of the loss by stack."""
+    """Returns two jitted functions: outputs by stack and nll by token, and gradients by stack."""
     config = dataclasses.replace(model.config, dtype=types[0], carry_dtype=types[1], dropout=0.0, remat="full")
     model = dataclasses.replace(model, config=config)
 
@@ -77,33 +77,33 @@ def programs(model: Transformer, types: Types) -> tuple[Callable[..., Any], Call
 def measure(
     model: Transformer, params: Params, alpha: Any, batch: Batch, tokens: int, types: Types
 ) -> dict[str, np.ndarray]:
-    """Returns the values to compare, by name, as NumPy arrays in float64; without gradients if `tokens` is 0."""
+    """Returns the values to compare, by name, as float64 NumPy arrays, without gradients if `tokens` is 0."""
     with jax.enable_x64(types == EXACT):
         alpha = jax.tree.map(jnp.float32, alpha)
         outputs, gradient = programs(model, types)
         params = jax.tree.map(lambda leaf: np.asarray(leaf, "float64" if types == EXACT else "float32"), params)
         by_stack, nll = jax.device_get(outputs(params, alpha, batch))
         reals = [np.asarray(side) != PAD for side in batch]
-        found = {stack: y[real] for stack, y, real in zip(STACKS, by_stack, reals, strict=True)}
-        found["nll"] = nll[reals[1]]
+        values = {stack: y[real] for stack, y, real in zip(STACKS, by_stack, reals, strict=True)}
+        values["nll"] = nll[reals[1]]
         if tokens:
             layers, few = {stack: params[stack] for stack in STACKS}, Batch(*(side[:SENTENCES] for side in batch))
-            slopes = jax.device_get(gradient(layers, params, alpha, few, jnp.float32(tokens)))
+            grads = jax.device_get(gradient(layers, params, alpha, few, jnp.float32(tokens)))
             for stack in STACKS:
-                found[f"{stack}_gradient"] = np.concatenate([leaf.ravel() for leaf in jax.tree.leaves(slopes[stack])])
-    return {name: np.asarray(value, np.float64) for name, value in found.items()}
+                values[f"{stack}_gradient"] = np.concatenate([leaf.ravel() for leaf in jax.tree.leaves(grads[stack])])
+    return {name: np.asarray(value, np.float64) for name, value in values.items()}
 
 
 def errors(name: dict[str, Any], found_by: Callable[[Types], dict[str, np.ndarray]]) -> list[dict[str, Any]]:
-    """Returns one row for each pair of types; `found_by` is `measure` of one case."""
+    """Returns one row for each pair of types. `found_by` calls `measure` for one case."""
     exact, rows = found_by(EXACT), []
     for types in TYPES:
-        found = found_by(types)
-        wrong = {key: found[key] - exact[key] for key in exact}
-        row = {key: np.linalg.norm(wrong[key]) / np.linalg.norm(exact[key]) for key in exact if exact[key].any()}
+        rounded = found_by(types)
+        error = {key: rounded[key] - exact[key] for key in exact}
+        row = {key: np.linalg.norm(error[key]) / np.linalg.norm(exact[key]) for key in exact if exact[key].any()}
         del row["nll"]
         if "step" in name:
-            row |= {"nll_more": wrong["nll"].mean(), "nll_rms": np.sqrt(np.square(wrong["nll"]).mean())}
+            row |= {"nll_more": error["nll"].mean(), "nll_rms": np.sqrt(np.square(error["nll"]).mean())}
         figures = {key: float(f"{value:.3g}") if np.isfinite(value) else None for key, value in row.items()}
         rows.append({**name, "dtype": types[0], "carry_dtype": types[1], **figures})
         print(rows[-1], flush=True)

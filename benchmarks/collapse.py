@@ -4,7 +4,7 @@
 
 Reads the runs of configs/sweep_collapse.py. For each run, over the updates:
 
-- the similarity of the tokens of a sentence after each encoder layer (1: they are one vector),
+- the similarity of the tokens of a sentence after each encoder layer (1: all tokens have the same vector),
 - the gradient of the encoder's first layer divided by the gradient of its last layer, and the ratio that the theory of
   dead layers predicts from the branches: the product of (1 + r^2)^(-1/2) over the sub-layers, r = rms(b F) / rms(a x),
 - the drift of the encoder's matrices, |W_t - W_0| / |W_0|, from the remaining checkpoints,
@@ -48,11 +48,11 @@ def drift(config: Config, workdir: Workdir, model: Transformer, steps: list[int]
     """Returns |W_t - W_0| / |W_0| of the encoder's matrices at each step, the mean over layers."""
     key = jax.random.fold_in(jax.random.key(config.train.seed), INIT_STREAM)
     start = matrices(jax.jit(model.init)(key))
-    found = []
+    drifts = []
     for step in steps:
-        now = matrices(restore_model(config, workdir, model, str(step))[0])
-        found.append(float((np.linalg.norm(now - start, axis=1) / np.linalg.norm(start, axis=1)).mean()))
-    return found
+        trained = matrices(restore_model(config, workdir, model, str(step))[0])
+        drifts.append(float((np.linalg.norm(trained - start, axis=1) / np.linalg.norm(start, axis=1)).mean()))
+    return drifts
 
 
 def read(folder: Path) -> dict[str, Any]:
@@ -88,18 +88,18 @@ def read(folder: Path) -> dict[str, Any]:
 
 
 def spread(values: list[float], form: str) -> str:
-    """The mean of the seeds, and their range if there are several."""
+    """Formats the mean over the seeds, with their range if there are several."""
     mean = format(sum(values) / len(values), form)
     low, high = format(min(values), form), format(max(values), form)
     return mean if low == high else f"{mean} ({low} to {high})"
 
 
 def row(name: str, seeds: list[dict[str, Any]]) -> str:
-    """One line of the table: a setting and its seeds. "a to b" of one quantity is its extreme value and the last one.
+    """Formats one line of the table: a setting and its seeds.
 
-    Empty: there is no value.
+    "a to b" gives the extreme value of a quantity and its last value. A cell without a value is empty.
     """
-    # The first line is that of untrained parameters.
+    # The first line of layers.jsonl belongs to untrained parameters; the gradient ratio leaves it out.
     similarity = [np.array(run["similarity"])[:, -1] for run in seeds]
     ratio = [np.array(run["gradient_ratio"])[1:] for run in seeds]
     reads = sorted({str(run["reads_from"] or "never") for run in seeds}, key=lambda text: (text == "never", text))
@@ -128,16 +128,16 @@ COLUMNS = (
 )
 
 PANELS = (
-    ("steps", "similarity", "similarity of the encoder's tokens", "linear"),
-    ("steps", "gradient_ratio", "encoder gradient, first layer / last", "log"),
+    ("steps", "similarity", "token similarity of the encoder's output", "linear"),
+    ("steps", "gradient_ratio", "encoder gradient, first layer / last layer", "log"),
     ("checkpoints", "drift", "drift of the encoder's matrices", "linear"),
-    ("validated", "source_gain", "gain from the source (nats)", "linear"),
+    ("validated", "source_gain", "source gain (nats)", "linear"),
     ("validated", "nll", "validation nll (nats)", "log"),
 )
 
 
 def by_setting(runs: dict[str, dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
-    """Setting -> its runs, which differ in the seed alone."""
+    """Groups runs by setting. The runs of a setting differ only in the seed."""
     settings: dict[str, list[dict[str, Any]]] = {}
     for name, run in runs.items():
         settings.setdefault(re.sub(r"-?seed=\d+", "", name), []).append(run)
@@ -145,7 +145,7 @@ def by_setting(runs: dict[str, dict[str, Any]]) -> dict[str, list[dict[str, Any]
 
 
 def draw(runs: dict[str, dict[str, Any]], path: Path) -> None:
-    """One panel per figure, one line per run, one colour per setting."""
+    """Plots one panel per quantity, one line per run and one colour per setting."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -157,7 +157,7 @@ def draw(runs: dict[str, dict[str, Any]], path: Path) -> None:
             for seed, run in enumerate(seeds):
                 values = np.array(run[y], float)
                 values = values[:, -1] if values.ndim == 2 else values
-                # Before the first update alpha, and with it the gradient of BranchNorm's branches, is 0.
+                # Not plotted: before the first update alpha and the gradients of BranchNorm's branches are 0.
                 values = np.where(values == 0, np.nan, values)
                 axis.plot(run[x], values, f"C{index % 10}", linewidth=1, label=None if seed else name)
         axis.set(title=title, xlabel="update", yscale=scale)

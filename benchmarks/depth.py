@@ -28,7 +28,7 @@ DEEP, SHALLOW = 500, 6
 
 
 def model(layers: int, **changes: Any) -> Transformer:
-    """Returns a BranchNorm model with proportions as in the papers: F = 4 D, and at most D scores per token."""
+    """Returns a BranchNorm model with the proportions of the papers: F = 4 D, at most D scores per token."""
     base = ModelConfig(encoder_layers=layers, decoder_layers=layers, width=32, ffn_width=128, heads=1)
     return Transformer(dataclasses.replace(base, **changes), VOCABULARY, VOCABULARY)
 
@@ -80,15 +80,15 @@ def memory(pairs: int) -> dict[str, Any]:
         return program.memory_analysis().temp_size_in_bytes
 
     compiled = {remat: gradient(model(DEEP, remat=remat)) for remat in REMAT}
-    found: dict[str, Any] = {f"temporary_bytes_{remat}": temporary(compiled[remat]) for remat in REMAT}
+    sizes: dict[str, Any] = {f"temporary_bytes_{remat}": temporary(compiled[remat]) for remat in REMAT}
     carry = 4 * 32 * data.source.size
     workspace = temporary(gradient(model(2, remat="full"))) - 4 * carry
     bound = 2 * DEEP * carry + workspace
     params = model(DEEP).init(jax.random.key(0))
-    return found | {
-        "full_over_carries_and_workspace": found["temporary_bytes_full"] / bound,
-        "none_over_full": found["temporary_bytes_none"] / found["temporary_bytes_full"],
-        "full_over_nested": found["temporary_bytes_full"] / found["temporary_bytes_nested"],
+    return sizes | {
+        "full_over_carries_and_workspace": sizes["temporary_bytes_full"] / bound,
+        "none_over_full": sizes["temporary_bytes_none"] / sizes["temporary_bytes_full"],
+        "full_over_nested": sizes["temporary_bytes_full"] / sizes["temporary_bytes_nested"],
         "time_nested_over_full": alternate(lambda: compiled["nested"](params), lambda: compiled["full"](params), pairs),
     }
 
@@ -110,7 +110,7 @@ def step_time(first: dict[str, Any], second: dict[str, Any], pairs: int) -> dict
 
 
 def in_backward(remat: str) -> dict[str, Any]:
-    """Compares `train.update_in_backward` with plain updates: peak memory, and parameters after 20 updates.
+    """Compares `train.update_in_backward` with plain updates: peak memory and parameters after 20 updates.
 
     The model is 100L-100L of width 64, with 256 tokens, so parameters, moments and gradients use most of the memory.
     """
@@ -125,11 +125,11 @@ def in_backward(remat: str) -> dict[str, Any]:
         for _ in range(20):
             state, _ = program(state, data)
         params[backward] = np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(jax.device_get(state.params))])
-    apart = np.abs(params[True] - params[False])
+    difference = np.abs(params[True] - params[False])
     return {
         f"in_backward_peak_{remat}": peaks[True] / peaks[False],
-        f"in_backward_largest_difference_{remat}": float(apart.max()),
-        f"in_backward_within_1_ulp_{remat}": float((apart <= np.spacing(np.abs(params[False]))).mean()),
+        f"in_backward_largest_difference_{remat}": float(difference.max()),
+        f"in_backward_within_1_ulp_{remat}": float((difference <= np.spacing(np.abs(params[False]))).mean()),
     }
 
 

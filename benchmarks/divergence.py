@@ -23,7 +23,7 @@ WINDOW, RISE = 10, 1.0
 
 
 def breaks(losses: np.ndarray, rates: np.ndarray) -> tuple[float | None, float]:
-    """Returns the learning rate at which a run diverges, or None, and the learning rate at its lowest loss."""
+    """Returns the learning rates at which a run diverges (or None) and at which its loss is lowest."""
     means = np.convolve(np.where(np.isfinite(losses), losses, np.inf), np.ones(WINDOW) / WINDOW, "valid")
     rates = rates[WINDOW - 1 :]
     lowest = np.minimum.accumulate(means)

@@ -51,24 +51,26 @@ def compared(name: str, lines: int) -> dict[str, Any]:
         "alpha": jax.tree.map(lambda leaf: np.unique(leaf).tolist(), run.alpha),
     }
     with tempfile.TemporaryDirectory() as temporary:
-        there = Path(temporary)
+        path = Path(temporary)
         languages = config.data.source_lang, config.data.target_lang
-        huggingface.write(plain, m, config.decode, vocabularies, languages, there, longest)
-        theirs = np.concatenate(huggingface.log_probs(there, sources, targets))
+        huggingface.write(plain, m, config.decode, vocabularies, languages, path, longest)
+        theirs = np.concatenate(huggingface.log_probs(path, sources, targets))
         result["huggingface_largest_difference"] = float(np.abs(ours - theirs).max())
     with tempfile.TemporaryDirectory() as temporary:
-        there = Path(temporary)
-        ctranslate2.write(plain, m, vocabularies, there, longest, "")
+        path = Path(temporary)
+        ctranslate2.write(plain, m, vocabularies, path, longest, "")
         sides = (sources, tokenizer.source_pieces), (targets, tokenizer.target_pieces)
-        given, asked = ([[pieces[token] for token in line[:-1]] for line in side] for side, pieces in sides)
-        theirs = np.concatenate(ctranslate2.log_probs(there, given, asked))
+        source_pieces, target_pieces = (
+            [[pieces[token] for token in line[:-1]] for line in side] for side, pieces in sides
+        )
+        theirs = np.concatenate(ctranslate2.log_probs(path, source_pieces, target_pieces))
         result["ctranslate2_largest_difference"] = float(np.abs(ours - theirs).max())
-        engine = ctranslate2.imported().Translator(str(there), device="cpu", compute_type="float32")
+        engine = ctranslate2.imported().Translator(str(path), device="cpu", compute_type="float32")
         pieces = [[tokenizer.source_pieces[token] for token in line[:-1]] for line in ids]
         settings = ctranslate2.search_settings(config.decode, LIMIT + 1)
-        found = engine.translate_batch(pieces, **settings, max_batch_size=32)
-    of_pieces = {piece: index for index, piece in enumerate(tokenizer.target_pieces)}
-    yours = [tokenizer.decode_target([of_pieces[piece] for piece in one.hypotheses[0]]) for one in found]
+        results = engine.translate_batch(pieces, **settings, max_batch_size=32)
+    id_of = {piece: index for index, piece in enumerate(tokenizer.target_pieces)}
+    yours = [tokenizer.decode_target([id_of[piece] for piece in result.hypotheses[0]]) for result in results]
     translated = translator.translate(run.params, run.alpha, [source for source, _ in test])
     mine = [best[0].text for best in translated]
     references, language = [target for _, target in test], config.data.target_lang

@@ -1,4 +1,4 @@
-"""The same Transformer built from Flax's own layers: Post-LN, shared embeddings.
+"""Our Post-LN Transformer with shared embeddings, built from Flax's own layers.
 
 The layers run in a Python loop. Positions are sinusoids.
 """
@@ -36,7 +36,7 @@ class Layer(nn.Module):
     def __call__(
         self, x: jax.Array, mask: jax.Array, memory: jax.Array | None = None, cross_mask: jax.Array | None = None
     ) -> jax.Array:
-        """x, memory [B, T, D]; masks [B, T, S], True where a query may attend to a key."""
+        """Runs one layer: x, memory [B, T, D]; masks [B, T, S], True where a query attends to a key."""
         c = self.config
 
         def add(name: str, branch: jax.Array) -> jax.Array:
@@ -90,9 +90,9 @@ class Network(nn.Module):
 def loss(
     network: Network, params: Any, source: jax.Array, target: jax.Array, smoothing: float, key: jax.Array
 ) -> jax.Array:
-    """Mean loss over real target tokens in nats, from whole logits and one-hot targets.
+    """Returns the mean loss over real target tokens in nats, from whole logits and one-hot targets.
 
-    optax spreads eps over all V words, not V - 1.
+    optax spreads eps over all V tokens, we over V - 1, so eps is scaled by V / (V - 1).
     """
     logits = network.apply({"params": params}, source, target, rngs={"dropout": key})
     words, real = network.vocabulary, target != PAD
@@ -101,7 +101,7 @@ def loss(
 
 
 def converted(params: Mapping[str, Any], heads: int) -> dict[str, Any]:
-    """Converts the parameters of a Post-LN or BranchNorm `Transformer` with shared embeddings for `Network`."""
+    """Converts parameters of a Post-LN or BranchNorm `Transformer` with shared embeddings for `Network`."""
 
     def attention(linears: Mapping[str, Any]) -> dict[str, Any]:
         """Splits features into heads, as Flax does: kernels [D, H, K], and [H, K, D] for the output."""
@@ -115,10 +115,10 @@ def converted(params: Mapping[str, Any], heads: int) -> dict[str, Any]:
         return {theirs: jax.tree.map(split, dict(linears[ours])) for ours, theirs in names.items()} | {"out": out}
 
     def layer(stacked: Mapping[str, Any], index: int) -> dict[str, Any]:
-        found: dict[str, Any] = jax.tree.map(lambda leaf: leaf[index], dict(stacked))
-        attentions = {name: attention(found[name]) for name in ("self", "cross") if name in found}
-        norms = {name: norm for name, norm in found.items() if name.endswith("_norm")}
-        return attentions | norms | found["ffn"]
+        ours: dict[str, Any] = jax.tree.map(lambda leaf: leaf[index], dict(stacked))
+        attentions = {name: attention(ours[name]) for name in ("self", "cross") if name in ours}
+        norms = {name: norm for name, norm in ours.items() if name.endswith("_norm")}
+        return attentions | norms | ours["ffn"]
 
     layers = {
         f"{stack}_{index}": layer(params[stack], index)

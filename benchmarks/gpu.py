@@ -1,7 +1,7 @@
 """Measures the kernels of one GPU at width 512, and the MFU of deep training.
 
     python -m benchmarks.gpu --part=shapes      matrix products, norm and attention, in bfloat16
-    python -m benchmarks.gpu --part=6L          6L-6L, 100L, 500L: 30 updates of 65,536 tokens, base width
+    python -m benchmarks.gpu --part=6L          30 updates of a 6L-6L model, 65,536 tokens each; also 100L and 500L
     python -m benchmarks.gpu --part=6L --toy    the same code at a size for a CPU; its results are meaningless
 
 For each depth it reports whether the loss falls, the seconds per update, the MFU (operations of the model without
@@ -41,27 +41,27 @@ def timed(function: Callable[..., Any], *arguments: Any, repetitions: int = 20) 
     jax.block_until_ready(run(*arguments))
     begin = time.perf_counter()
     for _ in range(repetitions):
-        found = run(*arguments)
-    jax.block_until_ready(found)
+        result = run(*arguments)
+    jax.block_until_ready(result)
     return (time.perf_counter() - begin) / repetitions
 
 
 def shapes(toy: bool) -> dict[str, Any]:
-    """Measures TFLOP/s of matrix products and attention, and GB/s of a norm, for several numbers of tokens."""
-    found: dict[str, Any] = {}
+    """Measures TFLOP/s of matrix products and attention and GB/s of a norm, for several numbers of tokens."""
+    results: dict[str, Any] = {}
     for tokens in (256,) if toy else (4096, 16_384, 65_536):
         for k, n in ((512, 512), (512, 1536), (512, 2048), (2048, 512), (512, 32_000)):
             x, w = jnp.ones((tokens, k), jnp.bfloat16), jnp.ones((k, n), jnp.bfloat16)
-            found[f"matrix {tokens}x{k}x{n}, TFLOP/s"] = 2e-12 * tokens * k * n / timed(jnp.matmul, x, w)
+            results[f"matrix {tokens}x{k}x{n}, TFLOP/s"] = 2e-12 * tokens * k * n / timed(jnp.matmul, x, w)
         x = jnp.ones((tokens, 512), jnp.float16)
         norm = nn.meta.unbox(declare_norm("layer_norm", 512))
         seconds = timed(lambda x, norm=norm: apply_norm("layer_norm", norm, x), x)
-        found[f"layer norm {tokens}x512, GB/s"] = 1e-9 * 2 * x.nbytes / seconds
+        results[f"layer norm {tokens}x512, GB/s"] = 1e-9 * 2 * x.nbytes / seconds
         for length in (32, 128):
             q = jnp.ones((tokens // length, length, 8, 64), jnp.bfloat16)
             seconds = timed(lambda q: jax.nn.dot_product_attention(q, q, q), q)
-            found[f"attention {tokens} tokens of sentences of {length}, TFLOP/s"] = 4e-12 * q.size * length / seconds
-    return found
+            results[f"attention {tokens} tokens of sentences of {length}, TFLOP/s"] = 4e-12 * q.size * length / seconds
+    return results
 
 
 def base(layers: int, toy: bool, **changes: Any) -> Config:
@@ -78,7 +78,7 @@ def base(layers: int, toy: bool, **changes: Any) -> Config:
 
 def train(config: Config) -> dict[str, Any]:
     """Measures `UPDATES` updates on random words with a power-law distribution."""
-    config = plan.fitting(config, devices.memory())
+    config = plan.resolve_remat(config, devices.memory())
     rows, vocabulary = estimate.rows_of(config, LENGTH, 1), config.data.vocab_size
     step, _, _ = estimate.update(config, rows, LENGTH)
     model, optimizer = Transformer(config.model, vocabulary, vocabulary), make_optimizer(config.train)

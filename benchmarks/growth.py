@@ -50,7 +50,7 @@ def difference(order: str, clock: int, data: Batch) -> float:
         run = functools.partial(network(order, dropout=0.0).hidden, params, data.source, decoder_inputs(data.target))
         return jax.jit(lambda: run(alpha)[0])()
 
-    left_out, computed = output(order), output("uniform")
+    left_out, computed = output(order), output("equal")
     return float(jnp.abs(left_out - computed).max() / jnp.abs(computed).max())
 
 
@@ -64,7 +64,7 @@ def main() -> None:
     for stagger in (0.5, 0.8):
         model = dataclasses.replace(MODEL, alpha_order="bottom_up", alpha_stagger=stagger)
         results[f"operations_of_first_T_updates_stagger_{stagger}"] = open_share(model, jnp.arange(model.alpha_steps))
-    whole, state = update(network("uniform"), data)
+    whole, state = update(network("equal"), data)
     for order, clock in POINTS:
         growing, _ = update(network(order), data)
         at = dataclasses.replace(state, clock=jnp.int32(clock))

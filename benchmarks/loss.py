@@ -1,6 +1,6 @@
 """Compares the smoothed loss and its gradient with optax's one-hot form.
 
-python -m benchmarks.loss
+    python -m benchmarks.loss
 
 Measures memory and time for 4096 tokens and 32,000 words.
 """
@@ -19,13 +19,16 @@ ROWS, LENGTH, WORDS, WIDTH, SMOOTHING = 128, 32, 32_000, 512, 0.1
 
 
 def ours(x: jax.Array, table: jax.Array, targets: jax.Array) -> jax.Array:
-    """Mean loss, computed in blocks."""
+    """Returns the mean loss, computed in blocks."""
     output, weights = Output(table, None, jnp.ones(WORDS, bool)), jnp.ones((ROWS, LENGTH))
     return smoothed_cross_entropy(x, output, targets, weights, SMOOTHING, Blocks(2**25)).loss / weights.size
 
 
 def one_hot(x: jax.Array, table: jax.Array, targets: jax.Array) -> jax.Array:
-    """The same from whole logits and one-hot targets; optax spreads eps over all V words, not V - 1."""
+    """Returns the same loss from whole logits and one-hot targets.
+
+    optax spreads eps over all V tokens, we over V - 1, so eps is scaled by V / (V - 1).
+    """
     wanted = optax.smooth_labels(jax.nn.one_hot(targets, WORDS), SMOOTHING * WORDS / (WORDS - 1))
     return optax.softmax_cross_entropy(x @ table.T, wanted).mean()
 

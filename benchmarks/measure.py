@@ -1,6 +1,6 @@
-"""Code shared by all benchmarks: alternating timings, and results with metadata.
+"""Code shared by all benchmarks: alternating timings, and result files.
 
-The metadata are the machine, package versions and the commit.
+Each result file records the machine, the package versions and the commit.
 """
 
 import json

@@ -26,7 +26,7 @@ def read(folder: Path) -> dict[str, Any]:
     options = configs.to_flat(configs.load(folder / "config.json"))
     return {
         "workdir": folder.name,
-        # A folder's name says which corpus it has; where it lies is one machine's.
+        # Only the name of the folder: it identifies the corpus, while the path is specific to one machine.
         "options": {
             name: Path(value).name if name == "data.path" else value
             for name, value in options.items()

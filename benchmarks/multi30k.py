@@ -2,9 +2,9 @@
 
     python benchmarks/multi30k.py --path=<folder with {train,valid,test}.{en,de}> --out=benchmarks/results/multi30k.json
 
-Writes one JSON with every score. Arguments after `--` go to main.py: `-- --config.train.steps=100`. The seeds train
-concurrently, because one small model leaves a GPU partly idle. The seconds in the result are therefore measured on a
-shared device.
+Writes one JSON file with every score. Arguments after `--` go to main.py: `-- --config.train.steps=100`. The seeds
+train concurrently, because one small model leaves a GPU partly idle. The seconds in the result are therefore measured
+on a shared device.
 """
 
 import argparse

@@ -3,8 +3,7 @@
     taskset -c 0 python -m benchmarks.narrow
 
 At these widths memory traffic costs more than arithmetic, so computing activations again can be faster than storing
-them.
-Takes about five minutes on one core.
+them. Takes about five minutes on one core.
 """
 
 import statistics
@@ -28,7 +27,7 @@ SHAPES = {"18L-18L, width 64": (18, 64), "500L-500L, width 32": (500, 32), "4L-4
 
 
 def one_update(layers: int, width: int, remat: str, batch: Batch) -> Callable[[], Any]:
-    """A compiled update that is always made from the same state."""
+    """Returns a function that runs a compiled update, always from the same state."""
     shape: dict[str, Any] = dict(width=width, ffn_width=2 * width, heads=max(2, width // 16), dropout=0.0)
     config = ModelConfig(encoder_layers=layers, decoder_layers=layers, remat=remat, **shape)
     step, state = update(Transformer(config, VOCABULARY, VOCABULARY), batch)
@@ -37,13 +36,13 @@ def one_update(layers: int, width: int, remat: str, batch: Batch) -> Callable[[]
 
 
 def main() -> None:
-    """Seconds per update, the median of rounds in which the choices alternate."""
+    """Measures the seconds per update: the median over rounds in which the choices alternate."""
     words = np.random.default_rng(0).integers(3, VOCABULARY, (2, ROWS, LENGTH))
     batch = Batch(*jnp.asarray(words, jnp.int32))
     results: dict[str, Any] = {"positions": ROWS * LENGTH}
     for name, (layers, width) in SHAPES.items():
         times = in_turn([one_update(layers, width, remat, batch) for remat in REMAT], ROUNDS)
-        results[name] = {remat: statistics.median(found) for remat, found in zip(REMAT, times, strict=True)}
+        results[name] = {remat: statistics.median(seconds) for remat, seconds in zip(REMAT, times, strict=True)}
         jax.clear_caches()
     save("narrow", results)
 

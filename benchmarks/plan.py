@@ -1,7 +1,9 @@
 """Compares the plan's predictions of memory and time with this machine.
 
-python -m benchmarks.plan memory        compiles random runs without running them; ten minutes on two cores
-python -m benchmarks.plan time          times a few runs; needs an otherwise idle machine; ten minutes
+    python -m benchmarks.plan memory    compiles random runs without running them
+    python -m benchmarks.plan time      times a few runs; needs an otherwise idle machine
+
+Each part takes about ten minutes on two cores.
 """
 
 import argparse

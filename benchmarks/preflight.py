@@ -27,7 +27,7 @@ def verdict_of(folder: Workdir) -> preflight.Verdict:
     """Returns the verdict of `--mode=preflight` on the config of a run."""
     config = configs.load(folder / "config.json")
     corpus = prepare(config.data, folder.path, lambda line: None)
-    return preflight.judge(preflight.fly(config, corpus, lambda done, total: None)[1])
+    return preflight.judge(preflight.run_preflight(config, corpus, lambda done, total: None)[1])
 
 
 def main() -> None:
@@ -58,7 +58,7 @@ def main() -> None:
             row["verdict"] == verdict and (row["bleu"] is not None and row["bleu"] > LEARNED) == (outcome == "learned")
             for row in rows
         )
-        for verdict in ("healthy", "vanishing", "diverging", "still")
+        for verdict in ("healthy", "vanishing", "collapsing", "diverging", "still")
         for outcome in ("learned", "did not")
     }
     save(

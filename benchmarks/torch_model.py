@@ -1,4 +1,4 @@
-"""The same Transformer built from PyTorch's own layers: Post-LN, shared embeddings.
+"""Our Post-LN Transformer with shared embeddings, built from PyTorch's own layers.
 
 Source, target and output share one table. Positions are sinusoids.
 """
@@ -42,7 +42,7 @@ class Network(nn.Module):
                 module.dropout = nn.Dropout(config.activation_dropout)
 
     def forward(self, source: Tensor, target: Tensor) -> Tensor:
-        """Token ids [B, S], [B, T], padded on the right -> logits [B, T, V]."""
+        """Returns logits [B, T, V] for token ids [B, S] and [B, T], padded on the right."""
         # No mask unless it is needed, because PyTorch uses its fused attention only without masks.
         padding = source == PAD
         mask = padding if bool(padding.any()) else None
@@ -56,12 +56,15 @@ class Network(nn.Module):
         return nn.functional.linear(x, self.table.weight)
 
     def embed(self, tokens: Tensor) -> Tensor:
-        """[B, T] -> [B, T, D]."""
+        """Embeds token ids: [B, T] -> [B, T, D]."""
         width = self.table.embedding_dim
         return self.dropout(self.table(tokens) * width**0.5 + self.positions[: tokens.shape[1]])
 
     def loss(self, source: Tensor, target: Tensor, smoothing: float) -> Tensor:
-        """Mean over real target tokens, in nats; PyTorch shares eps among all V words, fairseq and we among V - 1."""
+        """Returns the mean loss over real target tokens, in nats.
+
+        PyTorch spreads eps over all V tokens, fairseq and we over V - 1, so eps is scaled by V / (V - 1).
+        """
         logits = self(source, target)
         words = logits.shape[-1]
         return nn.functional.cross_entropy(

@@ -230,8 +230,9 @@ def measure(size: Size, path: str, rounds: int) -> dict[str, Any]:
     params = start().params
     network = Network(config.model, model.target_vocab)
     network.load(params)
-    apart = losses(config, model, params, network, batches["pytorch"][0])
-    assert max(apart.values()) - min(apart.values()) < 1e-4 * apart["ours"], f"the models differ: losses {apart}"
+    checked = losses(config, model, params, network, batches["pytorch"][0])
+    difference = max(checked.values()) - min(checked.values())
+    assert difference < 1e-4 * checked["ours"], f"the models differ: losses {checked}"
     systems: dict[str, Callable[[], Any]] = {
         "ours": run_jax(make_train_step(model, optimizer, config), batches["ours"], start()),
         "pytorch": run_torch(network, config, batches["pytorch"]),
@@ -241,9 +242,9 @@ def measure(size: Size, path: str, rounds: int) -> dict[str, Any]:
     times = dict(zip(systems, in_turn(list(systems.values()), rounds), strict=True))
     real = {name: sum(int((batch.target != PAD).sum()) for batch in given) for name, given in batches.items()}
     speeds = {name: [real[name] / seconds for seconds in times[name]] for name in systems}
-    medians = {name: statistics.median(found) for name, found in speeds.items()}
+    medians = {name: statistics.median(values) for name, values in speeds.items()}
     c = config.model
-    found: dict[str, Any] = {
+    results: dict[str, Any] = {
         "model": f"{c.encoder_layers}L-{c.decoder_layers}L, width {c.width}/{c.ffn_width}, {c.heads} heads",
         "vocabulary": model.target_vocab,
         "dropout": c.dropout,
@@ -252,12 +253,12 @@ def measure(size: Size, path: str, rounds: int) -> dict[str, Any]:
         "torch": torch.__version__,
         "omp_wait_policy": os.environ.get("OMP_WAIT_POLICY", "active"),
         "updates_a_round": size.updates,
-        "losses": apart,
+        "losses": checked,
     }
     for name in systems:
         sides = [side for batch in batches[name] for side in batch]
         fill = sum(int((side != PAD).sum()) for side in sides) / sum(side.size for side in sides)
-        found |= {
+        results |= {
             f"{name}_tokens_per_second": medians[name],
             f"{name}_seconds_per_update": statistics.median(times[name]) / size.updates,
             f"{name}_target_tokens_per_update": real[name] / size.updates,
@@ -265,11 +266,11 @@ def measure(size: Size, path: str, rounds: int) -> dict[str, Any]:
         }
     for name in list(systems)[1:]:
         ratios = [a / b for a, b in zip(speeds["ours"], speeds[name], strict=True)]
-        found |= {
+        results |= {
             f"ours_over_{name}_of_medians": medians["ours"] / medians[name],
             f"ours_over_{name}_median_of_ratios": statistics.median(ratios),
         }
-    return found | {f"{name}_seconds": of_system for name, of_system in times.items()}
+    return results | {f"{name}_seconds": seconds for name, seconds in times.items()}
 
 
 def main() -> None:

@@ -42,7 +42,7 @@ MODES = {
 
 HERE = Path(__file__).resolve().parent
 CONFIGS = HERE / "configs" if (HERE / "configs").is_dir() else HERE.parent / "configs"
-"""Folder of the project's config files: inside the installed package, or next to the package in a checkout."""
+"""Folder of the project's config files. An installed package contains it; in a checkout it is next to the package."""
 
 FLAGS = flags.FLAGS
 flags.DEFINE_enum("mode", "train", list(MODES), "; ".join(f"{name}: {text}" for name, text in MODES.items()))
@@ -58,7 +58,7 @@ def command() -> NoReturn:
     """Runs `main` on the command line and ends the process with its exit code."""
     code = main(sys.argv)
     if code:
-        # os._exit, because threads of the storage library would otherwise go on to report on each of their files.
+        # os._exit, because threads of the storage library would otherwise keep printing errors about their files.
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
@@ -92,7 +92,7 @@ def main(argv: list[str]) -> int:
 def undisturbed() -> Iterator[None]:
     """Lets signals end the process at once inside the context.
 
-    Use it around imports: an exception raised by a signal handler during an import appears as a different error.
+    Use it around imports, because an import turns an exception of a signal handler into a different error.
     """
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
     for number, handler in before.items():
@@ -111,7 +111,7 @@ def heed_signals() -> None:
 
 
 def stop(number: int, frame: FrameType | None) -> None:
-    """Signal handler for code that has nothing to save; the training loop installs its own.
+    """Handles a signal in code that has nothing to save; the training loop installs its own handler.
 
     Raises:
       Preempted: always.
@@ -120,9 +120,9 @@ def stop(number: int, frame: FrameType | None) -> None:
 
 
 def send_again(lost: Any) -> None:
-    """Sends a signal again if its exception was lost; an unraisable hook.
+    """Sends a signal again if its exception was lost; installed as `sys.unraisablehook`.
 
-    Python drops exceptions raised during garbage collection, including those raised by signal handlers.
+    Python drops exceptions raised during garbage collection, including exceptions of signal handlers.
     """
     if not isinstance(lost.exc_value, KeyboardInterrupt):
         sys.__unraisablehook__(lost)
@@ -206,7 +206,7 @@ def parse(argv: list[str]) -> tuple[Config, Workdir]:
 
 
 def find_config(given: str) -> str:
-    """Returns `given` with the path of its config file.
+    """Returns `given` with its config name replaced by the path of the file.
 
     "numerals:6L-6L" names a config of the project. "my/x.py:6L-6L" names any other file.
 
@@ -237,9 +237,11 @@ def import_configs() -> None:
 
 
 def check_names(argv: list[str]) -> None:
-    """Raises `UserError`, with the nearest valid name, for the first --config.section.name that does not exist.
+    """Checks the names of the options on the command line.
 
-    Also raises `UserError` if --config is given twice, or if --config.section names no option.
+    Raises:
+      UserError: if --config.section.name does not exist (the message suggests the nearest name), if --config is given
+        twice, or if --config.section names no option.
     """
     known = {name for name, _ in fields()}
     if sum(re.match(r"--?config(=|$)", argument) is not None for argument in argv) > 1:

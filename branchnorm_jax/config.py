@@ -53,7 +53,11 @@ def default_config(depth: str = "") -> ml_collections.ConfigDict:
 
 
 def set_depth(config: ml_collections.ConfigDict, depth: str) -> None:
-    """Sets the depths of encoder and decoder from "18L-18L"; "" keeps them. Raises `UserError` for other text."""
+    """Sets the depths of encoder and decoder from text such as "18L-18L"; "" keeps them.
+
+    Raises:
+      UserError: if the text is not a depth.
+    """
     if not depth:
         return
     match = re.fullmatch(r"(\d+)L?-(\d+)L?", depth)
@@ -76,7 +80,7 @@ def with_one_length(config: ml_collections.ConfigDict, given: set[str]) -> ml_co
 
 
 def assigned(config: ml_collections.ConfigDict) -> set[str]:
-    """Returns the names of the options that a config file or the command line set, even if to their defaults.
+    """Returns the names of the options that a config file or the command line set, even to their defaults.
 
     If `default_config` did not create a section, as in the config of an earlier run, all its options count as set.
     """
@@ -88,7 +92,7 @@ def assigned(config: ml_collections.ConfigDict) -> set[str]:
 
 
 def with_recommended(config: ml_collections.ConfigDict, recommended: Mapping[str, Any]) -> ml_collections.ConfigDict:
-    """Sets the options that a method's authors recommend, except those already `assigned`.
+    """Sets the recommended options of a method, except those already `assigned`.
 
     Args:
       config: all options.
@@ -106,7 +110,7 @@ FOLLOWS = {"model.alpha_steps": "train.warmup_steps"}
 
 
 def with_followers(config: ml_collections.ConfigDict) -> ml_collections.ConfigDict:
-    """Gives an option of `FOLLOWS` that was not assigned the value of the option that it follows, if that is not 0."""
+    """Sets each unassigned option of `FOLLOWS` to the value of the option that it follows, unless that is 0."""
     for name, leader in FOLLOWS.items():
         (section, option), (of_leader, leading) = name.split("."), leader.split(".")
         if name not in assigned(config) and config[of_leader][leading]:
@@ -115,7 +119,7 @@ def with_followers(config: ml_collections.ConfigDict) -> ml_collections.ConfigDi
 
 
 def record_chosen(config: ml_collections.ConfigDict, given: set[str]) -> None:
-    """Stores in `sweep.chosen` the options that the runs of a sweep must not replace by recommended values.
+    """Stores in `sweep.chosen` the options that recommended values must not replace in a sweep.
 
     Args:
       config: all options.
@@ -127,7 +131,7 @@ def record_chosen(config: ml_collections.ConfigDict, given: set[str]) -> None:
 
 
 def nearest_name(name: str) -> str:
-    """Returns the valid option most similar to `name`, as a hint for an error message; "" if none is similar."""
+    """Returns the valid option most similar to `name`, for an error message, or "" if none is similar."""
     section, _, option = name.rpartition(".")
 
     def likeness(known: str) -> float:
@@ -249,7 +253,8 @@ def _validate_directions(config: Config) -> None:
         if pairs and (wrong or not directions):
             what = f"{'-'.join(wrong[0])!r} is not a pair of two languages" if wrong else "no language pair"
             raise UserError(f"config: {name}={pairs!r}: {what}; write en-de,fr-pt_BR or, for every direction, en+de+fr")
-    if unknown := [found.pair for found in data.directions(data.valid_pairs) if found not in data.directions()]:
+    known = data.directions()
+    if unknown := [direction.pair for direction in data.directions(data.valid_pairs) if direction not in known]:
         raise UserError(
             f"config: data.valid_pairs={data.valid_pairs}: {unknown[0]} is not among data.pairs={data.pairs}"
         )
@@ -299,11 +304,11 @@ def difference(a: Config, b: Config, *, free: bool) -> list[str]:
       b: the new config.
       free: also list the options that a resume may change.
     """
-    left, right = to_flat(a), to_flat(b)
+    old, new = to_flat(a), to_flat(b)
     return [
-        f"{name}: {left[name]!r} -> {right[name]!r}"
+        f"{name}: {old[name]!r} -> {new[name]!r}"
         for name, field in fields()
-        if left[name] != right[name] and (free or not field.metadata["free"])
+        if old[name] != new[name] and (free or not field.metadata["free"])
     ]
 
 
@@ -316,7 +321,7 @@ RENAMED = {("model", "alpha_order", "uniform"): "equal"}
 """(section, option, value) saved by earlier versions -> the current name of the value."""
 
 DROPPED = (("model", "scan"), ("train", "prefetch"), ("serve", "max_body_bytes"))
-"""(section, option) saved by earlier versions that no longer exists. No trained number depends on any of them."""
+"""(section, option) pairs of earlier versions that were removed. None of them affects the trained parameters."""
 
 
 def load(path: Path) -> Config:

@@ -34,7 +34,10 @@ class MissingExtraError(UserError):
 
 @contextlib.contextmanager
 def needs_extra(name: str, what: str) -> Iterator[None]:
-    """Raises `MissingExtraError` if an import inside the context fails; `what` needs the packages of extra `name`."""
+    """Raises `MissingExtraError` if an import inside the context fails.
+
+    The message says that `what` needs the packages of the extra `name`.
+    """
     try:
         yield
     except ImportError as error:

@@ -14,9 +14,10 @@ from branchnorm_jax.errors import StorageError, UserError
 
 
 def lock(file: IO[Any], held: str) -> None:
-    """Locks a file until it is closed. Raises `UserError` with the message `held` if another process has locked it.
+    """Locks a file until it is closed. On file systems without locks, the file stays unlocked.
 
-    On file systems without locks, the file stays unlocked.
+    Raises:
+      UserError: with the message `held`, if another process has locked the file.
     """
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

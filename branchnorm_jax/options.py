@@ -1,4 +1,4 @@
-"""The one list of options: frozen dataclasses with defaults, units, ranges and help. `config.py` checks them."""
+"""All options, as frozen dataclasses with defaults, units, ranges and help texts. `config.py` validates them."""
 
 import dataclasses
 import itertools
@@ -17,10 +17,10 @@ def option(
     free: bool = False,
     common: bool = False,
 ) -> Any:
-    """A documented dataclass field.
+    """Returns a dataclass field with the metadata of an option.
 
-    `free`: may change when a run is resumed: no trained number depends on it, until there is trouble to react to.
-    `common`: many users set it; `--mode=help` lists it first.
+    `free`: the option may change when a run is resumed, because it does not affect the trained parameters (reactions to
+    trouble excepted). `common`: many users set the option, so `--mode=help` lists it first.
     """
     metadata = dict(help=help, unit=unit, choices=choices, minimum=minimum, maximum=maximum, free=free, common=common)
     return dataclasses.field(default=default, metadata=metadata)
@@ -28,10 +28,10 @@ def option(
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
-    """The network."""
+    """Network."""
 
     method: str = option(
-        "branchnorm", "residual and normalisation method, see branchnorm_jax/model/methods.py", common=True
+        "branchnorm", "residual and normalisation method; --mode=methods lists all methods", common=True
     )
     encoder_layers: int = option(6, "depth of the encoder", unit="layers", minimum=1, common=True)
     decoder_layers: int = option(6, "depth of the decoder", unit="layers", minimum=1, common=True)
@@ -43,34 +43,34 @@ class ModelConfig:
     activation: str = option("relu", "feed-forward activation", choices=("relu", "gelu", "swiglu"))
     shared_embeddings: str = option(
         "all",
-        "which embedding tables are one: source, target and output (all), target and output (decoder), or none",
+        "which embedding tables are shared: source, target and output (all), target and output (decoder), or none",
         choices=("all", "decoder", "none"),
     )
     positions: str = option(
         "marian",
-        "sinusoids: 10000^(-2j/d) from position 0 (marian: exports to Hugging Face), or fairseq's, from 2",
+        "sinusoids: marian (10000^(-2j/d) from position 0, as in Hugging Face) or fairseq (from position 2)",
         choices=("marian", "fairseq"),
     )
     dropout: float = option(
         0.1, "dropout of the embeddings and of every branch", unit="probability", minimum=0, maximum=0.99, common=True
     )
     attention_dropout: float = option(
-        0.0, "dropout of the attention probabilities", unit="probability", minimum=0, maximum=0.99
+        0.0, "dropout of the attention weights", unit="probability", minimum=0, maximum=0.99
     )
     activation_dropout: float = option(
         0.0, "dropout after the feed-forward activation", unit="probability", minimum=0, maximum=0.99
     )
     alpha_steps: int = option(
         4000,
-        "T: the update at which every alpha reaches its end; if it is not set, train.warmup_steps",
+        "T: the update at which alpha reaches its end in every layer; if you do not set it, train.warmup_steps",
         unit="updates",
         minimum=1,
         common=True,
     )
     alpha_schedule: str = option(
         "linear",
-        "how alpha rises in methods with a growing branch (branchnorm, mixnorm, prores_*); adaptive: linear, but it "
-        "pauses while a layer's gradient is below alpha_floor",
+        "curve of alpha in methods with a growing branch (branchnorm, mixnorm, prores_*); adaptive: linear, but paused "
+        "while a layer's gradient is below alpha_floor",
         choices=("linear", "exp", "sigmoid", "adaptive"),
     )
     alpha_order: str = option(
@@ -91,14 +91,17 @@ class ModelConfig:
     )
     alpha_end: str = option(
         "",
-        "alpha from update T on, see alpha_start; empty: the default of the order, 1 for equal; the orders fix_* are "
-        "constant, and ignore both",
+        "alpha from update T on, see alpha_start; empty: the default of the order, 1 for equal; the constant orders "
+        "fix_* ignore alpha_start and alpha_end",
     )
     alpha_stagger: float = option(
-        0.5, "bottom_up, top_down, progressive: share of T after which the last layer starts", minimum=0, maximum=0.99
+        0.5, "bottom_up, top_down, progressive: fraction of T when the last layer starts", minimum=0, maximum=0.99
     )
     alpha_floor: float = option(
-        1e-3, "adaptive: share of the strongest layer's gradient that the weakest one needs", minimum=0, maximum=1
+        1e-3,
+        "adaptive: pause if a layer's gradient norm is below this fraction of the largest in its stack",
+        minimum=0,
+        maximum=1,
     )
     alpha_hold: int = option(20, "adaptive: length of a pause of alpha", unit="updates", minimum=1)
     norm: str = option(
@@ -107,16 +110,16 @@ class ModelConfig:
         choices=("layer_norm", "rms_norm", "scale_norm", "scale_norm_fixed", "dyt", "none"),
     )
     embedding: str = option(
-        "standard", "embedding tables: as they are, or rows of length 1 (fixnorm)", choices=("standard", "fixnorm")
+        "standard", "embedding tables: unchanged, or with rows of norm 1 (fixnorm)", choices=("standard", "fixnorm")
     )
     output_bias: bool = option(False, "learn a bias of the output logits")
     mask_unused: bool = option(
         False, "give probability 0 to pieces that never occur on the target side of the training text"
     )
     word_dropout: float = option(
-        0.0, "input words replaced by <unk> in training, both sides", unit="probability", minimum=0, maximum=0.99
+        0.0, "word dropout: replaces input tokens of both sides by <unk>", unit="probability", minimum=0, maximum=0.99
     )
-    init: str = option("", "base initialisation, see branchnorm_jax/model/initializers.py; empty: that of the method")
+    init: str = option("", "base initialisation, see branchnorm_jax/model/initializers.py; empty: the method's own")
     dtype: str = option("float32", "data type of the matrix products", choices=("float32", "bfloat16"), common=True)
     carry_dtype: str = option(
         "float32", "data type of the residual stream between sub-layers", choices=("float32", "float16", "bfloat16")
@@ -125,7 +128,7 @@ class ModelConfig:
         "none",
         "what the backward pass recomputes to save memory: nothing (none); scores and hidden feed-forward layers "
         "(save_branches: 1/2 of the memory, 1/10 more time); all but the stream between layers (full: 1/3 more time) "
-        "or between groups of layers (nested: 2/3 more time; dlcl: as full); auto: the first that fits",
+        "or between groups of layers (nested: 2/3 more time; dlcl: as full); auto: the first that fits into memory",
         choices=("none", "save_branches", "full", "nested", "auto"),
         free=True,
         common=True,
@@ -138,7 +141,7 @@ class ModelConfig:
     )
     unroll: int = option(
         1,
-        "layers per iteration of lax.scan; the depth: no loop, which is faster, but slower to compile",
+        "layers per iteration of lax.scan; with the full depth there is no loop: faster, but slower to compile",
         unit="layers",
         minimum=1,
         free=True,
@@ -147,7 +150,7 @@ class ModelConfig:
 
 @dataclasses.dataclass(frozen=True)
 class DataConfig:
-    """The text."""
+    """Text, vocabulary and batches."""
 
     source: str = option(
         "numerals",
@@ -171,32 +174,32 @@ class DataConfig:
     target_lang: str = option("de", "target language", common=True)
     pairs: str = option(
         "",
-        "several pairs in one run instead: en-de,fr-de,...; en-de+fr is en-de,en-fr; en+de+fr is all six directions",
+        "several pairs instead of one: en-de,fr-de,...; en-de+fr means en-de,en-fr; en+de+fr means all six directions",
     )
     valid_pairs: str = option("", "pairs: the pairs to validate; empty: all")
     tags: str = option(
         "source",
-        "pairs: the tag of the target language, as >>de<<, comes before the source, the target, or both",
+        "pairs: sides to which the tag of the target language, such as >>de<<, is prepended",
         choices=("none", "source", "target", "both"),
     )
     temperature: float = option(
         1.0,
-        "pairs: the share of a pair in an epoch ~ size^(1/temperature); 1: every sentence once",
+        "pairs: each pair's share of an epoch is proportional to size^(1/temperature); 1: every sentence once",
         minimum=1,
         maximum=1000,
     )
-    train_split: str = option("train", "name of the training split; tfds: also of another builder, as name/de-en:test")
+    train_split: str = option("train", "name of the training split; tfds: or another builder's, as name/de-en:test")
     valid_split: str = option("valid", "name of the validation split")
     test_split: str = option("test", "name of the test split", free=True)
     numerals_pairs: int = option(40_000, "numerals: training pairs to generate", unit="pairs", minimum=100)
     vocab_size: int = option(
         8000, "SentencePiece vocabulary, special symbols included", unit="pieces", minimum=16, common=True
     )
-    vocab_type: str = option("unigram", "SentencePiece model", choices=("unigram", "bpe"))
+    vocab_type: str = option("unigram", "type of the SentencePiece model", choices=("unigram", "bpe"))
     shared_vocab: bool = option(True, "one vocabulary for both languages; needed for shared_embeddings=all")
     byte_fallback: bool = option(False, "spell unknown characters as bytes instead of <unk>")
     vocab_sentences: int = option(
-        2_000_000, "largest number of sentences to train the vocabulary on", unit="sentences", minimum=100
+        2_000_000, "maximum number of sentences to train the vocabulary on", unit="sentences", minimum=100
     )
     subword_samples: int = option(
         0,
@@ -208,33 +211,35 @@ class DataConfig:
     subword_alpha: float = option(
         0.2, "sample segmentations of a word by P(segmentation)^alpha (Marian: sentencepiece-alphas)", minimum=0
     )
-    max_length: int = option(256, "drop and count longer training pairs; EOS included", unit="tokens", minimum=4)
-    max_ratio: float = option(0.0, "drop and count training pairs with a larger length ratio; 0: keep all", minimum=0)
+    max_length: int = option(
+        256, "leave out training and validation pairs with a longer side; EOS included", unit="tokens", minimum=4
+    )
+    max_ratio: float = option(0.0, "leave out training pairs with a larger length ratio; 0: keep all", minimum=0)
     batch_shapes: int = option(
         4,
-        "most static batch shapes, each compiled once; each has half the rows of the one before",
+        "maximum number of static batch shapes, each compiled once; each has half as many rows as the one before",
         unit="shapes",
         minimum=1,
         maximum=64,
     )
     row_multiple: int = option(
         8,
-        "the number of rows of a batch is a multiple of this, and this is a multiple of the number of devices",
+        "the number of rows of a batch is a multiple of this; use a multiple of data-parallel devices x accumulation",
         unit="rows",
         minimum=1,
     )
 
     def directions(self, pairs: str = "") -> "list[DataConfig]":
-        """One config for each of `pairs` (default: those of the run), or the one of source_lang and target_lang."""
+        """Returns one config per language pair of `pairs` (default: the run's), or [self] without pairs."""
         if not (pairs := pairs or self.pairs):
             return [self]
-        found = {}
+        single = {}
         for item in filter(None, map(str.strip, pairs.split(","))):
             sources, _, targets = item.partition("-")
             for source, target in itertools.product(sources.split("+"), (targets or sources).split("+")):
                 if source != target or "+" not in item:
-                    found[source, target] = dataclasses.replace(self, source_lang=source, target_lang=target, pairs="")
-        return list(found.values())
+                    single[source, target] = dataclasses.replace(self, source_lang=source, target_lang=target, pairs="")
+        return list(single.values())
 
     @property
     def tokenisations(self) -> int:
@@ -242,13 +247,13 @@ class DataConfig:
         return max(1, self.subword_samples)
 
     def validated(self) -> "list[DataConfig]":
-        """The directions to validate."""
+        """Returns the directions to validate."""
         return self.directions(self.valid_pairs)
 
     @property
     def languages(self) -> list[str]:
         """All languages of the run, sources and targets."""
-        return sorted({lang for found in self.directions() for lang in (found.source_lang, found.target_lang)})
+        return sorted({lang for pair in self.directions() for lang in (pair.source_lang, pair.target_lang)})
 
     @property
     def pair(self) -> str:
@@ -258,7 +263,7 @@ class DataConfig:
 
 @dataclasses.dataclass(frozen=True)
 class TrainConfig:
-    """One update, then many."""
+    """Training."""
 
     steps: int = option(
         100_000, "length of the run; 0: see epochs", unit="updates", minimum=0, maximum=1e9, free=True, common=True
@@ -267,8 +272,8 @@ class TrainConfig:
     seed: int = option(0, "seed of initialisation, batches and dropout", minimum=0, common=True)
     finetune_from: str = option(
         "",
-        "workdir, or workdir:checkpoint, of the run to start from: takes its vocabulary, parameters and alpha, "
-        "and needs the same model",
+        "fine-tuning: workdir or workdir:checkpoint of the parent run, which gives vocabulary, parameters and alpha; "
+        "needs the same model",
     )
     batch_tokens: int = option(
         4096,
@@ -278,40 +283,42 @@ class TrainConfig:
         common=True,
     )
     accumulation: int = option(1, "number of parts that the batch of an update is split into", unit="parts", minimum=1)
-    optimizer: str = option("adamw", "optimiser, see branchnorm_jax/training/optimizer.py")
+    optimizer: str = option("adamw", "optimiser: adamw, adam, radam, lamb, sgd or adagrad")
     adam_b1: float = option(0.9, "decay of the first moment", minimum=0, maximum=0.99999)
     adam_b2: float = option(0.98, "decay of the second moment", minimum=0, maximum=0.99999)
     adam_eps: float = option(1e-8, "epsilon of Adam", minimum=0)
     adam_eps_mode: str = option(
-        "optax", "where epsilon is added: bias-corrected (optax, torch) or raw (fairseq)", choices=("optax", "fairseq")
+        "optax", "Adam adds epsilon after (optax) or before (fairseq) the bias correction", choices=("optax", "fairseq")
     )
-    weight_decay: float = option(1e-4, "decoupled weight decay of all parameters", minimum=0)
+    weight_decay: float = option(
+        1e-4, "weight decay of all parameters; decoupled in adamw, radam and lamb, else part of the gradient", minimum=0
+    )
     branch_update_power: float = option(
         0.0,
-        "p: multiplies the update of each layer by its alpha^p, in methods with a growing branch; 0: plain updates",
+        "p: the update of each layer is multiplied by alpha^p, in methods with a growing branch; 0: plain updates",
         minimum=0,
     )
     encoder_rate: float = option(1.0, "factor on the updates of the encoder's layers; 0 freezes them", minimum=0)
     encoder_rate_steps: int = option(
         0, "number of updates that encoder_rate applies to; 0: all", unit="updates", minimum=0
     )
-    clip_norm: float = option(0.0, "largest global gradient norm; 0: no clipping", minimum=0)
+    clip_norm: float = option(0.0, "maximum global gradient norm; 0: no clipping", minimum=0)
     learning_rate: float = option(5e-4, "peak learning rate (noam: the factor)", minimum=0, common=True)
     schedule: str = option("inverse_sqrt", "learning-rate schedule, see branchnorm_jax/training/schedules.py")
     warmup_steps: int = option(4000, "updates until the peak learning rate", unit="updates", minimum=0, common=True)
     warmup_init: float = option(1e-7, "learning rate of the first update", minimum=0)
     decay_steps: int = option(
         4000,
-        "inverse_sqrt_nowarmup: P of sqrt(P / (P + step)); polynomial: update that it ends at",
+        "inverse_sqrt_nowarmup: P in sqrt(P / (P + step)); polynomial: update at which the decay ends",
         unit="updates",
         minimum=1,
     )
-    decay_power: float = option(1.0, "polynomial: power", minimum=0)
-    end_learning_rate: float = option(0.0, "polynomial: learning rate at its end", minimum=0)
+    decay_power: float = option(1.0, "polynomial: exponent of the decay", minimum=0)
+    end_learning_rate: float = option(0.0, "polynomial: learning rate after the decay", minimum=0)
     decay_factor: float = option(
-        0.8, "val_decay: factor on the learning rate, once the warm-up has ended", minimum=0, maximum=1
+        0.8, "val_decay: factor of each decay of the learning rate, after the warm-up", minimum=0, maximum=1
     )
-    decay_patience: int = option(3, "val_decay: decay when a score is below all of this many earlier ones", minimum=1)
+    decay_patience: int = option(3, "val_decay: decay if a score is below each of this many previous scores", minimum=1)
     min_learning_rate: float = option(
         0.0,
         "stop at a validation after the warm-up if the learning rate is below this; 0: never",
@@ -339,7 +346,7 @@ class TrainConfig:
     )
     spike_deviations: float = option(
         8.0,
-        "spike: how far above the mean of the recent updates",
+        "spike: an update or loss further above the recent mean counts as a spike",
         unit="standard deviations",
         minimum=1,
         maximum=1e6,
@@ -347,18 +354,18 @@ class TrainConfig:
     )
     rollback: str = option(
         "batches",
-        "what changes after a rollback: the batches before the trouble are left out, or alpha pauses",
+        "change after a rollback: leave out the batches up to the trouble (batches), or pause alpha (alpha)",
         choices=("batches", "alpha"),
         free=True,
     )
     rollback_updates: int = option(
         20,
-        "batches: how many are left out, up to the last in trouble; alpha: length of the pause after the trouble",
+        "batches: number of batches to leave out, up to the trouble; alpha: length of the pause after the trouble",
         unit="updates",
         minimum=1,
         free=True,
     )
-    label_smoothing: float = option(0.1, "probability mass of the other words", minimum=0, maximum=0.99)
+    label_smoothing: float = option(0.1, "probability mass for all tokens except the target", minimum=0, maximum=0.99)
     ema_decay: float = option(
         0.0,
         "decay of an exponential moving average of the parameters, for example 0.9999; validation, translation and "
@@ -369,7 +376,7 @@ class TrainConfig:
     log_every: int = option(10, "interval of metrics.jsonl lines; 0: never", unit="updates", minimum=0, free=True)
     watch_every: int = option(
         100,
-        "interval of layers.jsonl lines, the statistics of every layer; 0: none",
+        "interval of layers.jsonl lines, the statistics of every layer; 0: never",
         unit="updates",
         minimum=0,
         free=True,
@@ -383,8 +390,8 @@ class TrainConfig:
     checkpoint_every: int = option(
         1000, "interval of checkpoints; 0: only at the end", unit="updates", minimum=0, free=True
     )
-    keep_last: int = option(2, "newest checkpoints to keep", minimum=1, free=True)
-    keep_best: int = option(1, "best checkpoints to keep", minimum=0, free=True)
+    keep_last: int = option(2, "number of newest checkpoints to keep", minimum=1, free=True)
+    keep_best: int = option(1, "number of best checkpoints to keep", minimum=0, free=True)
     best_metric: str = option("bleu", "validation metric of the best checkpoint", choices=("bleu", "loss"))
     patience: int = option(
         0, "stop after this many validations without a better one; 0: never", unit="validations", minimum=0, free=True
@@ -393,9 +400,9 @@ class TrainConfig:
 
 @dataclasses.dataclass(frozen=True)
 class ParallelConfig:
-    """The devices."""
+    """Devices."""
 
-    data: int = option(0, "size of the mesh axis that splits batches; 0: all other devices", minimum=0, free=True)
+    data: int = option(0, "size of the mesh axis that splits batches; 0: devices / model", minimum=0, free=True)
     model: int = option(1, "size of the mesh axis that splits matrices", minimum=1, free=True)
     distributed: bool = option(False, "start jax.distributed even if no launcher is detected", free=True)
 
@@ -407,7 +414,8 @@ class DecodeConfig:
     checkpoint: str = option("best", "which checkpoint: best, last, a step, or average (see --mode=average)", free=True)
     ensemble: str = option(
         "",
-        "comma-separated workdirs, or workdir:checkpoint, of models to average with; the vocabulary must be the same",
+        "further models, comma-separated as workdir or workdir:checkpoint, to average probabilities with; they need "
+        "the same vocabulary",
         free=True,
     )
     target_lang: str = option(
@@ -426,12 +434,14 @@ class DecodeConfig:
         free=True,
     )
     max_length_a: float = option(
-        2.0, "a of the longest translation a*x+b, x source tokens with EOS", minimum=0, maximum=100, free=True
+        2.0, "a in the maximum translation length a*x+b, x source tokens with EOS", minimum=0, maximum=100, free=True
     )
     max_length_b: int = option(
-        20, "b of the longest translation a*x+b", unit="tokens", minimum=1, maximum=100_000, free=True
+        20, "b in the maximum translation length a*x+b", unit="tokens", minimum=1, maximum=100_000, free=True
     )
-    min_length: int = option(1, "shortest translation, without language tags", unit="tokens", minimum=0, free=True)
+    min_length: int = option(
+        1, "minimum translation length, without language tags", unit="tokens", minimum=0, free=True
+    )
     max_input_length: int = option(
         1024,
         "cut longer input lines, with a warning; score does not cut",
@@ -452,9 +462,9 @@ class DecodeConfig:
         maximum=100,
         free=True,
     )
-    top_k: int = option(0, "sample from this many most probable words; 0: from all", unit="words", minimum=0, free=True)
+    top_k: int = option(0, "sample from this many most probable tokens; 0: all", unit="tokens", minimum=0, free=True)
     top_p: float = option(
-        1.0, "sample from the most probable words with this total probability", minimum=1e-6, maximum=1, free=True
+        1.0, "sample from the most probable tokens with this total probability", minimum=1e-6, maximum=1, free=True
     )
     seed: int = option(
         0, "seed of sampling; a translation depends on it and on the number of its line", minimum=0, free=True
@@ -466,7 +476,7 @@ class DecodeConfig:
         False, "translate: print the pieces of each translation with their log-probabilities", free=True
     )
     alignments: bool = option(
-        False, "translate: print the most attended source piece of each piece of a translation: 0-0 2-1 ...", free=True
+        False, "translate: print the source piece with the largest attention weight per piece: 0-0 2-1 ...", free=True
     )
     alignment_layer: int = option(
         0,
@@ -477,7 +487,7 @@ class DecodeConfig:
     batch_tokens: int = option(4096, "size of a batch: source positions x beam", unit="tokens", minimum=1, free=True)
     streams: int = option(
         0,
-        "batches decoded at the same time; 0: two on a single CPU device, one elsewhere",
+        "batches decoded concurrently; 0: two on a single CPU device, one elsewhere",
         unit="batches",
         minimum=0,
         free=True,
@@ -492,9 +502,9 @@ class DecodeConfig:
 
     @property
     def search(self) -> dict[str, Any]:
-        """The options that a translation depends on, by name: all but paths and those that only affect speed."""
-        others = "checkpoint", "ensemble", "input", "output", "batch_tokens", "streams", "unroll"
-        return {name: value for name, value in vars(self).items() if name not in others}
+        """Options that a translation depends on, by name: all except paths and options that only affect speed."""
+        excluded = "checkpoint", "ensemble", "input", "output", "batch_tokens", "streams", "unroll"
+        return {name: value for name, value in vars(self).items() if name not in excluded}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -503,12 +513,12 @@ class ServeConfig:
 
     host: str = option("127.0.0.1", "address to listen on; 0.0.0.0: all addresses of this machine", free=True)
     port: int = option(8000, "port to listen on; 0: any free port", minimum=0, maximum=65535, free=True)
-    max_lines: int = option(100, "largest number of lines of a request", unit="lines", minimum=1, free=True)
+    max_lines: int = option(100, "maximum number of lines of a request", unit="lines", minimum=1, free=True)
     max_characters: int = option(
-        5000, "largest number of characters of a line", unit="characters", minimum=1, free=True
+        5000, "maximum number of characters of a line", unit="characters", minimum=1, free=True
     )
     max_waiting: int = option(
-        256, "largest number of waiting requests; any more are answered with 503", unit="requests", minimum=1, free=True
+        256, "maximum number of waiting requests; further ones get status 503", unit="requests", minimum=1, free=True
     )
     batch_lines: int = option(64, "combine waiting requests up to this many lines", unit="lines", minimum=1, free=True)
     batch_wait_ms: float = option(
@@ -520,13 +530,13 @@ class ServeConfig:
 
     @property
     def max_body_bytes(self) -> int:
-        """The longest body within the limits, in bytes: JSON may escape a character as two times six bytes."""
+        """Maximum size of a body within the limits, in bytes. JSON may escape a character as two 6-byte sequences."""
         return self.max_lines * (12 * self.max_characters + 16) + 1000
 
 
 @dataclasses.dataclass(frozen=True)
 class EvaluateConfig:
-    """Scores."""
+    """Evaluation."""
 
     splits: str = option("test", "comma-separated: valid, test", free=True)
     pairs: str = option("", "directions to translate, in the form of data.pairs; empty: those of the run", free=True)
@@ -542,7 +552,7 @@ class EvaluateConfig:
 
 @dataclasses.dataclass(frozen=True)
 class AverageConfig:
-    """One model from several checkpoints."""
+    """Averaging of checkpoints."""
 
     checkpoints: str = option(
         "last:2", "checkpoints to average: last:n, best:n, or steps such as 1000,2000,3000", free=True
@@ -551,25 +561,25 @@ class AverageConfig:
 
 @dataclasses.dataclass(frozen=True)
 class CompareConfig:
-    """Systems side by side."""
+    """Comparison of systems."""
 
     systems: str = option(
         "",
         "comma-separated workdirs or files of translations, each as path or name=path; the first is the baseline",
         free=True,
     )
-    reference: str = option("", "file of references; empty: those that the first workdir was evaluated with", free=True)
-    split: str = option("test", "split whose translations to take from workdirs", free=True)
+    reference: str = option("", "file of references; empty: the references in the first workdir", free=True)
+    split: str = option("test", "split to compare, for systems that are workdirs", free=True)
 
     def named(self) -> list[tuple[str, str]]:
-        """`systems` as (name, path)."""
+        """Returns `systems` as (name, path)."""
         parts = (part.strip().rpartition("=") for part in self.systems.split(",") if part.strip())
         return [(name or path, path) for name, _, path in parts]
 
 
 @dataclasses.dataclass(frozen=True)
 class ExportConfig:
-    """The model for other engines."""
+    """Export to other engines."""
 
     format: str = option("ctranslate2", "format to write", choices=("ctranslate2", "huggingface"), free=True)
     quantization: str = option(
@@ -585,7 +595,7 @@ class ExportConfig:
     )
     check_lines: int = option(
         100,
-        "validation pairs whose log-probabilities are compared with the exported model's; 0: no check",
+        "number of validation pairs on which the exported model's log-probabilities are checked; 0: no check",
         unit="pairs",
         minimum=0,
         free=True,
@@ -599,19 +609,19 @@ class ExportConfig:
 
 @dataclasses.dataclass(frozen=True)
 class AnalyzeConfig:
-    """Looking inside."""
+    """Analysis of a run, or of untrained models."""
 
     methods: str = option("", "comma-separated methods to compare untrained; empty: model.method", free=True)
 
     def names(self, method: str) -> list[str]:
-        """`methods` as a list; `method` if there are none."""
+        """Returns `methods` as a list, or [method] if `methods` is empty."""
         names = (name.strip() for name in self.methods.split(","))
         return list(dict.fromkeys(name for name in names if name)) or [method]
 
 
 @dataclasses.dataclass(frozen=True)
 class PlanConfig:
-    """What a run will cost."""
+    """Predicted cost of a run."""
 
     device: str = option(
         "", "device to plan for, see branchnorm_jax/analysis/devices.py; empty: this machine's", free=True
@@ -620,8 +630,8 @@ class PlanConfig:
     sentence_length: int = option(
         32, "average length of a sentence, both sides", unit="tokens", minimum=2, maximum=100_000, free=True
     )
-    compile: bool = option(True, "compile the update on this machine, for the compiler's own figures", free=True)
-    calibrate: bool = option(False, "time shallow models of the same width on this machine", free=True)
+    compile: bool = option(True, "compile the update on this machine, and report the compiler's peak memory", free=True)
+    calibrate: bool = option(False, "predict times by timing shallow models of the same width here", free=True)
     refuse: bool = option(
         True,
         "do not train if parameters, optimiser state and gradients alone exceed the device's memory",
@@ -631,7 +641,7 @@ class PlanConfig:
 
 @dataclasses.dataclass(frozen=True)
 class SweepConfig:
-    """Many runs."""
+    """Sweeps over a grid of runs."""
 
     grid: str = option(
         "",
@@ -641,7 +651,7 @@ class SweepConfig:
     columns: str = option(
         "depth", "comma-separated axes of the table's columns; the other axes label its rows", free=True
     )
-    baseline: str = option("", "method that the others are tested against; empty: no test", free=True)
+    baseline: str = option("", "method to test the other methods against; empty: no test", free=True)
     recommended: bool = option(
         False,
         "each run takes the options that its method recommends, unless config file, command line or grid set them; "
@@ -650,7 +660,7 @@ class SweepConfig:
     )
     chosen: str = option(
         "",
-        "recommended: options that keep their values; filled in with the options that were set, for a resume",
+        "recommended: options that keep their values; filled in automatically, for a resume",
         free=True,
     )
 
@@ -662,7 +672,7 @@ class SweepConfig:
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """All options. Use `from_config_dict` to make one: it validates."""
+    """All options. Create it with `config.from_config_dict`, which validates them."""
 
     model: ModelConfig = dataclasses.field(default_factory=ModelConfig)
     data: DataConfig = dataclasses.field(default_factory=DataConfig)
@@ -680,7 +690,7 @@ class Config:
 
 
 def fields() -> Iterator[tuple[str, dataclasses.Field[Any]]]:
-    """Every option as ("section.name", dataclass field), in the order of this file."""
+    """Yields every option as ("section.name", dataclass field), in the order of this file."""
     for section, value in vars(Config()).items():
         for field in dataclasses.fields(value):
             yield f"{section}.{field.name}", field

@@ -120,7 +120,7 @@ def rows_of(config: Config, length: int, count: int) -> int:
 
 
 def lengths(config: Config) -> tuple[int, ...]:
-    """Returns the shortest and longest row length; one of them needs most memory."""
+    """Returns the shortest and the longest row length; one of the two needs the most memory."""
     tokens, multiple, longest = config.train.batch_tokens, config.data.row_multiple, config.data.max_length
     sentence = min(config.plan.sentence_length, longest)
     ladder = row_lengths(sentence, longest, tokens, multiple)[-config.data.batch_shapes :]
@@ -133,7 +133,10 @@ def peak_bytes(config: Config, count: int) -> float:
 
 
 def held_bytes(config: Config) -> float:
-    """Parameters, optimiser state, their average and gradients on each device: what no setting of memory avoids."""
+    """Returns the bytes of parameters, optimiser state, moving average and gradients on each device.
+
+    No choice of `model.remat` and no smaller batch reduces them.
+    """
     _, state, _ = update(with_remat(config, remat_choices(config)[-1]), 1, 1)
     gradients = 0 if config.train.update_in_backward else size_of(state.params)
     return (size_of(state) + gradients) / config.parallel.model
@@ -157,7 +160,7 @@ def compiled_bytes(config: Config) -> float:
 
 
 def seconds(config: Config, device: devices.Device, estimate: costs.Costs) -> float:
-    """Estimates a time in seconds, as the sum of computation and memory traffic."""
+    """Estimates a time in seconds: the time of the computation plus the time of the memory traffic."""
     matrix = device.matrix if config.model.dtype == "bfloat16" else device.matrix_float32
     return estimate.flops / (MATRIX_SHARE * matrix) + estimate.traffic / (TRAFFIC_SHARE * device.bandwidth)
 

@@ -1,4 +1,4 @@
-"""Matplotlib, where it is installed."""
+"""Access to Matplotlib, an optional package."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ from branchnorm_jax.training import logs
 
 
 def pyplot() -> Any:
-    """`matplotlib.pyplot` for files, without a display. Raises `MissingExtraError` if it is not installed."""
+    """Returns `matplotlib.pyplot`, set up for files. Raises `MissingExtraError` if it is not installed."""
     with needs_extra("plots", "figures need matplotlib"):
         import matplotlib
 
@@ -17,7 +17,7 @@ def pyplot() -> Any:
 
 
 def can_draw(name: str) -> bool:
-    """Whether the figure `name` can be drawn; if not, says what to install."""
+    """Returns whether the figure `name` can be drawn; if not, logs what to install."""
     try:
         pyplot()
     except MissingExtraError as error:

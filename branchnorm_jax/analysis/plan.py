@@ -156,15 +156,15 @@ def to_json(plan: Mapping[str, Any]) -> str:
     return json.dumps(plan, indent=2) + "\n"
 
 
-def fitting(config: Config, memory: float) -> Config:
-    """Resolves `model.remat=auto` to the first choice whose predicted peak fits into `memory`, or else to the last.
+def resolve_remat(config: Config, memory: float) -> Config:
+    """Resolves `model.remat=auto` to the first choice with a predicted peak that fits, or else to the last choice.
 
     Args:
       config: the run.
       memory: bytes of memory available on each device.
 
     Raises:
-      UserError: if `plan.refuse`, and parameters, optimiser state and gradients alone need more than `memory`.
+      UserError: if `plan.refuse` is set, and parameters, optimiser state and gradients alone need more than `memory`.
     """
     held = held_bytes(config)
     if config.plan.refuse and held > memory:
@@ -182,7 +182,10 @@ def fitting(config: Config, memory: float) -> Config:
 
 
 def warning(config: Config, memory: float) -> str:
-    """One line if the predicted peak of an update is above `memory` bytes, with what lowers it; else ""."""
+    """Returns a warning if the predicted peak of an update exceeds `memory` bytes, or "".
+
+    The warning is one line and lists the options that lower the peak.
+    """
     remat, needed = config.model.remat, peak_bytes(config, data_size(config.parallel))
     if needed <= memory:
         return ""

@@ -1,8 +1,8 @@
 """Preflight check: a time lapse of a deep run at its real depth, with a reduced width and batch.
 
-It makes a few updates at each of several points of the run's schedules: at the start, at the peak of the learning rate,
-and at a tenth, a half and all of the way until both the peak and the full alpha are reached. The updates between the
-points are skipped. Everything except width and batch is as in the run.
+It makes a few updates at each of several points of the run's schedules: at the start, at the peak learning rate, and
+after a tenth, a half and all of the updates until both the peak learning rate and the full alpha are reached. The
+updates between the points are skipped. Everything except width and batch is as in the run.
 """
 
 import dataclasses
@@ -44,7 +44,7 @@ POINTS = (0.0, 0.1, 0.5, 1.0)
 """Points as fractions of the updates until both the full alpha and the peak learning rate are reached."""
 
 COLLAPSING = 0.99
-"""Token similarity from which a stack collapses if its branches have yet to grow."""
+"""A stack with a token similarity above this value will collapse if its branches still grow."""
 
 
 class Point(NamedTuple):
@@ -54,7 +54,7 @@ class Point(NamedTuple):
     alpha: float
     """Alpha, averaged over all layers; 1 for methods whose branches do not grow."""
     by_layer: Alpha | None
-    """Alpha of each layer; None if all layers have the same."""
+    """Alpha of each layer; None if all layers have the same alpha."""
     learning_rate: float
     loss: list[float]
     """Loss before the first update at this point, after the first, and after the last."""
@@ -95,7 +95,7 @@ def points_of(config: Config, total: int) -> list[int]:
     return sorted({min(warmup, end), *(round(share * end) for share in POINTS)})
 
 
-def fly(config: Config, corpus: Corpus, progress: Callable[[int, int], Any]) -> tuple[Config, list[Point]]:
+def run_preflight(config: Config, corpus: Corpus, progress: Callable[[int, int], Any]) -> tuple[Config, list[Point]]:
     """Runs the preflight check; returns the narrow config and the measurements.
 
     Args:
@@ -109,7 +109,7 @@ def fly(config: Config, corpus: Corpus, progress: Callable[[int, int], Any]) -> 
     model = make_model(narrow.model, corpus.tokenizer)
     params = init_params(model, narrow.train.seed, batches(0))
     total = narrow.train.steps or math.ceil(narrow.train.epochs * plan.batches_per_epoch / narrow.data.tokenisations)
-    return narrow, lapse(narrow, model, params, batches, points_of(narrow, total), progress)
+    return narrow, time_lapse(narrow, model, params, batches, points_of(narrow, total), progress)
 
 
 def batches_of(plan: BatchPlan) -> Callable[[int], Batch]:
@@ -129,7 +129,7 @@ def batches_of(plan: BatchPlan) -> Callable[[int], Batch]:
     return batch
 
 
-def lapse(
+def time_lapse(
     config: Config,
     model: Transformer,
     params: Params,
@@ -147,11 +147,11 @@ def lapse(
       params: initial parameters.
       batches: returns the batch of an update; all batches have the same shape.
       points: first update of each point; `UPDATES` updates are made from there.
-      progress: see `fly`.
+      progress: see `run_preflight`.
     """
     alpha, optimizer, probe_batch = growth.alpha(config.model), make_optimizer(config.train), batches(0)
     step = jax.jit(make_train_step(model, optimizer, config), donate_argnums=0)
-    look = jax.jit(lambda params, alpha: _look(config, model, params, probe_batch, alpha))
+    look = jax.jit(lambda params, alpha: _measure(config, model, params, probe_batch, alpha))
     state = jax.jit(lambda params: first_state(params, optimizer))(params)
     grows = get_recipe(config.model.method).grows
     results: list[Point] = []
@@ -200,8 +200,8 @@ class Verdict(NamedTuple):
 def judge(points: Sequence[Point]) -> Verdict:
     """Returns the first problem in order of points, or "healthy".
 
-    The last point only shows whether the loss stays finite and low. A model that has not been trained until then has
-    weak layers there even if the run is sound: with the full alpha its skip connections carry little of the gradient.
+    At the last point only the loss is checked. The time lapse skips most updates, and a model with so little training
+    has weak layers at full alpha even if the run is sound, because skip connections then carry little of the gradient.
     """
     first, last = points[0].loss[0], points[-1].loss[-1]
     for index, point in enumerate(points):
@@ -218,7 +218,7 @@ def judge(points: Sequence[Point]) -> Verdict:
             return Verdict(
                 "vanishing", f"in {layers} {where}: the smallest gradient is {least:.1g} of the largest of its stack"
             )
-        # A stack whose branches do not grow recovers once the decoder reads the source.
+        # If alpha no longer grows, the stack recovers once the decoder reads the source.
         alike = collapsed({stack: {"similarity": values} for stack, values in point.similarity.items()}, COLLAPSING)
         if alike and point.alpha < points[-1].alpha:
             return Verdict("collapsing", f"{where} all tokens of a sentence are nearly the same vector after {alike}")
@@ -243,10 +243,10 @@ def draw(points: Sequence[Point], path: Path, title: str) -> None:
 
     floor = 1e-12
     columns = {
-        "gradient": "gradient by input",
-        "update": "first update / weights",
-        "similarity": "similarity of tokens",
-        "starved": "share below Adam's eps",
+        "gradient": "gradient norm (layer input)",
+        "update": "relative size of first update",
+        "similarity": "token similarity",
+        "starved": "gradient share below Adam's eps",
     }
     figure, axes = pyplot.subplots(2, 4, figsize=(16, 6), layout="constrained")
     for row, stack in zip(axes, STACKS, strict=True):
@@ -295,7 +295,7 @@ def _change(before: np.ndarray, after: np.ndarray) -> float:
     return float(np.linalg.norm(after - before) / np.linalg.norm(before))
 
 
-def _look(config: Config, model: Transformer, params: Params, batch: Batch, alpha: Alpha) -> dict[str, Any]:
+def _measure(config: Config, model: Transformer, params: Params, batch: Batch, alpha: Alpha) -> dict[str, Any]:
     """Computes loss, output, gradients and encoder gain, without dropout."""
     value, by_params, by_input = gradients(config, model, params, alpha, batch)
     sentence = batch.source[:1]

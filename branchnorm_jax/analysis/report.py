@@ -60,11 +60,11 @@ def draw_curves(workdir: Workdir) -> Path:
 
 LAYER_STATISTICS = {
     "gradient": ("gradient norm", "log"),
-    "update": ("update / weights", "log"),
-    "branch": ("branch / residual", "log"),
+    "update": ("relative update", "log"),
+    "branch": ("branch / skip (RMS)", "log"),
     "cosine": ("cosine of input and output", "linear"),
-    "sparsity": ("hidden units at 0", "linear"),
-    "similarity": ("similarity of tokens", "linear"),
+    "sparsity": ("fraction of zero hidden units", "linear"),
+    "similarity": ("token similarity", "linear"),
 }
 """Name in layers.jsonl -> (title, colour scale)."""
 
@@ -85,7 +85,9 @@ def draw_layers(workdir: Workdir) -> Path:
         raise UserError(f"{workdir / 'layers.jsonl'}: nothing to draw; train first, with train.watch_every > 0")
     steps = [line["step"] for line in lines]
     # Runs of earlier versions lack newer statistics.
-    statistics = {name: how for name, how in LAYER_STATISTICS.items() if all(name in line["encoder"] for line in lines)}
+    statistics = {
+        name: style for name, style in LAYER_STATISTICS.items() if all(name in line["encoder"] for line in lines)
+    }
     shades = pyplot.get_cmap("viridis").with_extremes(bad="tab:red")
     figure, axes = pyplot.subplots(
         len(STACKS), len(statistics), figsize=(3 * len(statistics), 5), layout="constrained", squeeze=False

@@ -1,10 +1,11 @@
-"""Sweeps: a grid of runs written in one line, and their results as one table and one figure.
+"""Sweeps: a grid of runs in one line of text, and the results of the runs as a table and a figure.
 
-A grid is axes separated by spaces, each `name=value,value`, all combined with all; `|` adds another grid:
+A grid consists of axes `name=value,value`, separated by spaces. Its runs are all combinations of their values. `|` adds
+another grid:
 
     method=post_ln,branchnorm depth=6L-6L,18L-18L | method=branchnorm depth=50L-50L train.seed=0,1
 
-`method` and `depth` are short for the options that they set; any other axis is an option's full name.
+`method` and `depth` are abbreviations, see `SETS`. The name of any other axis is the full name of an option.
 """
 
 import csv
@@ -80,7 +81,7 @@ def parse_grid(text: str, baseline: str = "") -> list[Run]:
 
 
 def name_of(run: Mapping[str, str], separator: str = "-") -> str:
-    """Returns the name of a run: the values of its axes, with the option's name except for method and depth."""
+    """Returns the name of a run: the values of its axes, with the option's name (not for method and depth)."""
     return separator.join(v if k in ("method", "depth") else f"{k.split('.')[-1]}={v}" for k, v in run.items())
 
 
@@ -92,7 +93,11 @@ def folder_of(run: Mapping[str, str]) -> str:
 
 
 def plan_runs(config: Config) -> dict[str, tuple[Run, Config]]:
-    """Returns the runs of the config's grid by folder. Raises `UserError` if the grid or one of its runs is invalid."""
+    """Returns the runs of the config's grid by folder.
+
+    Raises:
+      UserError: if the grid or one of its runs is invalid.
+    """
     if "test" not in config.evaluate.split_names:
         raise UserError(f"evaluate.splits={config.evaluate.splits}: a sweep compares test scores; add test")
     grid, columns = parse_grid(config.sweep.grid, config.sweep.baseline), config.sweep.column_names
@@ -120,15 +125,18 @@ def plan_runs(config: Config) -> dict[str, tuple[Run, Config]]:
 def configure(config: Config, run: Run) -> Config:
     """Returns the config of one run. Raises `UserError` if a value is invalid."""
     options = configs.with_followers(configs.with_recommended(_options(config, run), recommended(config, run)))
-    # A run does not depend on the grid that it is in: a longer grid leaves the runs that are there as they are.
+    # The config of a run does not contain the grid, so a sweep with a longer grid keeps the finished runs.
     return dataclasses.replace(configs.from_config_dict(options), sweep=SweepConfig())
 
 
 def recommended(config: Config, run: Run) -> dict[str, Any]:
-    """Returns the recommended options of a run's method, "section.name" -> value; empty without `sweep.recommended`."""
+    """Returns the recommended options of a run's method that are not assigned, "section.name" -> value.
+
+    The result is empty if `sweep.recommended` is False.
+    """
     options = _options(config, run)
-    found = get_recipe(options.model.method).recommended if config.sweep.recommended else {}
-    return {name: value for name, value in found.items() if name not in configs.assigned(options)}
+    by_name = get_recipe(options.model.method).recommended if config.sweep.recommended else {}
+    return {name: value for name, value in by_name.items() if name not in configs.assigned(options)}
 
 
 def _options(config: Config, run: Run) -> ml_collections.ConfigDict:
@@ -137,9 +145,9 @@ def _options(config: Config, run: Run) -> ml_collections.ConfigDict:
     given, defaults, chosen = configs.to_flat(config), configs.to_flat(Config()), config.sweep.chosen.split(",")
     for full, value in given.items():
         section, name = full.split(".")
-        # An option that equals the one it follows keeps following it, in runs that change that one.
-        usual = given[configs.FOLLOWS[full]] if full in configs.FOLLOWS else defaults[full]
-        if value != usual or full in chosen:
+        # An option that equals its leader (`configs.FOLLOWS`) stays unassigned, so it follows the leader in every run.
+        default = given[configs.FOLLOWS[full]] if full in configs.FOLLOWS else defaults[full]
+        if value != default or full in chosen:
             options[section][name] = value
     for axis, text in run.items():
         if axis == "depth":
@@ -159,7 +167,7 @@ def ended(workdir: Workdir, config: Config) -> str:
     if not (workdir / "config.json").exists() or configs.load(workdir / "config.json") != config:
         return ""
     status = read_json(workdir / "status.json").get("status")
-    # Scores that are older than the status are those of a shorter run, or of other options.
+    # Scores older than the status belong to a shorter run or to other options.
     results = workdir / "results.json"
     evaluated = (
         score_of(workdir, "bleu") is not None
@@ -180,7 +188,7 @@ def score_of(workdir: Workdir, metric: str) -> float | None:
 def texts_of(workdir: Workdir) -> tuple[list[str], list[str]] | None:
     """Returns references and hypotheses of the test set; None if they cannot be read or do not match."""
     try:
-        # Of several pairs of languages, test.en-de.reference and so on.
+        # With several language pairs, the files are test.en-de.reference and so on.
         references, hypotheses = (
             [line for path in sorted((workdir / "evaluation").glob(f"test*.{side}")) for line in text_lines(path)]
             for side in ("reference", "hypothesis")
@@ -214,17 +222,17 @@ def collect(folders: Mapping[str, tuple[Run, Workdir]]) -> list[dict[str, Any]]:
 def read_json(path: Path) -> dict[str, Any]:
     """Reads a JSON object; returns {} if the file is missing or broken."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return content if isinstance(content, dict) else {}
 
 
 def compare(rows: list[dict[str, Any]], folders: Mapping[str, tuple[Run, Workdir]], baseline: str, lang: str) -> None:
     """Adds to each row the p-value of its difference from its baseline.
 
-    That is the run of the method `baseline` with the same axes, or else, since options that only this run's grid names
-    stand in no way (a T that the baseline does not know), with the most of them.
+    The baseline of a run is the run of the method `baseline` that has the same values in all of its own axes. It may
+    lack axes of the run, such as model.alpha_steps. Among several candidates, the one with the most axes counts.
     """
     for row in rows:
         run, workdir = folders[row["run"]]
@@ -237,7 +245,7 @@ def compare(rows: list[dict[str, Any]], folders: Mapping[str, tuple[Run, Workdir
         row["p_value"] = None
         ours = texts_of(workdir)
         theirs = texts_of(max(partners, key=itemgetter(0))[1]) if partners else None
-        # Of several pairs of languages the table has the mean of their BLEU, which is no corpus to draw from.
+        # With several language pairs, the table has their mean BLEU, for which there is no single corpus to resample.
         one_pair = (workdir / "evaluation" / "test.reference").exists()
         if ours and theirs and ours[0] == theirs[0] and one_pair:
             systems, bleu = {"baseline": theirs[1], "run": ours[1]}, {"bleu": sacrebleu_metric(lang)}
@@ -256,7 +264,7 @@ def to_csv(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def cells(rows: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> dict[tuple[str, str], list[Mapping[str, Any]]]:
-    """Groups rows by (row label, column label) of the table; runs that differ only in their seed share a cell."""
+    """Groups rows by (row label, column label) of the table. Runs that differ only in the seed share a cell."""
     table: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
     for row in rows:
         axes = {axis: row[axis] for axis in row if axis in AXES and axis != "train.seed"}
@@ -277,9 +285,9 @@ def to_markdown(rows: Sequence[Mapping[str, Any]], columns: Sequence[str], basel
     def cell(found: Sequence[Mapping[str, Any]]) -> str:
         if not found:
             return ""
-        ended = [row["status"] for row in found if row["bleu"] is None]
-        if ended:
-            return ", ".join(dict.fromkeys(ended))
+        unscored = [row["status"] for row in found if row["bleu"] is None]
+        if unscored:
+            return ", ".join(dict.fromkeys(unscored))
         scores = [row["bleu"] for row in found]
         star = "*" if all((row.get("p_value") or 1.0) < SIGNIFICANT for row in found) else ""
         spread = f" ± {(max(scores) - min(scores)) / 2:.1f}" if len(scores) > 1 else ""
@@ -293,21 +301,24 @@ def to_markdown(rows: Sequence[Mapping[str, Any]], columns: Sequence[str], basel
 
 
 def draw(rows: Sequence[Mapping[str, Any]], columns: Sequence[str], path: Path) -> None:
-    """Plots BLEU over the columns, one line per row of the table; crosses at the bottom mark runs without a score."""
+    """Plots BLEU over the columns, one line per row of the table.
+
+    Crosses at the bottom mark runs without a score.
+    """
     pyplot = figures.pyplot()
 
     table = cells(rows, columns)
     down, across = (list(dict.fromkeys(key[side] for key in table)) for side in (0, 1))
     figure, axes = pyplot.subplots(figsize=(2 + 1.6 * max(len(across), 3), 4.5), layout="constrained")
     for index, row in enumerate(down):
-        points = [(x, found) for x, column in enumerate(across) if (found := table.get((row, column)))]
-        lost = [x for x, found in points if any(run["bleu"] is None for run in found)]
-        scored = [(x, statistics.mean(run["bleu"] for run in found)) for x, found in points if x not in lost]
+        points = [(x, runs) for x, column in enumerate(across) if (runs := table.get((row, column)))]
+        unscored = [x for x, runs in points if any(run["bleu"] is None for run in runs)]
+        scored = [(x, statistics.mean(run["bleu"] for run in runs)) for x, runs in points if x not in unscored]
         colour = f"C{index % 10}"
         axes.plot(
             [x for x, _ in scored], [y for _, y in scored], "o-" if scored else "x", color=colour, label=row or "all"
         )
-        axes.plot(lost, [-1] * len(lost), "x", color=colour)
+        axes.plot(unscored, [-1] * len(unscored), "x", color=colour)
     axes.set(
         xticks=range(len(across)),
         xticklabels=[name.replace(" ", "\n") for name in across],

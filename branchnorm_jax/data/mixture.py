@@ -74,7 +74,7 @@ class Mixture:
 
     @functools.cached_property
     def _groups(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """Groups of pairs of the same store and lengths, as (first, size, count, order).
+        """Groups of pairs with the same store and the same lengths, as (first, size, count, order).
 
         `order` lists all pairs group by group. `first` is the position in it where each group begins, `size` the number
         of pairs in the group, and `count` the number of pairs an epoch draws from the group.

@@ -55,8 +55,8 @@ def row_lengths(mean: float, longest: float, batch_tokens: int, row_multiple: in
     """Returns the candidate row lengths on the longer side, in ascending order.
 
     The last one fits `longest` tokens. The shortest rows hold at least `SENTENCES` sentences of `mean` tokens. Each
-    further length halves the number of rows. The number of rows is a multiple of `row_multiple`, and for this number
-    the rows are as long as `batch_tokens` allows, rounded down to a multiple of 8; fixed lengths would leave much of a
+    further length halves the number of rows. The number of rows is a multiple of `row_multiple`. Given this number, the
+    rows are as long as `batch_tokens` allows, rounded down to a multiple of 8. Fixed lengths would leave much of a
     small batch unused.
     """
     limit = batch_tokens // row_multiple

@@ -54,7 +54,7 @@ def prepare(config: DataConfig, directory: Path, say: Callable[[str], None], kee
       config: specifies the corpora and the vocabulary.
       directory: parent folder, usually the workdir.
       say: called with one line per completed step.
-      keep: whether to keep an existing vocabulary in any case.
+      keep: whether to keep an existing vocabulary even if its text or options have changed.
     """
     vocabulary, directions = directory / "vocabulary", config.directions()
     validated = [direction for direction in directions if direction in config.validated()]
@@ -72,11 +72,11 @@ def prepare(config: DataConfig, directory: Path, say: Callable[[str], None], kee
         tags = tokenizer.tags(config, direction.target_lang)
         name = f"train {direction.pair}" if config.pairs else "train"
         for sample in range(config.subword_samples) or [None]:
-            where, which = folder, name
+            parent, label = folder, name
             if sample is not None:
-                where, which = folder / f"sample-{sample}", f"{name}, tokenisation {sample + 1}"
-            train.append(build_store(direction, tokenizer, "train", where, filter=True, tags=tags, sample=sample))
-            say(describe_counts(which, train[-1]))
+                parent, label = folder / f"sample-{sample}", f"{name}, tokenisation {sample + 1}"
+            train.append(build_store(direction, tokenizer, "train", parent, filter=True, tags=tags, sample=sample))
+            say(describe_counts(label, train[-1]))
         if direction in validated:
             valid.append(build_store(direction, tokenizer, "valid", folder, filter=False, tags=tags))
             say(describe_counts(name.replace("train", "valid"), valid[-1]))

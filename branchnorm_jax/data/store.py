@@ -25,7 +25,7 @@ _FORMAT = 1  # increase it when the meaning of the files or of the filters chang
 _CHUNK_PAIRS = 8192
 _SIDES = ("source", "target")
 NOTED = 1e-3
-"""Fraction of unknown tokens above which they are reported."""
+"""If the fraction of unknown tokens is above this value, `describe_counts` reports it."""
 
 _OUTCOMES = ("kept", "empty", "too_long", "bad_ratio")
 
@@ -251,9 +251,7 @@ def _write(
 
 
 def _outcome(lengths: np.ndarray, tags: Sequence[int], max_length: int, max_ratio: float) -> np.ndarray:
-    """Returns the index into `_OUTCOMES` of each pair.
-
-    If several reasons apply, the first counts.
+    """Returns the index into `_OUTCOMES` of each pair: the first reason that applies.
 
     Args:
       lengths: source and target lengths in tokens, EOS and tags included, int [2, pairs].

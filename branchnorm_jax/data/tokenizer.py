@@ -100,7 +100,7 @@ class Tokenizer:
     def languages(self) -> list[str]:
         """Languages that have a tag.
 
-        Tags are control symbols, and the ids of these directly follow UNK.
+        Tags are control symbols. SentencePiece places control symbols directly after UNK.
         """
         first = self.target_pieces[UNK + 1 :]
         return [match[1] for match in map(TAG.fullmatch, itertools.takewhile(TAG.fullmatch, first)) if match]
@@ -177,8 +177,8 @@ def train_tokenizer(
     With `config.pairs`, the tag of each target language is a control symbol: encoding text never produces it, and
     decoding never prints it.
 
-    Writes `vocab.model`, or `source.model` and `target.model`; for each a readable `.vocab` with pieces and scores; and
-    `made_of.json` with `origin`, if it is given.
+    The files are `vocab.model`, or `source.model` and `target.model`; a readable `.vocab` with pieces and scores for
+    each model; and `made_of.json` with `origin`, if it is given.
 
     Raises:
       UserError: if the text is empty, or `config.vocab_size` is too large or too small for it.

@@ -35,8 +35,8 @@ MERGE_LIMIT = 4
 """If the shorter sentences fill at most this many batches, they are decoded with the longer ones in the same shape."""
 
 
-class Text(NamedTuple):
-    """State of each row: the models' caches, and the mask of source positions that hold a token, bool [B, 1, S]."""
+class EncodedSources(NamedTuple):
+    """The encoded texts of a batch: the models' caches, and a mask that is True at source tokens, bool [B, 1, S]."""
 
     caches: tuple[Caches, ...]
     mask_B1S: jax.Array
@@ -56,7 +56,7 @@ class Query(NamedTuple):
     prefix: Sequence[int] = ()
     """Token ids that every translation starts with, without EOS."""
     nbest: int = 1
-    """Number of hypotheses requested, at most K; results beyond it are not guaranteed to be complete."""
+    """Number of hypotheses requested, at most K. Hypotheses beyond the first `nbest` may be missing or not the best."""
     tags: int = 0
     """Number of language tags in the prefix; they do not count towards the length of a translation."""
 
@@ -172,7 +172,7 @@ class Engine:
             # If only a few shorter sentences remain, decode them in this shape too, instead of in one of their own.
             group = order[-max(same, rows) :] if len(order) - same > MERGE_LIMIT * rows else order[:]
             del order[-len(group) :]
-            parts = [group[which :: self._streams] for which in range(min(self._streams, len(group)))]
+            parts = [group[stream :: self._streams] for stream in range(min(self._streams, len(group)))]
             shape = min(rows, self.rounding(len(parts[0]))), length, max(len(texts[index].prefix) for index in group)
             yield from interleave([self._stream(weights, texts, part, *shape) for part in parts])
 
@@ -294,7 +294,7 @@ class Engine:
             for model, (params, _) in zip(self.models, weights, strict=True):
                 memory = jnp.zeros((rows, length, model.config.width), model.config.carry_dtype)
                 caches.append(start_cache(model, params, memory, ring * k))
-            text = Text(tuple(caches), jnp.zeros((rows, 1, length), bool))
+            text = EncodedSources(tuple(caches), jnp.zeros((rows, 1, length), bool))
             return beam.empty_search(text, rows, k, self.limit(length) + 1 + prefix, ring, prefix)
 
         return start
@@ -310,7 +310,7 @@ class Engine:
                 return write_sources(caches, made, new.row)
 
             members = zip(self.models, weights, caches, strict=True)
-            text = Text(
+            text = EncodedSources(
                 tuple(filled(model, *weight, cache) for model, weight, cache in members),
                 mask.at[new.row].set(source_mask(new.source), mode="drop"),
             )
@@ -327,8 +327,8 @@ class Engine:
             tables = [model.positions(longest) for model in self.models]
 
             def step(
-                text: Text, tokens: jax.Array, position: jax.Array, seen: jax.Array, slot: jax.Array
-            ) -> tuple[jax.Array, jax.Array, Text]:
+                text: EncodedSources, tokens: jax.Array, position: jax.Array, seen: jax.Array, slot: jax.Array
+            ) -> tuple[jax.Array, jax.Array, EncodedSources]:
                 place, caches, votes = jnp.minimum(position, longest - 1), [], []
                 for model, table, (params, alpha), cache in zip(self.models, tables, weights, text.caches, strict=True):
                     current = CurrentTokens(tokens, table[place][:, None], seen, slot)
@@ -343,7 +343,7 @@ class Engine:
 
     @functools.cached_property
     def _resized(self) -> Callable[[Search, int], Search]:
-        def taken(text: Text, slots: jax.Array) -> Text:
+        def taken(text: EncodedSources, slots: jax.Array) -> EncodedSources:
             return text._replace(caches=tuple(take_slots(caches, slots) for caches in text.caches))
 
         @functools.partial(jax.jit, static_argnums=1)

@@ -30,10 +30,8 @@ class Languages:
         """Languages the model translates from."""
         return sorted({direction.source_lang for direction in self.data.directions()})
 
-    def asked(self, lines: Sequence[str], default: str, first: int = 1) -> tuple[list[str], list[Tags]]:
-        """Removes the language tag, such as ">>de<< ", from each line.
-
-        Returns the lines and their tags.
+    def split_tags(self, lines: Sequence[str], default: str, first: int = 1) -> tuple[list[str], list[Tags]]:
+        """Removes the language tag, such as ">>de<< ", from each line; returns the lines and their tags.
 
         Args:
           lines: source lines.

@@ -273,7 +273,7 @@ class Translator:
         sources: Sequence[Sequence[int]],
         targets: Sequence[Sequence[int]],
     ) -> list[np.ndarray]:
-        """Runs a program in batches and returns its results per target token.
+        """Runs a program in batches; returns its result for each pair, with one entry per target token.
 
         The program takes weights, sources [B, T] and targets [B, T].
         """
@@ -339,8 +339,8 @@ class Translator:
 def pharaoh(attention: np.ndarray) -> list[tuple[int, int]]:
     """Returns alignment points (i, j) from attention weights.
 
-    Source token i has the largest weight for target token j. Like fairseq's `--print-alignment`. Indices count from 0,
-    and EOS is excluded on both sides. Ties are resolved to the first token.
+    Source token i has the largest weight for target token j, as with fairseq's `--print-alignment`. Indices count from
+    0, and EOS is excluded on both sides. The first of several largest weights counts.
 
     Args:
       attention: weights as returned by `Translator.attention`.

@@ -152,7 +152,7 @@ def _score(name: str, metric: BLEU | CHRF | TER, hypotheses: Sequence[str], refe
 def _multi_bleu(name: str, hypotheses: Sequence[str], references: Sequence[str], tokens: str) -> Score:
     """Computes the score of `multi-bleu.perl`.
 
-    White-space tokens, up to 4-grams, no smoothing, brevity penalty exp(1 - ref/hyp).
+    It uses white-space tokens, n-grams up to 4, no smoothing, and the brevity penalty exp(1 - ref/hyp).
     """
     metric = BLEU(tokenize="none", smooth_method="none", force=True)
     score = metric.corpus_score(hypotheses, [references]).score

@@ -26,7 +26,7 @@ FREQUENCIES = (0, 1, 4, 9, 99, 999)
 """Upper bounds of the ranges of training-text frequency in the table by frequency."""
 
 SHOWN = 10
-"""Maximum number of sentences shown per system where it is better than the baseline, and where it is worse."""
+"""Maximum number of better sentences, and of worse sentences, that are shown per system."""
 
 FLOOR = 1.0
 """Minimum difference in sentence chrF, in points, for a sentence to be shown."""
@@ -108,8 +108,8 @@ def scores(systems: Mapping[str, Sequence[str]], references: Sequence[str], targ
         first = next(iter(table["systems"].values()))["score"]
         for row in list(table["systems"].values())[1:]:
             different = all(row[label] < SIGNIFICANT for label, _ in TESTS.values())
-            more = (row["score"] > first) != (metric == "ter")
-            row["verdict"] = ("better" if more else "worse") if different else "tie"
+            better = (row["score"] > first) != (metric == "ter")
+            row["verdict"] = ("better" if better else "worse") if different else "tie"
     return by_metric
 
 
@@ -191,10 +191,7 @@ def by_frequency(
 
 
 def ranges(bounds: Sequence[int]) -> list[str]:
-    """Returns labels of the ranges with these upper bounds.
-
-    For example "0", "1-10", "11-20" and, beyond the last bound, "21+".
-    """
+    """Returns labels of the ranges with these upper bounds: "0", "1-10", "11-20" and at the end "21+"."""
     lows = [0 if bounds[0] == 0 else 1, *(bound + 1 for bound in bounds)]
     labels = [f"{low}" if low == high else f"{low}-{high}" for low, high in zip(lows, bounds, strict=False)]
     return [*labels, f"{lows[-1]}+"]

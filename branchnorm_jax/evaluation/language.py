@@ -15,8 +15,8 @@ def right_language(target_lang: str, languages: Iterable[str]) -> Measure:
 
     Args:
       target_lang: the requested language.
-      languages: the other languages of the model. The identifier chooses among `target_lang` and those of them that it
-        knows; the signature lists these.
+      languages: the other languages of the model. The identifier chooses among all languages of the model that it
+        knows. The signature lists them.
     """
     import py3langid
 

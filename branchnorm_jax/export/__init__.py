@@ -1,1 +1,1 @@
-"""Trained models for other engines: folded into a plain Transformer, written in their formats, and compared."""
+"""Export of trained models to other engines: folding to a plain Transformer, file formats and comparison."""

@@ -22,7 +22,7 @@ READERS = {"self": ("q", "k", "v"), "cross": ("q",), "ffn": ("fc1",)}
 """Matrices of each sub-layer that read the residual stream; cross-attention's "k" and "v" read the encoder output."""
 
 UNUSED_BIAS = -1e9
-"""Logit bias of unused tokens, which makes their probability 0."""
+"""Logit bias of unused tokens. It makes their probability 0."""
 
 
 class Plain(NamedTuple):
@@ -124,7 +124,7 @@ def _fold_stack(
 def without_embedding_scale(plain: Plain) -> Plain:
     """Removes the embedding scale by dividing the first branch of each stack instead.
 
-    For engines that cannot scale embeddings. The epsilon of the first norm then acts like epsilon / a^2.
+    Some engines cannot scale embeddings. The epsilon of the first norm then has the effect of epsilon / a^2.
 
     Raises:
       ValueError: if the scale is not a single number.

@@ -5,7 +5,7 @@ k = 1, 2, ...:
 
     w_k = r_(k-1),  f = Dropout(F(x)),  r_k = sqrt(Var(w_k x) + Var(f)),  x <- LN(w_k x + f)
 
-Var is over all elements of the batch, padding included. Since Var(LN(...)) = 1,
+Var is the variance over all elements of the batch, padding included. Since Var(LN(...)) = 1,
 w_k = sqrt(Var(x_0) + sum over j < k of Var(f_j)) for k > 1. The pass is one scan that carries x and r.
 """
 
@@ -21,14 +21,16 @@ from branchnorm_jax.model.transformer import Transformer
 
 
 def profile(model: Transformer, params: Params, source_BS: jax.Array, target_BT: jax.Array, key: jax.Array) -> Params:
-    """`params` with the skip weights [L, D] of both stacks set by a pass over one batch in training mode.
+    """Sets the skip weights [L, D] of both stacks by a pass over one batch in training mode.
+
+    Returns the changed parameters.
 
     Args:
-      model: of a recipe with learned skip weights.
+      model: a model with learned skip weights.
       params: fresh parameters.
       source_BS: int [B, S].
       target_BT: int [B, T].
-      key: of the dropout masks.
+      key: random key of the dropout masks.
     """
     source, inputs_BT = source_segments(source_BS), decoder_inputs(target_BT)
 

@@ -17,7 +17,7 @@ from branchnorm_jax.options import ModelConfig
 KeysValues = tuple[jax.Array, jax.Array]
 """Keys and values, [B, S, H, K] each."""
 
-# Finite: a row whose keys are all padding gives a mean instead of NaN.
+# Finite, so that a row in which all keys are padding gives a mean instead of NaN.
 MASKED = -1e9
 
 
@@ -34,7 +34,7 @@ def attend(
     Args:
       q_BTHK: queries; k_BSHK, v_BSHK: keys and values.
       mask_BTS: True where query t attends to key s; axes of size 1 broadcast.
-      rate: dropout of the probabilities.
+      rate: dropout rate of the attention weights.
       key: random key; None switches dropout off.
 
     Returns:
@@ -45,7 +45,7 @@ def attend(
 
 
 def probabilities(q_BTHK: jax.Array, k_BSHK: jax.Array, mask_BTS: jax.Array) -> jax.Array:
-    """softmax(q k^T / sqrt(K)), float32 [B, H, T, S]; arguments as those of `attend`."""
+    """Returns the attention weights softmax(q k^T / sqrt(K)), float32 [B, H, T, S]. Arguments as in `attend`."""
     q_BTHK = q_BTHK * q_BTHK.shape[-1] ** -0.5
     exact = jnp.promote_types(q_BTHK.dtype, jnp.float32)
     scores_BHTS = jnp.einsum("bthk,bshk->bhts", q_BTHK, k_BSHK, preferred_element_type=exact)
@@ -54,10 +54,10 @@ def probabilities(q_BTHK: jax.Array, k_BSHK: jax.Array, mask_BTS: jax.Array) -> 
 
 @jax.custom_jvp
 def softmax(scores: jax.Array) -> jax.Array:
-    """p = e^s / sum(e^s) over the last axis.
+    """Computes p = e^s / sum(e^s) over the last axis.
 
-    The derivative is p' = p s' - p sum(p s'). It is given explicitly so that the backward pass stores only p. That of
-    `jax.nn.softmax` also stores e^s, unless `jax_softmax_custom_jvp` is set for the whole process.
+    The derivative is p' = p s' - p sum(p s'). It is given explicitly so that the backward pass stores only p. The
+    derivative of `jax.nn.softmax` also stores e^s, unless `jax_softmax_custom_jvp` is set for the whole process.
     """
     return jax.nn.softmax(scores)
 
@@ -79,13 +79,14 @@ class KVCache(NamedTuple):
 def attend_cached(
     q_BQHK: jax.Array, cached: KVCache, mask_BQS: jax.Array, own: tuple[jax.Array, jax.Array] | None = None
 ) -> jax.Array:
-    """Attention of the Q hypotheses of a sentence to the keys and values that they share.
+    """Computes the attention of the Q hypotheses of a sentence to their shared keys and values.
 
     Args:
       q_BQHK: queries.
       cached: keys and values.
       mask_BQS: True where a hypothesis attends; axes of size 1 broadcast.
-      own: a key and a value of each hypothesis that no other one attends to, [B, Q, H, K] each.
+      own: the key and the value of each hypothesis's current token, [B, Q, H, K] each. No other hypothesis attends to
+        them.
 
     Returns:
       [B, Q, H, K] in the values' dtype.
@@ -98,7 +99,7 @@ def attend_cached(
         own_BHQ1 = jnp.einsum("bqhk,bqhk->bhq", q_BQHK, own[0], preferred_element_type=exact)[..., None]
         scores_BHQS = jnp.concatenate([scores_BHQS, own_BHQ1], axis=-1)
     probabilities_BHQS = jax.nn.softmax(scores_BHQS).astype(cached.v_BHSK.dtype)
-    # For an output [B, Q, H, K], `einsum` would swap the factors, and XLA multiplies these far slower on CPUs.
+    # For an output [B, Q, H, K], `einsum` would swap the operands, and XLA's product is then far slower on CPUs.
     out_BHQK = jnp.einsum("bhqs,bhsk->bhqk", probabilities_BHQS[..., : mask_BQS.shape[-1]], cached.v_BHSK)
     out_BQHK = out_BHQK.swapaxes(1, 2)
     if own is not None:
@@ -107,7 +108,7 @@ def attend_cached(
 
 
 class Attention(nn.Module):
-    """Projections q, k, v, o [D, D] around `attend`. Its name is that of the sub-layer, self or cross.
+    """Projections q, k, v, o [D, D] around `attend`. The module's name is the sub-layer, self or cross.
 
     Options of the recipe: a norm before o (`Recipe.inner_norm`: Sub-LN), and a learned factor per head, which
     multiplies the head before o, or the head's share of the features after o (`Recipe.head_scale`: NormFormer).
@@ -131,7 +132,7 @@ class Attention(nn.Module):
         return x.reshape(*x.shape[:-1], heads, width // heads)
 
     def keys_values(self, memory_BSD: jax.Array) -> KeysValues:
-        """Keys and values of the memory, [B, S, H, K] each."""
+        """Returns keys and values of the encoder's output or, in self-attention, of x: [B, S, H, K] each."""
         k, v = (checkpoint_name(linear(memory_BSD), "projection") for linear in (self.k, self.v))
         return self._heads(k), self._heads(v)
 
@@ -142,12 +143,12 @@ class Attention(nn.Module):
         mask_BTS: jax.Array,
         key: jax.Array | None = None,
     ) -> jax.Array:
-        """Attention from x to given keys and values: [B, T, D] -> [B, T, D]."""
+        """Computes attention from x to the given keys and values: [B, T, D] -> [B, T, D]."""
         q_BTHK = self._heads(checkpoint_name(self.q(x_BTD), "projection"))
         return self._out(attend(q_BTHK, *keys_values, mask_BTS, self.config.attention_dropout, key))
 
     def probabilities(self, x_BTD: jax.Array, k_BSHK: jax.Array, mask_BTS: jax.Array) -> jax.Array:
-        """Attention probabilities, mean over heads, float32 [B, T, S]."""
+        """Returns the attention weights, averaged over heads, float32 [B, T, S]."""
         return probabilities(self._heads(self.q(x_BTD)), k_BSHK, mask_BTS).mean(1)
 
     def decode(
@@ -157,11 +158,11 @@ class Attention(nn.Module):
         mask_BQS: jax.Array,
         own: tuple[jax.Array, jax.Array] | None = None,
     ) -> jax.Array:
-        """One decoding step of Q hypotheses, see `attend_cached`: [B, Q, D] -> [B, Q, D]."""
+        """Runs one decoding step of Q hypotheses, see `attend_cached`: [B, Q, D] -> [B, Q, D]."""
         return self._out(attend_cached(self._heads(self.q(x_BQD)), cached, mask_BQS, own))
 
     def _out(self, out_BTHK: jax.Array) -> jax.Array:
-        """The output projection: [B, T, H, K] -> [B, T, D]."""
+        """Applies the output projection: [B, T, H, K] -> [B, T, D]."""
         recipe = self.recipe
         scaled = self.name in recipe.head_scale
 

@@ -39,20 +39,20 @@ class Stream(NamedTuple):
     total: jax.Array | None = None
     """Sum of the embedding and of all branches so far, float32 [B, T, D]; only in a dual stream."""
     spread: jax.Array | None = None
-    """Standard deviation of that sum, float32 []; only while profiling."""
+    """r_k of Admin's profiling pass (see `admin.py`), float32 []; None otherwise."""
     attention: jax.Array | None = None
-    """Weighted sum of the cross-attention of the layers so far, float32 [B, T, S]; None: it is not recorded."""
+    """Weighted sum of the cross-attention weights of the layers so far, float32 [B, T, S]; None if not recorded."""
 
 
 class Block(nn.Module):
-    """What encoder and decoder layers share: the residual algebra.
+    """The residual algebra, shared by encoder and decoder layers.
 
-    `asleep` marks a layer with b = 0. Its branches are not computed, and nothing else differs.
+    `inactive` is for layers with b = 0: the branches are not computed. The result is the same.
     """
 
     config: ModelConfig
     recipe: Recipe
-    asleep: bool = False
+    inactive: bool = False
 
     def _residual(
         self,
@@ -74,7 +74,7 @@ class Block(nn.Module):
             z = z * layer.coefficients.pre_scale
         if recipe.shifts:
             z = z - self.param(f"{name}_shift", declared(nn.initializers.zeros), ())
-        if self.asleep and name in recipe.branch.on:
+        if self.inactive and name in recipe.branch.on:
             h = jnp.zeros_like(x)
         else:
             h = checkpoint_name(branch(z), "branch")
@@ -102,7 +102,7 @@ class Block(nn.Module):
         return Norm(self.config.norm, name=name)(x)
 
     def _weight(self, which: str, sublayer: str, constant: jax.Array) -> jax.Array:
-        """a ("skip") or b ("branch") of a sub-layer."""
+        """Returns a ("skip") or b ("branch") of a sub-layer."""
         weight: Weight = getattr(self.recipe, which)
         if sublayer not in weight.on:
             return jnp.ones(())
@@ -115,7 +115,7 @@ class Block(nn.Module):
         return self.param(name, declared(nn.initializers.ones, *axes, gain=weight.start), shape)
 
     def _begin(self, stream: Stream, layer: LayerInput) -> tuple[Stream, LayerInput, jax.Array | None]:
-        """The inputs of the first sub-layer, and what the last sub-layer adds besides skip and branch."""
+        """Returns the inputs of the first sub-layer, and the term `bottom` of the last one (or None)."""
         if layer.probe is not None:
             stream = stream._replace(x=stream.x + layer.probe)
         # The sub-layers of a layer share this parameter.
@@ -130,7 +130,7 @@ class EncoderBlock(Block):
 
     @nn.compact
     def __call__(self, stream: Stream, layer: LayerInput, mask_BTS: jax.Array) -> tuple[Stream, None]:
-        """One layer; mask_BTS [B, 1, S] is True at real tokens."""
+        """Runs one layer. mask_BTS [B, S, S] is True where a query attends: at the real tokens of its sentence."""
         stream, layer, bottom = self._begin(stream, layer)
         attention = Attention(self.config, self.recipe, name="self")
         feed_forward = FeedForward(self.config, self.recipe, name="ffn")
@@ -157,14 +157,14 @@ class DecoderBlock(Block):
         cross_mask: jax.Array,
         cache: Cache | None = None,
     ) -> tuple[Stream, KeysValues]:
-        """Whole targets (cache None), or one step of several hypotheses per sentence.
+        """Runs one layer on whole targets (`cache` is None), or on one step of several hypotheses per sentence.
 
         Args:
           stream: x [B, T, D] of whole targets, or [B, Q, D] of the current tokens of Q hypotheses.
           layer: this layer's coefficients and dropout key.
           memory_BSD: the encoder's output; None with a cache.
-          self_mask: True where a query attends: [B or 1, T, T], or slots of the cache, [B, Q, N].
-          cross_mask: the same for source tokens, [B, T, S] or [B, 1, S].
+          self_mask: True where a query attends to a target token, [B, T, T], or to a slot of the cache, [B, Q, N].
+          cross_mask: True where a query attends to a source token, [B, T, S] or [B, 1, S].
           cache: this layer's `Cache`, without the current tokens.
 
         Returns:
@@ -203,26 +203,29 @@ class DecoderBlock(Block):
         return stream, new[0] if new else (jnp.zeros((rows, length, c.heads, c.width // c.heads), c.dtype),) * 2
 
 
-def make_block(config: ModelConfig, recipe: Recipe, stack: str, asleep: bool = False) -> EncoderBlock | DecoderBlock:
-    """One layer of a stack."""
-    return (EncoderBlock if stack == "encoder" else DecoderBlock)(config, recipe, asleep)
+def make_block(config: ModelConfig, recipe: Recipe, stack: str, inactive: bool = False) -> EncoderBlock | DecoderBlock:
+    """Creates one layer of a stack."""
+    return (EncoderBlock if stack == "encoder" else DecoderBlock)(config, recipe, inactive)
 
 
 def mean_square(x: jax.Array) -> jax.Array:
-    """The mean square of each row of [B, T, D], float32 [B]. Rows are on several devices, so their mean comes later."""
+    """Returns the mean square of each row of [B, T, D], float32 [B].
+
+    The mean over rows is taken once per update, because rows may be on different devices.
+    """
     return jnp.square(x.astype(jnp.float32)).mean((1, 2))
 
 
 def watched(
     before: jax.Array, after: jax.Array, mask: jax.Array, intermediates: Mapping[str, Any]
 ) -> dict[str, jax.Array]:
-    """Statistics of one layer, row by row: see `training/watch.py`.
+    """Computes the statistics of one layer for each row; see `training/watch.py`.
 
     Args:
-      before: its input, [B, T, D].
-      after: its output.
-      mask: its self-attention's mask, [B, T, T].
-      intermediates: the values that its modules sowed into the collection "watch".
+      before: the layer's input, [B, T, D].
+      after: the layer's output.
+      mask: the mask of the layer's self-attention, [B, T, T].
+      intermediates: the values that the layer's modules sowed into the collection "watch".
 
     Returns:
       branch, skip: mean squares of b F and a x, [sub-layers, B]; cosine: of input and output, [B]; sparsity: share of
@@ -240,10 +243,10 @@ def watched(
 
 
 def similarity(x: jax.Array, mask: jax.Array) -> dict[str, jax.Array]:
-    """Sum of the cosines over all pairs of different tokens of a sentence, and the number of pairs, [B] each.
+    """Sums the cosines of all pairs of different tokens of a sentence, and counts the pairs, [B] each.
 
-    `mask` [B, T, T] is True at pairs of tokens of the same sentence, in one order (causal) or both, and on the diagonal
-    at real tokens.
+    `mask` [B, T, T] is True at pairs of tokens of the same sentence, in one order (causal) or both, and
+    on the diagonal at real tokens.
     """
     unit = x * jax.lax.rsqrt(jnp.square(x).sum(-1, keepdims=True) + 1e-20)
     real = jnp.diagonal(mask, axis1=1, axis2=2)

@@ -11,26 +11,26 @@ from branchnorm_jax.options import ModelConfig
 
 
 class Cache(NamedTuple):
-    """Keys and values of a decoder layer; in the stack with a leading axis L."""
+    """The cached keys and values of a decoder layer. For the whole stack they have a leading axis L."""
 
     self: KVCache
-    """Of the tokens so far. Masks select the slots that a hypothesis attends to."""
+    """Keys and values of the target tokens so far. Masks select the slots that a hypothesis attends to."""
     cross: KVCache
-    """Of the source, computed once per sentence."""
+    """Keys and values of the source, computed once per sentence."""
 
 
 Caches = Cache | list[Cache]
-"""The cache of a decoder's stack, or a list with one of each layer (see `incremental.unstack_decoder`)."""
+"""The stacked cache of a decoder, or a list with one cache per layer (see `incremental.unstack_decoder`)."""
 
 
 def empty(config: ModelConfig, rows: int, slots: int) -> KVCache:
-    """An empty cache with `slots` slots for each of `rows` sentences, in each layer of the decoder."""
+    """Returns an empty cache for all decoder layers, with `slots` slots for each of `rows` sentences."""
     shape, size = (config.decoder_layers, rows, config.heads), config.width // config.heads
     return KVCache(jnp.zeros((*shape, size, slots), config.dtype), jnp.zeros((*shape, slots, size), config.dtype))
 
 
 def to_cache(k_BSHK: jax.Array, v_BSHK: jax.Array) -> KVCache:
-    """Keys and values of the source in the layout of decoding."""
+    """Converts keys and values of the source to the layout of decoding."""
     return KVCache(jnp.einsum("bshk->bhks", k_BSHK), jnp.einsum("bshk->bhsk", v_BSHK))
 
 
@@ -47,7 +47,7 @@ def write_tokens(caches: Caches, new: Any, slot: jax.Array) -> Caches:
 
 
 def write_sources(caches: Caches, new: Caches, rows: jax.Array) -> Caches:
-    """Writes the sources of `new` into these rows. A row number beyond the last one is ignored."""
+    """Writes the source keys and values of `new` into the given rows. Row numbers beyond the last are ignored."""
 
     def write(cache: Cache, new: Cache) -> Cache:
         put = functools.partial(jax.tree.map, lambda old, new: old.at[..., rows, :, :, :].set(new, mode="drop"))
@@ -57,7 +57,7 @@ def write_sources(caches: Caches, new: Caches, rows: jax.Array) -> Caches:
 
 
 def take_slots(caches: Caches, slots: jax.Array) -> Caches:
-    """Moves tokens to other slots: slot i becomes the old slot slots[i]."""
+    """Moves tokens to other slots: slot i gets the content of the old slot slots[i]."""
 
     def take(cache: Cache) -> Cache:
         k_BHKS, v_BHSK = cache.self

@@ -21,12 +21,12 @@ Array = TypeVar("Array", jax.Array, np.ndarray)
 
 
 class Coefficients(NamedTuple):
-    """Coefficients of a layer; in a stack with a leading axis [L]."""
+    """The coefficients of a layer. For a whole stack, each has a leading axis L."""
 
     skip: jax.Array
-    """a where it is not learned: float32 []."""
+    """a, unless it is learned: float32 []."""
     branch: jax.Array
-    """b where it is not learned: float32 []."""
+    """b, unless it is learned: float32 []."""
     pre_scale: jax.Array
     """c: float32 []."""
     post: jax.Array
@@ -39,12 +39,12 @@ def by_layer(rule: Rule, depth: Depth, stack: str) -> np.ndarray:
 
 
 def uniform(value: float | jax.Array, depth: Depth) -> Alpha:
-    """The same alpha in all layers."""
+    """Returns the same alpha for all layers."""
     return {stack: jnp.full(layers, value, jnp.float32) for stack, layers in zip(STACKS, depth, strict=True)}
 
 
 def layer_alpha(alpha: Alpha | jax.Array, depth: Depth, stack: str) -> jax.Array:
-    """alpha of a stack's layers, [L]. Callers may give the model one number for all layers."""
+    """Returns alpha of a stack's layers, [L]. The argument may also be one number for all layers."""
     own = alpha[stack] if isinstance(alpha, Mapping) else alpha
     return jnp.broadcast_to(jnp.asarray(own), (getattr(depth, stack),))
 
@@ -52,11 +52,11 @@ def layer_alpha(alpha: Alpha | jax.Array, depth: Depth, stack: str) -> jax.Array
 def resolve(
     recipe: Recipe, depth: Depth, stack: str, alpha: Alpha | jax.Array, dtype: Any = jnp.float32
 ) -> Coefficients:
-    """The coefficients of a stack's layers, [L] each in `dtype`.
+    """Returns the coefficients of a stack's layers, [L] each in `dtype`.
 
     >>> from branchnorm_jax.model.methods import get_recipe
-    >>> found = resolve(get_recipe("branchnorm"), Depth(3, 3), "encoder", alpha=jnp.array([0.0, 0.5, 1.0]))
-    >>> found.skip.tolist(), found.branch.tolist()
+    >>> encoder = resolve(get_recipe("branchnorm"), Depth(3, 3), "encoder", alpha=jnp.array([0.0, 0.5, 1.0]))
+    >>> encoder.skip.tolist(), encoder.branch.tolist()
     ([1.0, 1.0, 1.0], [0.0, 0.5, 1.0])
     """
 
@@ -73,13 +73,13 @@ def resolve(
 
 
 def scheduled(weight: Weight, alpha_L: Array, numbers: Callable[[Rule], Array]) -> Array:
-    """start + (end - start) alpha, [L]; `numbers` turns a rule into an array."""
+    """Returns start + (end - start) alpha, [L]. `numbers` evaluates a rule for the layers."""
     start = numbers(weight.start)
     return start if weight.end is None else start + (numbers(weight.end) - start) * alpha_L
 
 
 def learned_name(weight: Weight, which: str, sublayer: str) -> str:
-    """The parameter that holds a ("skip") or b ("branch") of a sub-layer; "" where it is not learned."""
+    """Returns the name of the parameter of a ("skip") or b ("branch"); "" if it is not learned."""
     if not weight.learned or sublayer not in weight.on:
         return ""
     return which if weight.learned == "layer" else f"{sublayer}_{which}"
@@ -88,7 +88,10 @@ def learned_name(weight: Weight, which: str, sublayer: str) -> str:
 def sublayer_factors(
     recipe: Recipe, depth: Depth, stack: str, alpha: Any, params: Mapping[str, Any]
 ) -> Callable[[str], tuple[np.ndarray, np.ndarray]]:
-    """A function from a sub-layer to its a and b, learned or not, in every layer: float64, [L, 1] or [L, D] each."""
+    """Returns a function from a sub-layer to its a and b in every layer, float64 [L, 1] or [L, D] each.
+
+    The values include learned ones.
+    """
     layers = getattr(depth, stack)
     alpha_L = np.asarray(layer_alpha(alpha, depth, stack), np.float64)
 

@@ -1,11 +1,11 @@
-"""Dynamic linear combination of layers (DLCL, Wang et al., 2019), in a form whose memory grows linearly with depth.
+"""Dynamic linear combination of layers (DLCL, Wang et al., 2019), with memory linear in depth.
 
     x_l = sum over k <= l of W[l,k] u_k,  u_0 = y_0 the embedding, u_k = LN_k(y_k) the output of layer k        (pre)
     x_l = LN_l(sum over k <= l of W[l,k] y_k),  x_0 without a norm                                            (post)
 
 Layer l + 1 reads x_l, and the stack returns x_L. If every layer combined all earlier u_k, the backward pass would store
-L^2 activations. Here every new output is added to the sums A[m] of all later reads m. The sums are linear in the
-outputs, so the backward pass stores nothing of them.
+L^2 activations. Instead, each new output is added to a running sum A[m] for every later layer m that reads it. The sums
+are linear in the outputs, so the backward pass does not store them.
 """
 
 from collections.abc import Callable
@@ -20,7 +20,7 @@ from branchnorm_jax.model.norms import apply_norm, declare_norm
 
 
 def declare_combination(layers: int, width: int, norm: str) -> dict[str, Any]:
-    """W [L+1, L+1], whose row l starts as the mean of the l + 1 outputs so far, and L norms."""
+    """Declares W [L+1, L+1] and L norms. Row l of W initially averages the l + 1 outputs so far."""
 
     def repeated(leaf: Declared) -> Declared:
         return leaf.replace_boxed(jnp.stack([leaf.value] * layers)).add_axis(0, {})
@@ -41,17 +41,19 @@ def combined(
     norm: str,
     post: bool,
 ) -> tuple[Callable[[Any, Any], tuple[Any, Any]], Any, Any]:
-    """Wraps a stack's layers: returns (layer, carry, per_layer) for `run_stack`, whose last carry starts with x_L.
+    """Returns (layer, carry, per_layer) for `run_stack`, with layers that read combinations.
+
+    The last carry of `run_stack` is a tuple that starts with the stream of x_L.
 
     Args:
-      layer: x_l, per_layer_l -> y_(l+1), output; plain streams.
-      params: of `declare_combination`.
+      layer: (plain stream with x_l, per_layer_l) -> (plain stream with y_(l+1), output).
+      params: the parameters that `declare_combination` declares.
       start: the carry of the first layer, with y_0 [B, T, D].
       per_layer: tree of [L, ...] leaves for `layer`.
       norm: kind of the norms.
       post: normalise after combining instead of before.
     """
-    # Row l is read after columns 0 .. l were added: entries above the diagonal are never used.
+    # Row l is read when columns 0 .. l have been added, so entries above the diagonal are never used.
     weight = params["weight"].astype(start.x.dtype)
 
     def combine(carry: Any, inputs: Any) -> tuple[Any, Any]:

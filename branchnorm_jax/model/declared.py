@@ -1,6 +1,6 @@
 """Declarations of parameters: each parameter is declared once, where a module creates it.
 
-Shapes, parameter counts, shardings, optimiser states and checkpoints are maps over the tree of these declarations.
+Shapes, parameter counts, shardings, optimiser states and checkpoints are derived from the tree of these declarations.
 """
 
 import functools
@@ -15,13 +15,13 @@ from branchnorm_jax.model.recipe import Rule
 
 
 class Declared(flax.struct.PyTreeNode, nn.meta.AxisMetadata[jax.Array]):
-    """The initial value of a parameter, with its metadata. Flax passes on the value alone when a module uses it.
+    """The initial value of a parameter, with metadata. Flax unboxes the value when a module uses the parameter.
 
     Attributes:
       value: the initial value before `gain`, float32.
       axes: the logical name of each axis, which `parallel/mesh.py` maps to mesh axes: layers, embed (model width),
         heads (heads x head width), ffn, vocab.
-      gain: rule of depth that multiplies the initial value in each layer of a stack; None: nothing does.
+      gain: rule for a factor on the initial value in each layer of a stack; None means no factor.
     """
 
     value: Any
@@ -29,15 +29,15 @@ class Declared(flax.struct.PyTreeNode, nn.meta.AxisMetadata[jax.Array]):
     gain: Rule | None = flax.struct.field(pytree_node=False, default=None)
 
     def unbox(self) -> Any:
-        """The value alone."""
+        """Returns the value without metadata."""
         return self.value
 
     def replace_boxed(self, val: Any) -> Any:
-        """The same declaration of another value."""
+        """Returns the same declaration with another value."""
         return self.replace(value=val)
 
     def add_axis(self, index: int, params: dict[Any, Any]) -> "Declared":
-        """Names a new axis "layers"."""
+        """Inserts the axis name "layers" at `index`."""
         return self.replace(axes=(*self.axes[:index], "layers", *self.axes[index:]))
 
     def remove_axis(self, index: int, params: dict[Any, Any]) -> "Declared":
@@ -46,9 +46,9 @@ class Declared(flax.struct.PyTreeNode, nn.meta.AxisMetadata[jax.Array]):
 
 
 def declared(draw: Callable[..., jax.Array], *axes: str, gain: Rule | None = None) -> Callable[..., Any]:
-    """An initialiser for `nn.Module.param` that declares what `draw` returns; arguments as those of `Declared`.
+    """Returns an initialiser for `nn.Module.param` that declares the result of `draw`.
 
-    The type of its result is Any, because `param` returns the value alone.
+    The other arguments are as in `Declared`. The return type is Any, because `param` returns the unboxed value.
     """
     return lambda *args: Declared(draw(*args), axes, gain)
 

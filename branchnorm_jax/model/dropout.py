@@ -21,16 +21,16 @@ class Site(enum.IntEnum):
 
 
 def site_key(key: jax.Array | None, site: int) -> jax.Array | None:
-    """The key of one site; None (no dropout) stays None."""
+    """Returns the key of one site; None (no dropout) if `key` is None."""
     return None if key is None else jax.random.fold_in(key, site)
 
 
 def dropout(x: jax.Array, rate: float, key: jax.Array | None) -> jax.Array:
-    """Sets each element to 0 with probability `rate` and divides the others by 1 - rate. The identity without a key.
+    """Sets each element to 0 with probability `rate` and divides the others by 1 - rate.
 
-    The mask is a hash of the key and the element's index: about ten integer operations, which XLA fuses into the loop
-    around them and which the backward pass repeats. It needs no memory, and it is the same under loop, scan, remat,
-    resume, and any sharding of the array.
+    Does nothing if `key` is None. The mask is a hash of the key and the element's index, about ten integer operations.
+    XLA fuses them into the surrounding loop, and the backward pass repeats them, so the mask needs no memory. The mask
+    does not depend on loop or scan, remat, a resume or the sharding of the array.
     """
     return x if key is None or rate == 0.0 else _drop(rate, x, key)
 
@@ -53,10 +53,10 @@ _drop.defvjp(_forward, _backward)
 
 
 def random_bits(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """Hashes of the key and of the elements' indices, uint32.
+    """Returns a hash of the key and each element's index, uint32.
 
     There are two rounds, each with one half of the key. After a single round, the masks of two keys would differ only
-    in the order of their elements. Good enough for masks, not for cryptography.
+    in the order of their elements. The hash is good enough for masks, not for cryptography.
     """
     index, stride = jnp.uint32(0), 1
     for axis in reversed(range(len(shape))):
@@ -67,7 +67,7 @@ def random_bits(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
 
 
 def _mix(x: jax.Array) -> jax.Array:
-    """lowbias32 of Wellons's search for integer hashes: each input bit flips each output bit half of the time."""
+    """Applies Wellons's integer hash lowbias32: each input bit flips each output bit about half of the time."""
     x = (x ^ (x >> 16)) * np.uint32(0x7FEB352D)
     x = (x ^ (x >> 15)) * np.uint32(0x846CA68B)
     return x ^ (x >> 16)

@@ -8,7 +8,7 @@ from branchnorm_jax.tokens import PAD, UNK
 
 
 def sinusoids(length: int, width: int, layout: str = "marian") -> np.ndarray:
-    """The table of sinusoidal positions, concat[sin(p f_j), cos(p f_j)] over j < width/2.
+    """Returns the table of sinusoidal positions, concat[sin(p f_j), cos(p f_j)] over j < width/2.
 
     Args:
       length: rows.
@@ -33,23 +33,26 @@ def sinusoids(length: int, width: int, layout: str = "marian") -> np.ndarray:
 
 
 def draw_table(key: jax.Array, rows: int, width: int, kind: str = "standard") -> jax.Array:
-    """N(0, std = width^-1/2), the row of padding zero; "fixnorm": U(-0.01, 0.01). float32 [rows, width]."""
+    """Draws an embedding table, float32 [rows, width].
+
+    "standard": N(0, std = width^-1/2), with zeros in the row of PAD. "fixnorm": U(-0.01, 0.01).
+    """
     if kind == "fixnorm":
         return jax.random.uniform(key, (rows, width), jnp.float32, -0.01, 0.01)
     return (width**-0.5 * jax.random.normal(key, (rows, width), jnp.float32)).at[PAD].set(0.0)
 
 
 def fix_norm(table_VD: jax.Array) -> jax.Array:
-    """FixNorm: every row w as w / max(|w|, 1e-12) (Nguyen and Salazar, 2019)."""
+    """Applies FixNorm: divides every row w by max(|w|, 1e-12) (Nguyen and Salazar, 2019)."""
     squares = jnp.square(table_VD).sum(-1, keepdims=True)
     return table_VD * jax.lax.rsqrt(jnp.maximum(squares, 1e-24))
 
 
 def drop_words(tokens_BT: jax.Array, rate: float, key: jax.Array | None, tags: int = 0) -> jax.Array:
-    """Word dropout: each word becomes UNK with probability `rate`. The identity without a key.
+    """Applies word dropout: each word becomes UNK with probability `rate`. Does nothing if `key` is None.
 
-    PAD, EOS and the `tags` language tags, whose ids follow UNK, are never dropped: no other token says which language
-    is wanted.
+    PAD, EOS and language tags are never dropped, because only the tag selects the target language. `tags` is the number
+    of language tags; their ids follow UNK.
     """
     if key is None or rate == 0.0:
         return tokens_BT

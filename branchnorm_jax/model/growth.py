@@ -1,4 +1,4 @@
-"""How branches grow into the network: alpha by layer and update, for every method with a growing branch.
+"""The growth of alpha: its value by layer and update, for all methods with a growing branch.
 
     alpha_l(u) = start_l + (end_l - start_l) shape(clip((u / T - begin_l) / (finish_l - begin_l), 0, 1))^power
 
@@ -29,17 +29,17 @@ SHAPES: dict[str, Callable[[jax.Array], jax.Array]] = {
     "exp": lambda way: jnp.expm1(math.log(2) * way),
     "sigmoid": lambda way: (jax.nn.sigmoid(10 * (way - 0.5)) - _EDGE) / (1 - 2 * _EDGE),
 }
-"""Growth from 0 to 1. The BranchNorm paper names exp and sigmoid without their formulas: these are this project's."""
+"""Curves from 0 to 1. The BranchNorm paper names exp and sigmoid without formulas; this project chose these."""
 
 
 class Order(NamedTuple):
     """When the layers of a stack grow.
 
     Attributes:
-      span: (l [L], L, stagger) -> (begin_l, finish_l), shares of T.
-      power: of the shape.
-      start: start_l, unless `alpha_start` sets it; a rule, see `levels`.
-      end: end_l, unless `alpha_end` sets it. Neither option applies to an order with start = end, a constant alpha.
+      span: (l [L], L, stagger) -> (begin_l, finish_l), fractions of T.
+      power: exponent of the shape.
+      start: rule for start_l (see `levels`) if `alpha_start` is empty.
+      end: rule for end_l if `alpha_end` is empty. If start = end, alpha is constant and both options are ignored.
     """
 
     span: Callable[[np.ndarray, int, float], tuple[np.ndarray | float, np.ndarray | float]]
@@ -49,12 +49,15 @@ class Order(NamedTuple):
 
 
 def _staggered(rank: Callable[[int], np.ndarray]) -> Order:
-    """Every layer has the curve of `equal`, compressed to (1 - stagger) T; rank 0 starts first, rank 1 last."""
+    """Returns an order in which layers start one after another: rank 0 first, rank 1 last.
+
+    Every layer has the curve of `equal`, compressed to (1 - stagger) T.
+    """
     return Order(lambda l, layers, stagger: (stagger * rank(layers), 1 - stagger + stagger * rank(layers)))  # noqa: E741
 
 
 def _spread(layers: int) -> np.ndarray:
-    """Returns ranks in bit-reversed order, so that the layers that have started are spread evenly over the stack."""
+    """Returns ranks in bit-reversed order, so that started layers are spread evenly over the stack."""
     bits = max(1, (layers - 1).bit_length())
     reversed_bits = [int(f"{layer:0{bits}b}"[::-1], 2) for layer in range(layers)]
     return np.argsort(np.argsort(reversed_bits)) / max(1, layers - 1)
@@ -67,7 +70,7 @@ _STAGEWISE = Order(lambda l, layers, stagger: ((l - 1) / layers, l / layers))  #
 ORDERS: dict[str, Order] = {
     # BranchNorm: all layers together.
     "equal": _EQUAL,
-    # Progressive Residual Warmup (2026). Its T is the first layer's: T L of it is `alpha_steps` here.
+    # Progressive Residual Warmup (2026). The paper's T is the first layer's; `alpha_steps` is the paper's T L.
     "linear": _LINEAR,
     "linear_sqrt": _LINEAR._replace(power=0.5),
     "linear_square": _LINEAR._replace(power=2.0),
@@ -84,7 +87,7 @@ ORDERS: dict[str, Order] = {
     "top_down": _staggered(lambda layers: np.arange(layers)[::-1] / max(1, layers - 1)),
     "progressive": _staggered(_spread),
 }
-"""alpha_order -> which layers grow when."""
+"""alpha_order -> when each layer grows."""
 
 
 class _Curve(NamedTuple):
@@ -97,13 +100,13 @@ class _Curve(NamedTuple):
 
 
 def alpha(config: ModelConfig) -> Callable[[jax.Array], Alpha]:
-    """alpha of every layer as a function of the clock; see the equation above.
+    """Returns alpha of every layer as a function of the clock; see the equation at the top of this module.
 
     Args:
       config: options alpha_schedule, alpha_steps (T), alpha_order, alpha_stagger, alpha_start and alpha_end.
 
     Returns:
-      A function of u, int32 [], to alpha.
+      A function from u, int32 [], to alpha.
 
     Raises:
       UserError: if alpha_start or alpha_end is not a rule, or alpha would shrink.
@@ -116,10 +119,10 @@ def alpha(config: ModelConfig) -> Callable[[jax.Array], Alpha]:
     curves = {stack: _curve(config, stack) for stack in STACKS}
 
     def value(curve: _Curve, clock: jax.Array) -> jax.Array:
-        way = (clock.astype(jnp.float32) / total - curve.begin) / (curve.finish - curve.begin)
-        grown = shape(way) if power == 1 else jnp.maximum(shape(way), 0) ** power
-        grown = jnp.where(way >= 1, 1.0, jnp.where(way <= 0, 0.0, grown)).astype(jnp.float32)
-        # All layers arrive together with the clock, however their way was rounded.
+        progress = (clock.astype(jnp.float32) / total - curve.begin) / (curve.finish - curve.begin)
+        grown = shape(progress) if power == 1 else jnp.maximum(shape(progress), 0) ** power
+        grown = jnp.where(progress >= 1, 1.0, jnp.where(progress <= 0, 0.0, grown)).astype(jnp.float32)
+        # At T every layer has its end value, even if rounding left its progress just below 1.
         return curve.start + (curve.end - curve.start) * jnp.where(clock >= total, 1.0, grown)
 
     def schedule(clock: jax.Array) -> Alpha:
@@ -129,7 +132,7 @@ def alpha(config: ModelConfig) -> Callable[[jax.Array], Alpha]:
 
 
 def is_uniform(config: ModelConfig) -> bool:
-    """Whether all layers have the same alpha at all times.
+    """Returns whether all layers have the same alpha at all times.
 
     >>> is_uniform(ModelConfig(alpha_order="equal")), is_uniform(ModelConfig(alpha_order="linear"))
     (True, False)
@@ -139,7 +142,7 @@ def is_uniform(config: ModelConfig) -> bool:
 
 
 def starts_closed(config: ModelConfig) -> bool:
-    """Whether some layers' branches still have alpha = 0 while others have begun to grow."""
+    """Returns whether, at some time, some layers still have alpha = 0 while others already grow."""
     curves = [_curve(config, stack) for stack in STACKS]
     return any(bool(((curve.begin > 0) & (curve.start == 0)).any()) for curve in curves)
 
@@ -165,13 +168,13 @@ _RULE = re.compile(r"(?P<c>\d+\.?\d*(?:e-?\d+)?)(?:/(?P<root>sqrt\()?(?P<count>[
 
 
 def levels(rule: str, depth: Depth, stack: str) -> np.ndarray:
-    """The limits of alpha that a rule gives the layers of a stack: float64 [L], at most 1.
+    """Evaluates a rule for the limits of alpha in the layers of a stack: float64 [L], at most 1.
 
     Args:
-      rule: a number c, or c/n, c/L, c/l or their c/sqrt(n) and so on, where n counts the residual sub-layers of the
-        stack (2 N or 3 M), L its layers, and l the layers up to this one; or "deepnorm", DeepNorm's ratio of branch to
-        skip, 1 / a.
-      depth: of the model.
+      rule: a number c; c/n, c/L or c/l; c/sqrt(n), c/sqrt(L) or c/sqrt(l); or "deepnorm", DeepNorm's ratio of branch to
+        skip, 1 / a. n is the number of residual sub-layers of the stack (2N or 3M), L the number of its layers, and l
+        the layer, counted from 1.
+      depth: depth of the model.
       stack: "encoder" or "decoder".
 
     Raises:

@@ -16,24 +16,24 @@ from branchnorm_jax.model.transformer import Transformer
 class CurrentTokens(NamedTuple):
     """The current token of each of the Q hypotheses of each sentence.
 
-    The hypotheses of a sentence share its slots of the cache, so nothing moves when one of them branches.
+    The hypotheses of a sentence share its cache slots, so no keys or values move when a hypothesis branches.
     """
 
     ids_BQ: jax.Array
     """Token ids."""
     positions_B1D: jax.Array
-    """Their rows of `Transformer.positions`."""
+    """Position embeddings: rows of `Transformer.positions`."""
     seen_BQN: jax.Array
-    """True at the slots with the tokens before a hypothesis's current one."""
+    """True at the slots that hold the earlier tokens of each hypothesis."""
     slot: jax.Array
-    """The first of the Q slots that the current tokens are written to."""
+    """The current tokens are written to Q consecutive slots, starting here."""
 
 
 def unstack_decoder(model: Transformer, params: Params) -> Params:
-    """Parameters for `start_cache` and `step` with a list of decoder layers; their caches are a list, too.
+    """Returns parameters for `start_cache` and `step` in which the decoder layers are a list.
 
-    Steps are faster, see `stack.unstack`, but take longer to compile the deeper the decoder. The decoder of methods
-    that combine layers stays stacked.
+    The caches are then also a list. Steps are faster (see `stack.unstack`), but compile time grows with the depth of
+    the decoder. The decoder of methods that combine layers stays stacked.
     """
     if model.recipe.combines:
         return params
@@ -42,16 +42,16 @@ def unstack_decoder(model: Transformer, params: Params) -> Params:
 
 
 def start_cache(model: Transformer, params: Params, memory_BSD: jax.Array, slots: int) -> Caches:
-    """A cache with `slots` empty slots for each sentence, and with the source's keys and values."""
-    layers, room = params["decoder"], empty(model.config, len(memory_BSD), slots)
+    """Returns a cache with `slots` empty slots for each sentence, and with the keys and values of the source."""
+    layers, empty_slots = params["decoder"], empty(model.config, len(memory_BSD), slots)
     attention = Attention(model.config, model.recipe, name="cross")
 
     def cross(layer: Params) -> KVCache:
         return to_cache(*attention.apply({"params": layer["cross"]}, memory_BSD, method="keys_values"))
 
     if isinstance(layers, list):
-        return [Cache(own, cross(layer)) for own, layer in zip(unstack(room), layers, strict=True)]
-    return Cache(room, jax.vmap(cross)(layers))
+        return [Cache(own, cross(layer)) for own, layer in zip(unstack(empty_slots), layers, strict=True)]
+    return Cache(empty_slots, jax.vmap(cross)(layers))
 
 
 def step(
@@ -62,12 +62,12 @@ def step(
     current: CurrentTokens,
     alpha: Alpha | jax.Array,
 ) -> tuple[jax.Array, Caches]:
-    """Logits [B, Q, V] of what follows the current tokens, and the caches with these tokens.
+    """Runs one decoder step. Returns the logits [B, Q, V] of the next tokens, and the updated caches.
 
     Args:
       model: the model.
-      params: its parameters, or what `unstack_decoder` made of them.
-      caches: what `start_cache` made.
+      params: its parameters, or the result of `unstack_decoder`.
+      caches: the caches of `start_cache` or of the previous step.
       source_mask_B1S: True at real source tokens.
       current: the current tokens.
       alpha: alpha_t.

@@ -14,11 +14,11 @@ from branchnorm_jax.options import ModelConfig
 
 @functools.partial(jax.checkpoint, prevent_cse=False)
 def product(x: jax.Array, kernel: jax.Array) -> jax.Array:
-    """x W, [..., d_in] times [d_in, d_out], as a product of two matrices.
+    """Computes x W, [..., d_in] times [d_in, d_out], as a product of two matrices.
 
-    If x kept its leading axes, XLA would transpose copies of x for the gradient of W on CPUs, a fifth of the update of
-    a deep, narrow model. The backward pass stores x itself. Without `jax.checkpoint` each product would store a copy
-    of x with another shape.
+    With the leading axes of x, XLA on CPUs would transpose copies of x for the gradient of W, which takes a fifth of
+    the update of a deep, narrow model. `jax.checkpoint` makes the backward pass store x itself. Without it, each
+    product would store a reshaped copy of x.
     """
     return (x.reshape(-1, x.shape[-1]) @ kernel).reshape(*x.shape[:-1], kernel.shape[-1])
 
@@ -31,8 +31,8 @@ class Linear(nn.Module):
       axes: logical names of the axes of W.
       dtype: compute type.
       kernel_init: initialiser of W.
-      bias_init: initialiser of b; None: there is no b.
-      gain: rule that multiplies the initial W and b.
+      bias_init: initialiser of b; None means no bias.
+      gain: rule for a factor on the initial W and b.
     """
 
     features: int
@@ -55,7 +55,7 @@ class Linear(nn.Module):
 
 
 def linear(config: ModelConfig, recipe: Recipe, sublayer: str, matrix: str) -> Linear:
-    """The matrix of this name (see `MATRICES`) in a sub-layer, initialised as config and recipe say."""
+    """Creates a matrix of a sub-layer (see `MATRICES`), initialised according to config and recipe."""
     base = get_base(config.init or recipe.init)
     axes = MATRICES[matrix]
     return Linear(

@@ -1,4 +1,4 @@
-"""Training losses: sums over tokens that never hold the logits of a whole batch."""
+"""Training losses, as sums over tokens, without storing the logits of a whole batch."""
 
 import functools
 import math
@@ -13,7 +13,7 @@ from branchnorm_jax.model.output import Output, product
 
 
 class LossSums(NamedTuple):
-    """Sums over real target tokens, float32 []. Divided by `tokens` they are means in nats."""
+    """Sums over real target tokens, float32 []. `loss` and `nll` divided by `tokens` are means in nats."""
 
     loss: jax.Array
     nll: jax.Array
@@ -24,7 +24,7 @@ class Blocks(NamedTuple):
     """How the logits of a batch are divided into blocks."""
 
     block_bytes: int = 2**27
-    """Size of the float32 logits that a device holds at once. The minimum is one position of each of its rows."""
+    """Maximum size of the float32 logits that a device holds at once, but at least one position of each row."""
     shards: int = 1
     """Number of devices that share the rows."""
 
@@ -44,13 +44,13 @@ def smoothed_cross_entropy(
         loss = logsumexp(z) - (1 - eps - s) z_target - s sum_v z_v
 
     The last sum is one product, x (sum_v W_v). The other terms need logits, which are computed in blocks along T, an
-    axis that no mesh splits. The gradient by z is softmax(z) - q. It is available as soon as the block is, so the
-    forward pass multiplies it by W and by x at once: logits are computed once and never stored.
+    axis that no mesh splits. The gradient with respect to z is softmax(z) - q. It is known as soon as the logits of the
+    block are, so the forward pass already multiplies it by W and by x. Logits are computed once and never stored.
 
     Args:
       x_BTD: the decoder's output, in the compute type.
       output: the last layer, from x to logits.
-      targets_BT: int [B, T], the words to predict.
+      targets_BT: int [B, T], the tokens to predict.
       weights_BT: [B, T], 1 at real tokens and 0 at padding.
       smoothing: eps.
       blocks: size of the blocks.
@@ -130,30 +130,33 @@ def _terms(
     targets: jax.Array,
     weights: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
-    """The sums [loss, nll] of a block of n positions, [2], and the gradient of the loss by its logits, [n, V]."""
+    """Returns the sums [loss, nll] of n positions, [2], and the loss gradient of their logits, [n, V]."""
     table_D, bias, words = all_words
     share = smoothing / jnp.maximum(words - 1, 1)
     certain = 1 - smoothing - share
     logits = output.logits(x)
     nll, normaliser = output.nll(logits, targets)
-    every = x.astype(table_D.dtype) @ table_D + bias
-    loss = normaliser - certain * (normaliser - nll) - share * every
-    # Where the target word is unused, z_target is the normaliser minus a constant.
+    sum_of_logits = x.astype(table_D.dtype) @ table_D + bias
+    loss = normaliser - certain * (normaliser - nll) - share * sum_of_logits
+    # Where the target token is unused, z_target is the normaliser minus a constant.
     mass = jnp.where(output.used_V[targets], 1.0, 1 - certain)[..., None]
-    wanted = jnp.where(jnp.arange(logits.shape[-1]) == targets[..., None], certain, 0.0) + share
-    by_logits = mass * jnp.exp(logits - normaliser[..., None]) - jnp.where(output.used_V, wanted, 0.0)
+    smoothed = jnp.where(jnp.arange(logits.shape[-1]) == targets[..., None], certain, 0.0) + share
+    by_logits = mass * jnp.exp(logits - normaliser[..., None]) - jnp.where(output.used_V, smoothed, 0.0)
     return jnp.stack([(weights * loss).sum(), (weights * nll).sum()]), weights[..., None] * by_logits
 
 
 def _all_words(output: Output) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Sums over the used words: of W, [D], and of b, []; and the number of these words, []."""
+    """Returns the sum of W, [D], and of b, [], over all used tokens, and the number of these tokens, []."""
     used = output.used_V.astype(output.table_VD.dtype)
     bias = jnp.zeros(()) if output.bias_V is None else used @ output.bias_V
     return used @ output.table_VD, bias, used.sum()
 
 
 def _slice_width(blocks: Blocks, output: Output, number: int) -> int:
-    """Columns of W whose gradient is computed at once: all, or a quarter of a block if there are many blocks."""
+    """Returns the number of columns of W for which the gradient is computed at once.
+
+    These are all columns if there is one block, and otherwise as many as need a quarter of a block's memory.
+    """
     words, width = output.table_VD.shape
     fits = max(1, blocks.block_bytes // (16 * words)) if number > 1 else width
     return max(n for n in range(1, width + 1) if width % n == 0 and n <= fits)

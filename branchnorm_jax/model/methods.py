@@ -1,7 +1,7 @@
 """Every method as data. To add one, add a row to `METHODS`: nothing else knows methods by name.
 
 N and M are the layers of encoder and decoder, l counts the layers of a stack from 1, D is the model width. Names with a
-suffix are variants of the method before them: an ablation, or what official code does where it differs from its paper.
+suffix are variants of the method before them: ablations, or official code that differs from its paper.
 """
 
 import difflib
@@ -15,18 +15,18 @@ BRANCH_MATRICES = ("v", "o", "fc1", "fc2")
 ALL_MATRICES = ("q", "k", "v", "o", "fc1", "fc2")
 DEEPNORM_GAIN = dict.fromkeys(BRANCH_MATRICES, by.deepnorm_beta)
 FAIRSEQ_NOTE = (
-    "The official code starts from newer fairseq's distributions (model.init=fairseq: feed-forward matrices, and the "
-    "biases of q, k, v, fc1 and fc2, as PyTorch's Linear). This row starts from older fairseq's, as most methods here."
+    "The official code has the initialisation of newer fairseq (model.init=fairseq: feed-forward matrices, and the "
+    "biases of q, k, v, fc1 and fc2, as in PyTorch's Linear). This method has that of older fairseq, like most here."
 )
 
 METHODS: dict[str, Recipe] = {}
 
 
 def _depth_scaled(power: float) -> dict[str, Rule]:
-    """DS-Init's gains, l^power, for the base whose q, k and v are parts of one [D, 3D] matrix.
+    """Returns DS-Init's gains, l^power, for the base that draws q, k and v as one [D, 3D] matrix.
 
-    The official code fuses q, k and v in self-attention only: cross-attention draws three [D, D] matrices, which are
-    sqrt(2) as large.
+    The official code fuses q, k and v in self-attention only. For cross-attention it draws three [D, D] matrices, which
+    are sqrt(2) times as large.
     """
     rule = by.layer_power(power)
     return dict.fromkeys(ALL_MATRICES, rule) | dict.fromkeys(("cross/q", "cross/k", "cross/v"), scaled(rule, 2**0.5))
@@ -49,8 +49,8 @@ METHODS["gpt2norm"] = Recipe(
     equation="x' = x + LN(F(x))",
     citation="ReZero is All You Need (Bachlechner et al., 2020), which compares with it",
     arxiv="2003.04887",
-    note="The formula is missing from the copies of the paper that could be read; this is the likelier of two "
-    "readings, sandwich is the other. GPT-2 itself is Pre-LN.",
+    note="The copies of the paper that we could read lack the formula. This is the more likely of two readings; "
+    "sandwich is the other. GPT-2 itself is Pre-LN.",
     branch_norm=EVERYWHERE,
     final="norm",
 )
@@ -80,8 +80,8 @@ METHODS["deepnorm"] = DEEPNORM = Recipe(
 )
 METHODS["deepnorm_torchscale"] = replace(
     DEEPNORM,
-    note="As the official code starts: encoder gain 1.15 (N^4 M)^(-1/16), on PyTorch's default distribution and on "
-    "biases.",
+    note="The initialisation of the official code: encoder gain 1.15 (N^4 M)^(-1/16), on PyTorch's default "
+    "distribution and on biases.",
     init="torch",
     gain=dict.fromkeys(BRANCH_MATRICES, by.torchscale_beta),
 )
@@ -89,27 +89,28 @@ METHODS["branchnorm"] = BRANCHNORM = Recipe(
     equation="x' = LN(x + alpha_t F(x)), alpha_t = min(1, t/T)",
     citation="BranchNorm: Robustly Scaling Extremely Deep Transformers (Liu et al., 2023)",
     arxiv="2305.02790",
-    note="alpha grows as model.alpha_schedule says until update T = model.alpha_steps. The paper does not scale "
+    note="model.alpha_schedule determines how alpha grows until update T = model.alpha_steps. The paper does not scale "
     "updates, and its alpha ends at 1 at every depth; with Adam the encoder then collapses (see docs/results.md).",
     post=True,
     branch=Weight(ZERO, end=ONE),
     init="xavier_normal",
     gain=DEEPNORM_GAIN,
-    # 16/sqrt(n) is 1 up to 85 layers. With an end of 1, 500L-500L collapses; see docs/depth.md.
+    # 16/sqrt(n), capped at 1, is 1 up to 85 layers. If alpha ended at 1, 500L-500L would collapse; see docs/depth.md.
     recommended={"train.branch_update_power": 2.0, "model.alpha_end": "16/sqrt(n)"},
 )
 METHODS["mixnorm"] = replace(
     BRANCHNORM,
     equation="x' = LN(a x + alpha_t F(x)), a from the depth",
-    note="A row of the paper's tables without a formula; our interpretation: DeepNorm's skip weight with "
-    "BranchNorm's growth, in the end DeepNorm.",
+    note="The paper's tables have this method, but no formula. Our interpretation: DeepNorm's skip weight with "
+    "BranchNorm's growing branch. After the growth it equals DeepNorm.",
     skip=Weight(by.deepnorm_alpha),
     recommended={},
 )
 METHODS["mixnorm_anneal"] = replace(
     BRANCHNORM,
     equation="x' = LN(a_t x + alpha_t F(x)), a_t from DeepNorm's a to 1",
-    note="Another interpretation of mixnorm: the skip weight shrinks while the branch grows, in the end Post-LN.",
+    note="Another interpretation of mixnorm: the skip weight shrinks while the branch grows. After the growth it "
+    "equals Post-LN.",
     skip=Weight(by.deepnorm_alpha, end=ONE),
     recommended={},
 )
@@ -152,7 +153,8 @@ METHODS["admin"] = ADMIN = Recipe(
     equation="x' = LN(w * x + F(x)), w [D] learned from a profiling pass",
     citation="Understanding the Difficulty of Training Transformers (Liu et al., 2020)",
     arxiv="2004.08249",
-    note="Before the first update w becomes sqrt(Var(x) + sum of Var(F) of the sub-layers before), on one batch.",
+    note="Before the first update, w is set to sqrt(Var(x) + sum of Var(F) over the earlier sub-layers), measured "
+    "on one batch.",
     post=True,
     skip=Weight(learned="vector"),
     profiled=True,
@@ -168,11 +170,11 @@ METHODS["admin"] = ADMIN = Recipe(
 
 
 def _admin_from(start: Rule, order: str, formula: str) -> Recipe:
-    """Admin whose weights start from the depth instead of a profiling pass."""
+    """Returns Admin with skip weights initialised from the depth instead of a profiling pass."""
     return replace(
         ADMIN,
         equation=f"x' = LN(w * x + F(x)), w [D] learned from {formula}, n the number of sub-layers",
-        note=f"Admin without profiling, as in admin-torch: at first the output changes by order {order}.",
+        note=f"Admin without profiling, as in admin-torch: the first updates change the output by order {order}.",
         skip=Weight(start, learned="vector"),
         profiled=False,
     )
@@ -199,23 +201,23 @@ METHODS["ds_init"] = DS_INIT = replace(
     equation="x' = LN(x + F(x)), weights of layer l start l^(-1/2) as large",
     citation="Improving Deep Transformer with Depth-Scaled Initialization (Zhang et al., 2019)",
     arxiv="1908.11365",
-    note="q, k and v start as in the official code: as one [D, 3D] matrix in self-attention, and as three [D, D] "
-    "matrices in cross-attention, sqrt(2) as large.",
+    note="q, k and v are initialised as in the official code: as one [D, 3D] matrix in self-attention, and as three "
+    "[D, D] matrices, sqrt(2) times as large, in cross-attention.",
     gain=_depth_scaled(-0.5),
 )
 METHODS["ds_init_code"] = replace(
     DS_INIT,
     equation="x' = LN(x + F(x)), weights of layer l start l^(-1/4) as large",
-    note="As the official code starts: it puts l^(-1/2) into the variance. Its q, k and v are fused in "
-    "self-attention only, as in ds_init.",
+    note="The initialisation of the official code, which applies l^(-1/2) to the variance. Its q, k and v are fused "
+    "in self-attention only, as in ds_init.",
     gain=_depth_scaled(-0.25),
 )
 METHODS["t_fixup"] = Recipe(
     equation="x' = x + F(x), weights and embeddings start depth-scaled",
     citation="Improving Transformer Optimization Through Better Initialization (Huang et al., 2020)",
-    note="q and k keep the base's gain, as in the official code; the paper says Xavier for all.",
+    note="q and k keep the gain of the base initialisation, as in the official code; the paper uses Xavier for all.",
     gain=dict.fromkeys(("o", "fc1", "fc2"), by.t_fixup_gain)
-    # The base draws v for a fused matrix, with gain 1/sqrt(2): this takes it back.
+    # The base draws v as part of a fused matrix, with gain 1/sqrt(2). The factor sqrt(2) undoes this gain.
     | {"v": scaled(by.t_fixup_gain, 2**0.5)}
     | dict.fromkeys(("embedding/source", "embedding/shared", "embedding/target"), by.t_fixup_embedding_gain),
     recommended={
@@ -231,8 +233,8 @@ METHODS["fixup"] = FIXUP = Recipe(
     equation="x' = x + k F(x - s), k and s learned scalars, no biases",
     citation="Fixup Initialization: Residual Learning Without Normalization (Zhang et al., 2019)",
     arxiv="1901.09321",
-    note="The papers on depth call it R-Fixup. A tied output keeps the embedding's start, so only untied logits "
-    "start at 0.",
+    note="The papers on depth call it R-Fixup. A tied output table keeps the initial embedding, so only untied "
+    "logits are 0 at the start.",
     branch=Weight(learned="sublayer"),
     shifts=True,
     biases=False,
@@ -244,7 +246,7 @@ METHODS["fixup"] = FIXUP = Recipe(
 )
 METHODS["fixup_code"] = replace(
     FIXUP,
-    note="As the official code starts: cross-attention always with the factor of 12 branches.",
+    note="The initialisation of the official code: cross-attention always has the factor of 12 branches.",
     gain={**FIXUP.gain, **dict.fromkeys(("cross/q", "cross/k", "cross/v"), always(12 ** (-1 / 6)))},
 )
 METHODS["small_init"] = SMALL_INIT = replace(
@@ -294,7 +296,7 @@ METHODS["normformer_residual"] = replace(
 )
 METHODS["normformer_fairseq"] = replace(
     NORMFORMER,
-    note="As fairseq computes it: the heads' factors multiply the output of o. " + FAIRSEQ_NOTE,
+    note="The computation of fairseq: the factors of the heads multiply the output of o. " + FAIRSEQ_NOTE,
     head_scale_last=True,
 )
 METHODS["dlcl"] = DLCL = replace(
@@ -369,14 +371,14 @@ METHODS["keel"] = Recipe(
 
 
 def _prores(base: Recipe, equation: str) -> Recipe:
-    """A method with Progressive Residual Warmup."""
+    """Returns `base` with Progressive Residual Warmup."""
     return replace(
         base,
         equation=equation,
         citation="Progressive Residual Warmup (2026)",
         arxiv="2603.05369",
-        note="alpha grows from the bottom of a stack to its top, as model.alpha_order says; its layer l arrives at "
-        "l / L of model.alpha_steps. The paper's models are decoder-only, and start as N(0, 0.02).",
+        note="alpha grows from the bottom of a stack to its top (model.alpha_order): layer l reaches its end at l / L "
+        "of model.alpha_steps. The paper's models are decoder-only, initialised with N(0, 0.02).",
         branch=Weight(ZERO, end=ONE),
         recommended={"model.alpha_order": "linear"},
     )
@@ -390,7 +392,7 @@ METHODS["prores_lns"] = _prores(LNS, "x' = x + alpha_l,t F(LN(x) / sqrt(l))")
 
 
 def get_recipe(method: str) -> Recipe:
-    """The recipe of that name. Raises `UserError` with the nearest one."""
+    """Returns the recipe of a method. Raises `UserError`, with the nearest name, for an unknown one."""
     if method not in METHODS:
         near = difflib.get_close_matches(method, METHODS, 1)
         hint = f"did you mean {near[0]!r}? " if near else ""

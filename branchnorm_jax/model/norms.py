@@ -1,4 +1,4 @@
-"""Normalisation layers. Statistics are float32 whatever the input's type (float64 stays float64)."""
+"""Normalisation layers. Statistics are computed in float32 for every input type, except that float64 stays float64."""
 
 import functools
 from collections.abc import Callable, Mapping
@@ -18,8 +18,8 @@ def _exact(x: jax.Array) -> jax.Array:
 def layer_norm(x: jax.Array, scale: jax.Array, bias: jax.Array, epsilon: float = 1e-5) -> jax.Array:
     """LN(x) = (x - mean) / sqrt(var + epsilon) * scale + bias over the last axis, in float32 (Ba et al., 2016).
 
-    The variance is the biased one, computed from the centred values: the one-pass form E[x^2] - E[x]^2 loses digits
-    that a thousand layers would add up.
+    The variance is biased and computed from the centred values. The one-pass form E[x^2] - E[x]^2 is less precise, and
+    its errors would add up over a thousand layers.
 
     >>> layer_norm(jnp.array([1.0, 7.0]), jnp.ones(2), jnp.zeros(2)).round(3).tolist()  # mean 4, standard deviation 3
     [-1.0, 1.0]
@@ -76,12 +76,15 @@ def dynamic_tanh(x: jax.Array, alpha: jax.Array, scale: jax.Array, bias: jax.Arr
 
 
 def identity(x: jax.Array, epsilon: float = 0.0) -> jax.Array:
-    """x, in float32."""
+    """Returns x in float32."""
     return _exact(x)
 
 
 class Kind(NamedTuple):
-    """A norm: its function, and its learned parameters as name -> (initial value, or None for sqrt(D); is it a [D])."""
+    """A norm: its function, and its learned parameters as name -> (initial value, whether it is a vector [D]).
+
+    An initial value of None means sqrt(D).
+    """
 
     function: Callable[..., jax.Array]
     params: Mapping[str, tuple[float | None, bool]] = {}
@@ -101,15 +104,15 @@ NORMS: dict[str, Kind] = {
 def final_kind(kind: str, stack: str) -> str:
     """Returns the kind of the norm after the last layer of `stack`.
 
-    `scale_norm_fixed` learns one g, the decoder's last, which is FixNorm's at the logits (Nguyen and Salazar, 2019,
-    equation 6, section 4.2 and Table 7). Methods without a norm there, such as Post-LN, learn none; the paper fixes g
-    in its Pre-LN experiments only.
+    `scale_norm_fixed` learns a single g, in the norm after the decoder, where it is the g of FixNorm's logits (Nguyen
+    and Salazar, 2019, equation 6, section 4.2 and Table 7). Methods without this norm, such as Post-LN, learn no g. The
+    paper fixes g only in its Pre-LN experiments.
     """
     return "scale_norm" if (kind, stack) == ("scale_norm_fixed", "decoder") else kind
 
 
 def declare_norm(kind: str, width: int, axis: str = "embed") -> dict[str, Declared]:
-    """The parameters of a norm over `width` features, an axis of this logical name."""
+    """Declares the parameters of a norm over `width` features. `axis` is their logical axis name."""
 
     def declare(start: float | None, vector: bool) -> Declared:
         value = width**0.5 if start is None else start
@@ -119,7 +122,7 @@ def declare_norm(kind: str, width: int, axis: str = "embed") -> dict[str, Declar
 
 
 def apply_norm(kind: str, params: Mapping[str, jax.Array], x: jax.Array, epsilon: float = 1e-5) -> jax.Array:
-    """[..., D] -> [..., D] float32."""
+    """Applies a norm: [..., D] -> [..., D] float32."""
     return NORMS[kind].function(x, **params, epsilon=epsilon)
 
 

@@ -1,13 +1,13 @@
-"""The parameters of a Transformer, a tree:
+"""The parameter tree of a Transformer:
 
     embedding/{shared | source, target[, output]}   [V, D]
-    embedding/bias                                   [V], of the logits, with model.output_bias
+    embedding/bias                                   [V], added to the logits if model.output_bias is set
     encoder/{self/{q,k,v,o}, ffn/{fc1,fc2}, ...}     [L, ...] per leaf: axis 0 is the layer
     decoder/{self, cross, ffn, ...}                  [L, ...]
-    {encoder,decoder}_norm                           [D], if the method ends its stacks with a norm
-    {encoder,decoder}_{embedding_norm,combination}   of a few methods
+    {encoder,decoder}_norm                           [D], if the method ends its stacks with a norm; Fixup: scalars
+    {encoder,decoder}_{embedding_norm,combination}   only in a few methods
 
-The recipe multiplies the base distribution of matrices by a gain, and learned weights by their initial value.
+The recipe scales the base distribution of the matrices by a gain, and sets the initial values of learned weights.
 """
 
 import functools
@@ -31,7 +31,7 @@ Params = dict[str, Any]
 def declare_parameters(
     config: ModelConfig, recipe: Recipe, source_vocab: int, target_vocab: int, key: jax.Array
 ) -> dict[str, Any]:
-    """The tree of the parameters, with a `Declared` of the final initial value at each leaf."""
+    """Returns the parameter tree. Each leaf is a `Declared` with the initial value after the gain."""
     depth = Depth(config.encoder_layers, config.decoder_layers)
     embedding_key, *stack_keys = (jax.random.fold_in(key, index) for index in range(3))
     params = {"embedding": declare_embedding(config, recipe, source_vocab, target_vocab, embedding_key)}
@@ -52,7 +52,7 @@ def declare_parameters(
 def declare_embedding(
     config: ModelConfig, recipe: Recipe, source_vocab: int, target_vocab: int, key: jax.Array
 ) -> dict[str, Declared]:
-    """The embedding tables and the bias of the logits."""
+    """Declares the embedding tables and the bias of the logits."""
     rows = {
         "all": {"shared": source_vocab},
         "decoder": {"source": source_vocab, "target": target_vocab},
@@ -70,7 +70,7 @@ def declare_embedding(
 
 
 def declare_stack(config: ModelConfig, recipe: Recipe, depth: Depth, stack: str, key: jax.Array) -> dict[str, Any]:
-    """The parameters of a stack's layers, [L, ...] each; those of layer l depend on (key, l) alone."""
+    """Declares the parameters of a stack's layers, [L, ...] each. Layer l depends only on (key, l)."""
     # Flax finds a module's parameters by running it, here on one token.
     stream = Stream(jnp.zeros((1, 1, config.width), config.carry_dtype))
     mask, one = jnp.ones((1, 1, 1), bool), jnp.ones(())

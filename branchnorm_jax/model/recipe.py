@@ -4,7 +4,7 @@
     h  = Dropout(G(F(z)))             F: attention or feed-forward with its inner hooks, G: norm or identity
     x' = P(a x + b h)                 a, b: constant, scheduled or learned; P: norm or identity
 
-`blocks.py` computes it and knows no method by name; `methods.py` is the table of the methods.
+`blocks.py` implements this update without knowing any method by name. `methods.py` is the table of methods.
 """
 
 import dataclasses
@@ -26,22 +26,22 @@ STACKS = Depth._fields
 """The names of the stacks: encoder, decoder."""
 
 PerLayer = float | tuple[float, ...]
-"""One number for all layers of a stack, or one for each."""
+"""One number for all layers of a stack, or one number per layer."""
 
 
 class PerStack(NamedTuple):
-    """Numbers for the encoder's layers and for the decoder's."""
+    """Numbers for the layers of the encoder and of the decoder."""
 
     encoder: PerLayer
     decoder: PerLayer
 
 
 Rule = Callable[[Depth], PerStack]
-"""How a number depends on depth."""
+"""A function from the depth of a model to the numbers of its layers."""
 
 
 def always(value: float) -> Rule:
-    """The same number at any depth."""
+    """Returns a rule that gives the same number at any depth."""
 
     def rule(depth: Depth) -> PerStack:
         return PerStack(value, value)
@@ -50,7 +50,7 @@ def always(value: float) -> Rule:
 
 
 def scaled(rule: Rule, factor: float) -> Rule:
-    """`rule` times a factor."""
+    """Returns `rule` multiplied by a factor."""
 
     def times(value: PerLayer) -> PerLayer:
         return tuple(factor * layer for layer in value) if isinstance(value, tuple) else factor * value
@@ -66,11 +66,11 @@ class Weight:
     """One factor of the algebra: `a` of the skip connection or `b` of the branch.
 
     Attributes:
-      start: its value; where training learns it, its initial value.
-      end: if given, the factor is start + (end - start) alpha_t; alpha_t is the branch scale that training passes in.
+      start: the value; if the factor is learned, the initial value.
+      end: if given, the factor is start + (end - start) alpha_t. Training passes alpha_t to the model.
       learned: "" constant; "layer" one scalar per layer; "sublayer" one scalar per sub-layer; "vector" one [D] per
         sub-layer.
-      on: the sub-layers that have it; in the others it is 1.
+      on: the sub-layers with this factor; in the other sub-layers it is 1.
     """
 
     start: Rule = ONE
@@ -84,35 +84,37 @@ class Recipe:
     """One method.
 
     Attributes:
-      equation: the sub-layer update, for people.
-      citation: where it comes from.
+      equation: the sub-layer update as text, for the table of methods.
+      citation: title, authors and year of the paper.
       arxiv: the paper's number on arXiv, empty if it has none.
-      note: what a reader must know beyond the equation: interpretations, differences from official code.
+      note: notes for users: interpretations of the paper, and differences from official code.
       pre: Q is a norm.
-      pre_scale: c; None: 1.
+      pre_scale: the factor c; None means 1.
       branch_norm: sub-layers where G is a norm.
       post: P is a norm.
       post_first: if given, 0 marks layers whose first sub-layer has no P.
       post_layers: if given, overrides `pre` and `post` by layer: 1 marks a Post-norm layer, 0 a Pre-norm layer.
-      final: what follows the last layer of each stack: "" nothing, "norm", or Fixup's scalar "shift" (the encoder's
-        with a scale).
-      final_epsilon: of the final norm.
+      final: what follows the last layer of each stack: "" nothing, "norm" a norm, or "shift" Fixup's learned scalar
+        (in the encoder also a learned scale).
+      final_epsilon: epsilon of the final norm.
       embedding_norm: a norm follows the embeddings of each stack.
-      skip: a.
-      branch: b.
+      skip: the factor a.
+      branch: the factor b.
       inner_norm: sub-layers with a norm before their last matrix (o or fc2).
-      head_scale: sub-layers whose attention heads have a learned factor each, before o.
-      head_scale_last: that factor multiplies the output of o instead, in groups of its features.
+      head_scale: attention sub-layers with a learned factor per head, applied before o.
+      head_scale_last: the factors are applied after o instead, each to its head's share of the features.
       shifts: learned scalars are subtracted before each sub-layer and on both sides of the activation.
       biases: the matrices have biases.
-      stream: what runs through the stack: "plain" x; "bottom_to_top" x, and the last sub-layer of a layer adds the
-        layer's input; "dual" x and the sum of all branches, whose norm is added at the end; "combination" learned
-        combinations of all earlier layers' outputs, normalised first ("combination_post": normalised after).
-      profiled: before the first update the learned skip weights are set by a profiling pass (`admin.py`).
+      stream: what a layer passes to the next one. "plain": x. "bottom_to_top": x; the last sub-layer of a layer also
+        adds the layer's input. "dual": x and the sum of all branches; the norm of the sum is added at the end.
+        "combination": a learned combination of the normalised outputs of all earlier layers ("combination_post": the
+        combination is normalised instead).
+      profiled: a profiling pass sets the learned skip weights before the first update (`admin.py`).
       init: base distribution of the weights, a key of `initializers.BASES`.
-      gain: factors on it, by matrix ("v"), sub-layer and matrix ("cross/v", which wins), or table
-        ("embedding/source").
-      recommended: options that its authors train with, "section.name" -> value.
+      gain: factors on the initial weights, by matrix ("v"), by sub-layer and matrix ("cross/v", which takes
+        precedence), or by embedding table ("embedding/source").
+      recommended: the options that the authors train with, "section.name" -> value. For `branchnorm` they are this
+        project's.
     """
 
     equation: str
@@ -147,7 +149,7 @@ class Recipe:
         return self.branch.end is not None
 
     def gain_of(self, sublayer: str, matrix: str) -> Rule | None:
-        """The factor on the initial values of a sub-layer's matrix and its bias; None: 1."""
+        """Returns the factor on the initial values of a sub-layer's matrix and its bias; None means 1."""
         return self.gain.get(f"{sublayer}/{matrix}", self.gain.get("fc1" if matrix == "gate" else matrix))
 
     @property

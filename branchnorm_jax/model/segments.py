@@ -12,15 +12,15 @@ class Segments(NamedTuple):
     """Segment ids and positions of the tokens of a batch, [B, T] each. Padding belongs to the sentence before it."""
 
     ids: jax.Array
-    """The sentence of its row that a token belongs to, int32, counted from 1."""
+    """Segment ids: the number of the token's sentence in its row, counted from 1, int32."""
     positions: jax.Array
-    """The number of tokens of that sentence before this one, int32."""
+    """Position ids: the number of earlier tokens of the same sentence, int32."""
     real: jax.Array
     """False at padding."""
 
 
 def decoder_inputs(target_BT: jax.Array) -> jax.Array:
-    """What the decoder reads under teacher forcing: EOS, then the target without its last token.
+    """Returns the decoder inputs for teacher forcing: EOS, then the target without its last token.
 
     In a row with several sentences, the EOS at the end of one sentence is also the first input of the next one.
 
@@ -31,7 +31,7 @@ def decoder_inputs(target_BT: jax.Array) -> jax.Array:
 
 
 def source_segments(source_BS: jax.Array) -> Segments:
-    """Segments of sources, which end in EOS. Padding may be on either side of a sentence.
+    """Returns the segments of sources, which end in EOS. Padding may be on either side of a sentence.
 
     >>> packed = source_segments(jnp.array([[5, 6, EOS, 7, EOS, PAD]]))
     >>> packed.ids.tolist(), packed.positions.tolist()
@@ -41,7 +41,7 @@ def source_segments(source_BS: jax.Array) -> Segments:
 
 
 def target_segments(inputs_BT: jax.Array) -> Segments:
-    """Segments of decoder inputs, which begin with EOS."""
+    """Returns the segments of decoder inputs, which begin with EOS."""
     return _segments(inputs_BT, inputs_BT == EOS)
 
 
@@ -54,15 +54,15 @@ def _segments(tokens_BT: jax.Array, begins_BT: jax.Array) -> Segments:
 
 
 def same_sentence(queries: Segments, keys: Segments) -> jax.Array:
-    """[B, T, S], True where a query attends: at the real tokens of its own sentence."""
+    """Returns a mask [B, T, S], True where a query attends: at the real tokens of its own sentence."""
     return (queries.ids[:, :, None] == keys.ids[:, None, :]) & keys.real[:, None, :]
 
 
 def causal_mask(length: int) -> jax.Array:
-    """[1, T, T], True where a position attends: at itself and at earlier positions."""
+    """Returns a mask [1, T, T], True where a position attends: at itself and at earlier positions."""
     return jnp.tri(length, dtype=bool)[None]
 
 
 def source_mask(source_BS: jax.Array) -> jax.Array:
-    """[B, 1, S], True at real tokens."""
+    """Returns a mask [B, 1, S], True at real tokens."""
     return (source_BS != PAD)[:, None, :]

@@ -1,4 +1,4 @@
-"""Depth: one layer applied L times to stacked parameters, and what its backward pass stores."""
+"""Stacks: one layer applied L times to stacked parameters, and the choice of what the backward pass stores."""
 
 import math
 from collections.abc import Callable
@@ -16,10 +16,10 @@ POLICIES: dict[str, Any] = {
     "full": None,
     "nested": None,
 }
-"""What the backward pass stores of a layer besides its input; `attention.py` and `blocks.py` give the names."""
+"""What the backward pass stores of a layer in addition to its input. `attention.py` and `blocks.py` set the names."""
 
 REMAT = ("none", *POLICIES)
-"""All choices, see `run_stack`."""
+"""All values of `remat` in `run_stack`."""
 
 
 def run_stack(
@@ -31,10 +31,11 @@ def run_stack(
     group: int = 0,
     unroll: int = 1,
 ) -> tuple[Carry, PerLayer]:
-    """carry, out_l = layer(carry, per_layer_l) for l = 0 .. L-1. All options give equal numbers up to rounding.
+    """Computes carry, out_l = layer(carry, per_layer_l) for l = 0 .. L-1.
 
-    Let c be the bytes of a carry, which is D numbers per token, and u the bytes of D numbers in the compute type. This
-    is what the backward pass stores and recomputes of an encoder layer with F = 4 D:
+    All options give the same numbers up to rounding. Let c be the bytes of a carry (D numbers per token), and u the
+    bytes of D numbers per token in the compute type. For an encoder layer with F = 4 D, the backward pass stores and
+    recomputes:
 
     | remat         | per layer      | in total                  | recomputed                  |
     |---------------|----------------|---------------------------|-----------------------------|
@@ -53,9 +54,9 @@ def run_stack(
       per_layer: tree of [L, ...] leaves: parameters, coefficients, keys, caches. A list of L trees (see `unstack`) runs
         as a Python loop that ignores the options below and returns its outputs as a list.
       remat: one of `REMAT`; "auto" means "none" here.
-      group: g; 0 chooses it by `best_group`. If g does not divide L, the last group is shorter.
-      unroll: layers per iteration of the `lax.scan`. Its compile time does not depend on L. With L or more there is no
-        loop: XLA can optimise across layers, but compile time and program grow with L.
+      group: g; 0 chooses it with `best_group`. If g does not divide L, the last group is shorter.
+      unroll: layers per iteration of `lax.scan`. With less than L, compile time does not depend on L. With L or more,
+        there is no loop: XLA can optimise across layers, but compile time and program size grow with L.
 
     Returns:
       The last carry, and the outputs stacked to [L, ...] leaves.
@@ -68,20 +69,20 @@ def run_stack(
         return carry, outputs
     depth = depth_of(per_layer)
     if remat != "nested":
-        return jax.lax.scan(remembering(layer, remat, looped=unroll < depth), carry, per_layer, unroll=unroll)
+        return jax.lax.scan(rematerialised(layer, remat, looped=unroll < depth), carry, per_layer, unroll=unroll)
 
     def run_group(carry: Carry, layers: PerLayer) -> tuple[Carry, PerLayer]:
         looped = unroll < depth_of(layers)
-        return jax.lax.scan(remembering(layer, "full", looped), carry, layers, unroll=unroll)
+        return jax.lax.scan(rematerialised(layer, "full", looped), carry, layers, unroll=unroll)
 
     group = min(group or best_group(depth, size_of(carry), size_of(per_layer) / depth), depth)
     whole = depth - depth % group
     groups = jax.tree.map(lambda leaf: leaf[:whole].reshape(-1, group, *leaf.shape[1:]), per_layer)
-    carry, outputs = jax.lax.scan(remembering(run_group, remat, looped=group < whole), carry, groups)
+    carry, outputs = jax.lax.scan(rematerialised(run_group, remat, looped=group < whole), carry, groups)
     outputs = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), outputs)
     if whole < depth:
         rest = jax.tree.map(lambda leaf: leaf[whole:], per_layer)
-        carry, last = remembering(run_group, remat)(carry, rest)
+        carry, last = rematerialised(run_group, remat)(carry, rest)
         outputs = jax.tree.map(lambda *leaves: jnp.concatenate(leaves), outputs, last)
     return carry, outputs
 
@@ -89,8 +90,8 @@ def run_stack(
 def unstack(per_layer: PerLayer) -> list[PerLayer]:
     """Splits a tree of [L, ...] leaves into L trees.
 
-    A loop of the compiled program copies a layer's slice of each leaf before it multiplies by it. Decoding reads all
-    parameters and caches for a few tokens, so these copies would cost much of its time.
+    In a loop, the compiled program copies each layer's slices before it uses them in a product. Decoding reads all
+    parameters and caches for only a few tokens, so these copies would take a large part of its time.
     """
     return [jax.tree.map(lambda leaf, index=index: leaf[index], per_layer) for index in range(depth_of(per_layer))]
 
@@ -101,7 +102,7 @@ class LayerUpdate(NamedTuple):
     Attributes:
       apply: (parameters, gradient, moments) -> (new parameters, new moments, figures), trees of [g, ...] leaves each.
       moments: the optimiser's state of each layer, [L, ...] leaves.
-      figures: statistics that `apply` returns of each layer, [L, ...] leaves; only the shapes of these values are used.
+      figures: placeholders for the statistics that `apply` returns, [L, ...] leaves; only their shapes are used.
     """
 
     apply: Callable[[Any, Any, Any], tuple[Any, Any, Any]]
@@ -112,13 +113,13 @@ class LayerUpdate(NamedTuple):
 def run_and_update(
     layer: Layer, carry: Carry, params: Any, given: Any, update: LayerUpdate, *, remat: str = "full", group: int = 0
 ) -> tuple[Carry, PerLayer]:
-    """`run_stack` with remat full or nested, whose backward pass also updates the parameters.
+    """Runs `run_stack` with remat full or nested; the backward pass also updates the parameters.
 
     The backward pass gives the gradient of a group of layers to `update.apply` and then drops it. The gradients of all
     layers, 4 of the 16 bytes that a parameter needs under Adam, never exist at the same time. New parameters and
-    moments replace the old ones in place. A custom gradient must return values of the shapes of `params`,
-    `update.moments` and `update.figures`. **These returned values are not gradients but the new values.** Everything
-    else that `layer` refers to gets its gradient.
+    moments replace the old ones in place. A custom gradient must return values with the shapes of `params`,
+    `update.moments` and `update.figures`. **These returned values are not gradients but the new values.** All other
+    values that `layer` depends on get their gradients.
 
     The result is exact if the update of a layer depends on no other gradient: no clipping by a global norm, and no
     accumulation. The outputs of the layers have no gradient. Prior art: LOMO (*Full Parameter Fine-tuning for Large
@@ -130,7 +131,7 @@ def run_and_update(
       params: learned parameters, [L, ...] leaves; no other computation may use them.
       given: other inputs of the layers, a tuple of trees of [L, ...] leaves; they get no gradient.
       update: see `LayerUpdate`.
-      remat: full, or nested, which updates a group at once.
+      remat: "full" updates one layer at a time, "nested" a group of layers.
       group: layers per group of nested, a divisor of L. 0 chooses the divisor that needs about the least memory.
 
     Returns:
@@ -153,7 +154,7 @@ def run_and_update(
 
     def run_group(carry: Carry, per_layer: PerLayer) -> tuple[Carry, PerLayer]:
         # The backward pass recomputes a group in any case.
-        return jax.lax.scan(remembering(layer, "full" if group > 1 else "none", looped=True), carry, per_layer)
+        return jax.lax.scan(rematerialised(layer, "full" if group > 1 else "none", looped=True), carry, per_layer)
 
     # Differentiable values that the layers close over, such as the encoder's output, become arguments.
     first = jnp.zeros((), jnp.int32)
@@ -168,12 +169,12 @@ def run_and_update(
             after, outputs = pure(carry, (slices(params, index), *slices(given, index)), *shared)
             return after, (carry, outputs)
 
-        carry, (kept, outputs) = jax.lax.scan(step, carry, jnp.arange(count))
+        carry, (carries, outputs) = jax.lax.scan(step, carry, jnp.arange(count))
         outputs = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), outputs)
-        return (carry, outputs), (kept, shared, params, moments, figures)
+        return (carry, outputs), (carries, shared, params, moments, figures)
 
     def backward(saved: Any, gradient: Any) -> Any:
-        kept, shared, *learned = saved
+        carries, shared, *learned = saved
 
         def one_group(carry: Carry, by_carry: Carry, given: Any, *learned: Any) -> tuple[Any, ...]:
             def group(carry: Carry, shared: Any, params: Any) -> Carry:
@@ -188,35 +189,36 @@ def run_and_update(
 
         def step(state: Any, scanned: Any) -> tuple[Any, None]:
             (by_carry, by_shared, learned), (index, carry) = state, scanned
-            mine = (slices(tree, index) for tree in learned)
-            # The branch `no_group` is never taken. Without it, XLA reads the old values while it writes the new ones,
-            # and copies all of them first. An optimization barrier does not help: XLA removes it before fusion.
-            found = jax.lax.cond(index >= 0, one_group, no_group, carry, by_carry, slices(given, index), *mine)
-            learned = [write(tree, index, values) for tree, values in zip(learned, found[2:], strict=True)]
-            return (found[0], jax.tree.map(jnp.add, by_shared, found[1]), learned), None
+            old = (slices(tree, index) for tree in learned)
+            # `no_group` never runs. Without the conditional, XLA reads the old values while it writes the new ones, and
+            # copies all of them first. An optimization barrier does not help: XLA removes it before fusion.
+            new = jax.lax.cond(index >= 0, one_group, no_group, carry, by_carry, slices(given, index), *old)
+            learned = [write(tree, index, values) for tree, values in zip(learned, new[2:], strict=True)]
+            return (new[0], jax.tree.map(jnp.add, by_shared, new[1]), learned), None
 
         state = (gradient[0], jax.tree.map(jnp.zeros_like, shared), learned)
-        (by_carry, by_shared, learned), _ = jax.lax.scan(step, state, (jnp.arange(count), kept), reverse=True)
+        (by_carry, by_shared, learned), _ = jax.lax.scan(step, state, (jnp.arange(count), carries), reverse=True)
         return by_carry, by_shared, *learned
 
     run.defvjp(forward, backward)
     return run(carry, shared, params, update.moments, update.figures)
 
 
-def remembering(layer: Layer, remat: str, looped: bool = False) -> Layer:
-    """The same layer, of which the backward pass stores what `remat` says.
+def rematerialised(layer: Layer, remat: str, looped: bool = False) -> Layer:
+    """Returns the layer with the rematerialisation policy `remat`.
 
     `looped` promises that the layer runs in a loop of the compiled program. There XLA cannot merge the recomputation
-    with the first computation. Outside of a loop, a barrier prevents this.
+    with the first computation. Outside of a loop, a barrier prevents the merge.
     """
     return layer if remat in ("none", "auto") else jax.checkpoint(layer, policy=POLICIES[remat], prevent_cse=not looped)
 
 
 def best_group(depth: int, carry_bytes: float, layer_bytes: float, whole: bool = False) -> int:
-    """The g that needs the least memory: sqrt(L c / (c + 2 p)), the minimum of (L / g) c + g (c + 2 p).
+    """Returns the group size g that needs about the least memory, see `run_stack`.
 
-    The minimum is flat, and a remainder would copy all parameters once. So the result is the nearest divisor of L if
-    there is one within a factor of 1.5, or if `whole` asks for a divisor.
+    The minimum of (L / g) c + g (c + 2 p) is at g = sqrt(L c / (c + 2 p)). It is flat, and a remainder would copy all
+    parameters once. Therefore the result is the nearest divisor of L if there is one within a factor of 1.5, or if
+    `whole` is True.
 
     >>> best_group(100, carry_bytes=1e6, layer_bytes=0), best_group(100, carry_bytes=1e6, layer_bytes=1.5e6)
     (10, 5)
@@ -230,10 +232,10 @@ def best_group(depth: int, carry_bytes: float, layer_bytes: float, whole: bool =
 
 
 def depth_of(per_layer: PerLayer) -> int:
-    """L of a tree of [L, ...] leaves."""
+    """Returns L of a tree of [L, ...] leaves."""
     return jax.tree.leaves(per_layer)[0].shape[0]
 
 
 def size_of(tree: Any) -> int:
-    """Bytes of all leaves."""
+    """Returns the number of bytes of all leaves."""
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))

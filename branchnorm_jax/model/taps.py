@@ -9,14 +9,18 @@ from branchnorm_jax.model.stack import LayerUpdate
 
 
 class Taps(NamedTuple):
-    """All taps are off by default. Mappings are by stack, and may leave a stack out."""
+    """The taps of a forward pass; all are off by default. Mappings are by stack and may omit a stack."""
 
     probes: Mapping[str, jax.Array] = {}
-    """Added to the layers' inputs, [L, B, T, D]. The gradient by zeros is that by the residual stream."""
+    """Values added to the layers' inputs, [L, B, T, D].
+
+    The gradient with respect to zero probes is the gradient with respect to the residual stream.
+    """
     record: str = ""
-    """What the layers return: "watch", the statistics of `blocks.watched`, or "profile", the spread before each
-    sub-layer (see `admin.py`)."""
+    """What the layers return: "" the blocks' outputs, "watch" the statistics of `blocks.watched`, "profile" r before
+    each sub-layer (see `admin.py`)."""
     updates: Mapping[str, LayerUpdate] = {}
     """Updates the layers' parameters in the backward pass, see `stack.run_and_update`."""
     attention: jax.Array | None = None
-    """Weights of the decoder's layers, [M]. The decoder then returns their attention, see `Transformer.attention`."""
+    """Weights of the decoder's layers, [M]. If set, the decoder also returns the weighted sum of their attention
+    weights, see `Transformer.attention`."""

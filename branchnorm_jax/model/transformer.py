@@ -23,7 +23,7 @@ from branchnorm_jax.model.output import Output
 from branchnorm_jax.model.parameters import Params, declare_parameters
 from branchnorm_jax.model.recipe import STACKS, Depth, Recipe
 from branchnorm_jax.model.segments import Segments, causal_mask, same_sentence, source_segments, target_segments
-from branchnorm_jax.model.stack import Layer, remembering, run_and_update, run_stack, unstack
+from branchnorm_jax.model.stack import Layer, rematerialised, run_and_update, run_stack, unstack
 from branchnorm_jax.model.taps import Taps
 from branchnorm_jax.options import ModelConfig
 
@@ -32,13 +32,13 @@ from branchnorm_jax.options import ModelConfig
 class Transformer:
     """A Transformer of any depth and method.
 
-    Methods without a schedule ignore `alpha`, which may also be a single number for all layers.
+    `alpha` is given by stack and layer, or as one number for all layers. Recipes without a growing branch ignore it.
 
     Attributes:
       config: the network's options.
       source_vocab: rows of the source embedding.
       target_vocab: rows of the target embedding.
-      unused: target words with probability 0.
+      unused: ids of the target tokens with probability 0.
       tags: number of language tags, whose ids follow UNK.
     """
 
@@ -55,21 +55,21 @@ class Transformer:
 
     @property
     def depth(self) -> Depth:
-        """Layers of both stacks."""
+        """Number of layers of each stack."""
         return Depth(self.config.encoder_layers, self.config.decoder_layers)
 
     # Parameters
 
     def init(self, key: jax.Array) -> Params:
-        """Fresh float32 parameters; layer l of a stack depends on (key, stack, l) alone."""
+        """Draws float32 parameters. Layer l of a stack depends only on (key, stack, l)."""
         return nn.meta.unbox(self._declare(key))
 
     def abstract_params(self) -> Params:
-        """Shapes and dtypes of the parameters, without allocating them."""
+        """Returns the shapes and dtypes of the parameters, without allocating them."""
         return jax.eval_shape(self.init, jax.random.key(0))
 
     def logical_axes(self) -> Any:
-        """The tree of the parameters with the logical names of its axes at each leaf, a tuple."""
+        """Returns the parameter tree with a tuple of logical axis names at each leaf."""
         return map_declared(lambda leaf: leaf.axes, jax.eval_shape(self._declare, jax.random.key(0)))
 
     def _declare(self, key: jax.Array) -> Any:
@@ -85,14 +85,14 @@ class Transformer:
         key: jax.Array | None = None,
         probes: jax.Array | None = None,
     ) -> jax.Array:
-        """Memory [B, S, D] of source token ids [B, S].
+        """Returns the encoder's output (the memory), [B, S, D], for source token ids [B, S].
 
         Args:
           params: the parameters.
           source_BS: token ids.
           alpha: alpha_t.
           key: random key of dropout; None switches dropout off.
-          probes: [N, B, S, D], added to the layers' inputs. The gradient by zeros is that by the residual stream.
+          probes: values added to the layers' inputs, [L, B, S, D]; see `Taps.probes`.
         """
         taps = Taps() if probes is None else Taps({"encoder": probes})
         return self.run_tokens(params, "encoder", source_BS, source_segments(source_BS), None, alpha, key, taps)[0]
@@ -106,7 +106,7 @@ class Transformer:
         alpha: Alpha | jax.Array,
         key: jax.Array | None = None,
     ) -> jax.Array:
-        """Decoder output [B, T, D] for given decoder inputs (EOS, then the target without its last token)."""
+        """Returns the decoder's output [B, T, D] for decoder inputs (EOS, then the target without its last token)."""
         memory = memory_BSD, source_segments(source_BS)
         return self.run_tokens(params, "decoder", inputs_BT, target_segments(inputs_BT), memory, alpha, key)[0]
 
@@ -121,10 +121,10 @@ class Transformer:
         key: jax.Array | None = None,
         taps: Taps = Taps(),  # noqa: B008
     ) -> tuple[jax.Array, Any]:
-        """Runs token ids through a stack. Returns its output [B, T, D], and the records of `taps`, stacked over layers.
+        """Runs token ids through a stack; returns the output [B, T, D] and the records of `taps`.
 
-        Tokens attend to tokens of their own sentence; in the decoder, not to later ones. `memory` is the encoder's
-        output and its segments, for the decoder.
+        The records are stacked over layers. A token attends to the tokens of its own sentence, in the decoder only up
+        to itself. `memory` is the encoder's output with the source segments; None for the encoder.
         """
         key = _fold(key, STACKS.index(stack))
         mask_BTT = same_sentence(segments, segments)
@@ -136,13 +136,13 @@ class Transformer:
         return self.run_layers(params, stack, x_BTD, inputs, lambda _: arguments, taps=taps)
 
     def output(self, params: Params) -> Output:
-        """The last layer."""
+        """Returns the output layer, from decoder output to logits."""
         used = np.ones(self.target_vocab, bool)
         used[list(self.unused)] = False
         return Output(self._table(params, "output"), params["embedding"].get("bias"), jnp.asarray(used))
 
     def logits(self, params: Params, x: jax.Array) -> jax.Array:
-        """Scores of the target vocabulary, float32: [..., D] -> [..., V]."""
+        """Computes the logits of the target vocabulary, float32: [..., D] -> [..., V]."""
         return self.output(params).logits(x.astype(self.config.dtype))
 
     def hidden(
@@ -154,7 +154,10 @@ class Transformer:
         key: jax.Array | None = None,
         taps: Taps = Taps(),  # noqa: B008
     ) -> tuple[jax.Array, dict[str, Any]]:
-        """The decoder's output [B, T, D] in the compute type (teacher forcing), and the records of `taps` by stack."""
+        """Returns the decoder's output under teacher forcing, and the records of `taps` by stack.
+
+        The output is [B, T, D] in the compute type.
+        """
         segments = source_segments(source_BS)
         memory_BSD, encoder = self.run_tokens(params, "encoder", source_BS, segments, None, alpha, key, taps)
         memory, target = (memory_BSD, segments), target_segments(inputs_BT)
@@ -169,18 +172,18 @@ class Transformer:
         alpha: Alpha | jax.Array,
         key: jax.Array | None = None,
     ) -> jax.Array:
-        """Logits [B, T, V] float32 of the next target tokens (teacher forcing)."""
+        """Returns the logits of the next target tokens under teacher forcing, float32 [B, T, V]."""
         return self.logits(params, self.hidden(params, source_BS, inputs_BT, alpha, key)[0])
 
     def attention(
         self, params: Params, source_BS: jax.Array, inputs_BT: jax.Array, alpha: Alpha | jax.Array, weights_M: jax.Array
     ) -> jax.Array:
-        """The decoder's attention to each source token, float32 [B, T, S] (teacher forcing).
+        """Returns the decoder's attention weights on the source tokens under teacher forcing, float32 [B, T, S].
 
             sum over layers l of weights_l mean over heads h of softmax(q_lh k_lh^T / sqrt(K))
 
         Row t belongs to the prediction of target token t. It sums to the sum of `weights_M` and is 0 at padding. Memory
-        does not grow with depth: one sum runs along with the residual stream.
+        does not grow with depth, because the layers pass on one running sum.
         """
         segments = source_segments(source_BS)
         memory_BSD, _ = self.run_tokens(params, "encoder", source_BS, segments, None, alpha)
@@ -189,7 +192,7 @@ class Transformer:
         return self.run_tokens(params, "decoder", inputs_BT, target, memory, alpha, taps=Taps(attention=weights_M))[1]
 
     def positions(self, length: int) -> jax.Array:
-        """Position embeddings, float32 [length, D]."""
+        """Returns the position embeddings, float32 [length, D]."""
         return jnp.asarray(sinusoids(length, self.config.width, self.config.positions))
 
     # Parts
@@ -219,12 +222,12 @@ class Transformer:
         attention = None if taps.attention is None else jnp.zeros(arguments(per_layer)[2].shape)
         if recipe.combines:
             assert update is None, "layers that read the outputs of all earlier layers cannot be updated one by one"
-            # The sums over layers are a linear carry, which the backward pass does not need: it only recomputes layers.
-            kept = remembering(layer, "full" if remat == "nested" else remat)
+            # Rematerialise each layer alone. The sums over layers are linear, so the backward pass does not need them.
+            checkpointed = rematerialised(layer, "full" if remat == "nested" else remat)
             run = functools.partial(run, remat="none")
             start = Stream(x, attention=attention)
             combine, carry, inputs = combined(
-                kept,
+                checkpointed,
                 params[f"{stack}_combination"],
                 start,
                 scanned,
@@ -244,7 +247,7 @@ class Transformer:
         return self._end(params, stack, stream), outputs if attention is None else stream.attention
 
     def _layer(self, stack: str, arguments: Callable[[Any], tuple[Any, ...]], taps: Taps) -> Layer:
-        """One layer as a function for `run_stack`; arguments as in `run_layers`."""
+        """Returns one layer as a function for `run_stack`. The arguments are as in `run_layers`."""
         record = taps.record
 
         def apply(block: Block, stream: Stream, scanned: tuple[Params, LayerInput, Any]) -> tuple[Stream, Any]:
@@ -252,24 +255,24 @@ class Transformer:
             variables, given = {"params": layer_params}, arguments(extra)
             if not record:
                 return block.apply(variables, stream, layer_input, *given)
-            (after, _), found = block.apply(variables, stream, layer_input, *given, mutable=[record])
-            # The self-attention's mask: what an encoder layer takes first, a decoder layer after its memory.
+            (after, _), sown = block.apply(variables, stream, layer_input, *given, mutable=[record])
+            # The self-attention mask is the first argument of an encoder layer, and follows the memory in the decoder.
             mask = given[STACKS.index(stack)]
-            return after, watched(stream.x, after.x, mask, found[record]) if record == "watch" else found[record]
+            return after, watched(stream.x, after.x, mask, sown[record]) if record == "watch" else sown[record]
 
-        awake: Layer = functools.partial(apply, self._block(stack))
+        active: Layer = functools.partial(apply, self._block(stack))
         if self.recipe.branch.end is None or taps.attention is not None or not starts_closed(self.config):
-            return awake
-        # A branch with b = 0 affects no number and has no gradient.
-        asleep = functools.partial(apply, self._block(stack, asleep=True))
+            return active
+        # A branch with b = 0 does not change the output and has no gradient, so it need not be computed.
+        inactive = functools.partial(apply, self._block(stack, inactive=True))
 
         def either(stream: Stream, scanned: tuple[Params, LayerInput, Any]) -> tuple[Stream, Any]:
-            return jax.lax.cond(scanned[1].coefficients.branch != 0, awake, asleep, stream, scanned)
+            return jax.lax.cond(scanned[1].coefficients.branch != 0, active, inactive, stream, scanned)
 
         return either
 
     def _end(self, params: Params, stack: str, stream: Stream) -> jax.Array:
-        """The final norm, or whatever the recipe has after the last layer."""
+        """Applies what the recipe has after the last layer: a norm, Fixup's shift or nothing."""
         recipe = self.recipe
         if not recipe.final:
             return stream.x
@@ -288,8 +291,8 @@ class Transformer:
         key: jax.Array | None = None,
         taps: Taps = Taps(),  # noqa: B008
     ) -> LayerInput:
-        """Coefficients, keys and taps of a stack's layers, [L] each. Key 0 of a stack is the embedding's."""
-        exact = jnp.promote_types(self.config.carry_dtype, jnp.float32)  # float64 where the stream is
+        """Returns the coefficients, keys and taps of a stack's layers. Key 0 of a stack is for the embedding."""
+        exact = jnp.promote_types(self.config.carry_dtype, jnp.float32)  # float64 if the stream is float64
         numbers = 1 + jnp.arange(getattr(self.depth, stack))
         return LayerInput(
             resolve(self.recipe, self.depth, stack, alpha, exact),
@@ -298,8 +301,8 @@ class Transformer:
             attention_weight=taps.attention,
         )
 
-    def _block(self, stack: str, asleep: bool = False) -> Block:
-        return make_block(self.config, self.recipe, stack, asleep)
+    def _block(self, stack: str, inactive: bool = False) -> Block:
+        return make_block(self.config, self.recipe, stack, inactive)
 
     def _table(self, params: Params, side: str) -> jax.Array:
         tables = params["embedding"]
@@ -309,7 +312,7 @@ class Transformer:
     def embed_tokens(
         self, params: Params, stack: str, tokens_BT: jax.Array, positions: jax.Array, key: jax.Array | None = None
     ) -> jax.Array:
-        """The input of a stack's first layer, [B, T, D], from token ids and rows of `positions`."""
+        """Returns the input of a stack's first layer, [B, T, D], from token ids and rows of `positions`."""
         c, side = self.config, "source" if stack == "encoder" else "target"
         key = _fold(key, 0)
         tokens_BT = drop_words(tokens_BT, c.word_dropout, _fold(key, 1), self.tags)

@@ -20,14 +20,14 @@ def average(config: Config, workdir: Workdir) -> None:
     """
     workdir.check_config(config)
     _, model = network(config, workdir)
-    there = Checkpoints(workdir / "checkpoints", config.train, logs.say, read_only=True)
-    steps = there.several(config.average.checkpoints)
+    checkpoints = Checkpoints(workdir / "checkpoints", config.train, logs.say, read_only=True)
+    steps = checkpoints.several(config.average.checkpoints)
     total: Any = None
     for step in steps:
-        found = jax.tree.map(
+        weights = jax.tree.map(
             lambda leaf: np.asarray(leaf, np.float64), restore_model(config, workdir, model, str(step))[:2]
         )
-        total = found if total is None else jax.tree.map(np.add, total, found)
+        total = weights if total is None else jax.tree.map(np.add, total, weights)
     params, alpha = jax.tree.map(lambda leaf: np.asarray(leaf / len(steps), np.float32), total)
     with atomic_directory(workdir / "average") as folder:
         Checkpoints(folder, config.train, logs.say).save_params(steps[-1], params, alpha, {"averaged": steps})

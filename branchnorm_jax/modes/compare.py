@@ -47,9 +47,9 @@ def compare(config: Config, workdir: Workdir) -> None:
             logs.say(f"counting the words of the references instead: {error}")
     if references is None:
         raise UserError("compare: none of the systems is a workdir; set compare.reference to a file of references")
-    found = comparing.compare(systems, references, language, frequencies, sources)
-    print(comparing.format_table(found))
-    print(*comparing.write(found, workdir.path), sep="\n")
+    comparison = comparing.compare(systems, references, language, frequencies, sources)
+    print(comparing.format_table(comparison))
+    print(*comparing.write(comparison, workdir.path), sep="\n")
 
 
 def written(workdir: Path, split: str, side: str) -> list[str]:
@@ -60,6 +60,8 @@ def written(workdir: Path, split: str, side: str) -> list[str]:
     """
     path = workdir / "evaluation" / f"{split}.{side}"
     if not path.exists():
-        there = ", ".join(sorted(found.stem for found in path.parent.glob(f"*.{side}"))) or "none"
-        raise UserError(f"{path}: no such file; evaluated splits: {there}; change compare.split or run --mode=evaluate")
+        splits = ", ".join(sorted(file.stem for file in path.parent.glob(f"*.{side}"))) or "none"
+        raise UserError(
+            f"{path}: no such file; evaluated splits: {splits}; change compare.split or run --mode=evaluate"
+        )
     return list(text_lines(path))

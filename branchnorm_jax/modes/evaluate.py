@@ -22,10 +22,10 @@ def evaluate(config: Config, workdir: Workdir) -> None:
     workdir.check_config(config)
     workdir.create()
     trained, data, directory = load(config, workdir), config.data, workdir / "evaluation"
-    asked = list(itertools.product(config.evaluate.split_names, data.directions(config.evaluate.pairs)))
-    tags = [trained.translator.tokenizer.tags(data, direction.target_lang) for _, direction in asked]
-    for split, direction in asked:
-        # Before the first translation, so that a missing file of the last split is reported at once.
+    test_sets = list(itertools.product(config.evaluate.split_names, data.directions(config.evaluate.pairs)))
+    tags = [trained.translator.tokenizer.tags(data, direction.target_lang) for _, direction in test_sets]
+    for split, direction in test_sets:
+        # Read a line of every file before the first translation, so that a missing file is reported at once.
         next(read_pairs(direction, split), None)
     comet = [load_comet(config.evaluate.comet)] if config.evaluate.comet else []
     decode = {"checkpoint": config.decode.checkpoint, "ensemble": config.decode.ensemble, **config.decode.search}
@@ -37,19 +37,19 @@ def evaluate(config: Config, workdir: Workdir) -> None:
     }
     results: dict[str, list[Score]] = {}
     each: dict[str, list[list[Score]]] = {}
-    for (split, direction), tag in zip(asked, tags, strict=True):
+    for (split, direction), tag in zip(test_sets, tags, strict=True):
         name = f"{split}.{direction.pair}" if data.pairs else split
         right = [right_language(direction.target_lang, data.languages)] if data.pairs else []
         sources, references = map(list, zip(*read_pairs(direction, split), strict=True))
         with logs.progress_bar(len(sources), 0, "line", name) as bar:
-            found = trained.translator.translate(
+            nbest = trained.translator.translate(
                 trained.params, trained.alpha, sources, progress=bar.update, tags=[tag] * len(sources)
             )
-        texts = {"source": sources, "reference": references, "hypothesis": [best.text for best, *_ in found]}
+        texts = {"source": sources, "reference": references, "hypothesis": [best.text for best, *_ in nbest]}
         results[name] = score_split(directory, name, texts, direction.target_lang, [*right, *comet])
         each.setdefault(split, []).append(results[name])
         write_results(workdir / "results.json", results, directory, run)
     if data.pairs:
-        results |= {split: mean_of(found) for split, found in each.items()}
+        results |= {split: mean_of(scores) for split, scores in each.items()}
         write_results(workdir / "results.json", results, directory, run)
     print(format_table(results))

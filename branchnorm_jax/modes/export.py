@@ -22,7 +22,9 @@ TOLERANCE = 1e-3
 
 
 def export(config: Config, workdir: Workdir) -> None:
-    """Writes the model in the format of another engine; compares log-probabilities if that engine is installed.
+    """Writes the model in the format of another engine, and compares log-probabilities with that engine.
+
+    There is no comparison if the engine is not installed, or if `export.check_lines` is 0.
 
     Raises:
       UserError: if the engine does not support the method, or an option does not fit.
@@ -74,9 +76,9 @@ def export(config: Config, workdir: Workdir) -> None:
 
 
 def check_export(config: Config, trained: Trained, folder: Path, longest: int) -> None:
-    """Compares log-probabilities of the first validation pairs in our model and in the exported one, both in float32.
+    """Compares log-probabilities of the first validation pairs in our model and in the exported model.
 
-    Both models force-decode the targets. Pairs with a side of more than `longest` tokens are skipped.
+    Both models force-decode the targets in float32. Pairs with a side of more than `longest` tokens are skipped.
 
     Raises:
       UserError: if no pair fits into `longest` tokens.
@@ -106,8 +108,10 @@ def check_export(config: Config, trained: Trained, folder: Path, longest: int) -
     try:
         if e.format == "ctranslate2":
             sides = (sources, tokenizer.source_pieces), (targets, tokenizer.target_pieces)
-            given, asked = ([[pieces[token] for token in ids[:-1]] for ids in side] for side, pieces in sides)
-            theirs = ctranslate2.log_probs(folder, given, asked)
+            source_pieces, target_pieces = (
+                [[pieces[token] for token in ids[:-1]] for ids in side] for side, pieces in sides
+            )
+            theirs = ctranslate2.log_probs(folder, source_pieces, target_pieces)
         else:
             theirs = huggingface.log_probs(folder, sources, targets)
     except UserError as error:
@@ -115,7 +119,7 @@ def check_export(config: Config, trained: Trained, folder: Path, longest: int) -
         return
     # Each engine gives the unused tokens a different, very small probability.
     used = ~np.isin(np.concatenate(targets), model.unused)
-    apart = float(np.abs(np.concatenate(ours) - np.concatenate(theirs))[used].max())
-    logs.say(f"largest difference of a token's log-probability over {len(fitting)} validation pairs: {apart:.2e}")
-    if not apart <= TOLERANCE and not e.quantization:
-        raise MismatchError(f"log-probabilities differ by {apart:.2e}, more than {TOLERANCE}: nothing was written")
+    largest = float(np.abs(np.concatenate(ours) - np.concatenate(theirs))[used].max())
+    logs.say(f"largest difference of a token's log-probability over {len(fitting)} validation pairs: {largest:.2e}")
+    if not largest <= TOLERANCE and not e.quantization:
+        raise MismatchError(f"log-probabilities differ by {largest:.2e}, more than {TOLERANCE}: nothing was written")

@@ -18,7 +18,7 @@ from branchnorm_jax.training import logs
 from branchnorm_jax.workdir import Workdir
 
 CHUNK = 2000
-"""Number of lines of a file that are sorted by length and translated together; a kill loses at most one chunk."""
+"""Number of lines of a file that are sorted by length and translated together, and the most that a kill can lose."""
 
 
 def translate(config: Config, workdir: Workdir) -> None:
@@ -88,13 +88,13 @@ def translated(
     """
     languages = Languages(config.data, trained.translator.tokenizer)
     for lines in chunks:
-        sources, tags = languages.asked(lines, config.decode.target_lang, done + 1)
+        sources, tags = languages.split_tags(lines, config.decode.target_lang, done + 1)
         prefixes = None
         if config.decode.target_prefix:
             pairs = pairs_of(sources, done, "prefix of the target", config.decode.input or "stdin")
             sources, prefixes = map(list, zip(*pairs, strict=True))
         with logs.progress_bar(total or len(lines), done if total else 0, "line", "translate") as bar:
-            found = trained.translator.translate(
+            results = trained.translator.translate(
                 trained.params,
                 trained.alpha,
                 sources,
@@ -106,7 +106,7 @@ def translated(
             )
         yield [
             line
-            for index, hypotheses in enumerate(found, start=done)
+            for index, hypotheses in enumerate(results, start=done)
             for line in format_hypotheses(index, hypotheses, config.decode)
         ]
         done += len(lines)
@@ -115,10 +115,10 @@ def translated(
 def translate_file(config: Config, trained: Trained, source: Path, target: Path) -> None:
     """Translates a file; resumes an earlier translation of the same file with the same models and options.
 
-    `target` is created when the translation is complete. Until then the lines are in `<target>.part`, and
-    `<target>.part.json` records the file, the models and the options that they were made with.
+    `target` is created when the translation is complete. Until then the finished lines are in `<target>.part`, and
+    `<target>.part.json` records the source file, the models and the options of these lines.
     """
-    target = target.resolve()  # Replaces the file behind a link, not the link.
+    target = target.resolve()  # If it is a link, the final replacement must hit the file, not the link.
     part, record = (target.with_name(target.name + suffix) for suffix in (".part", ".part.json"))
     stat = source.stat()
     made_of = config.decode.search
@@ -155,10 +155,10 @@ def translate_file(config: Config, trained: Trained, source: Path, target: Path)
 def read_record(path: Path) -> dict[str, Any]:
     """Reads the record of a partial translation; returns {} if it is missing or invalid."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return content if isinstance(content, dict) else {}
 
 
 @contextlib.contextmanager
@@ -215,10 +215,10 @@ def pairs_of(lines: list[str], done: int, second: str, name: str) -> list[tuple[
 def format_hypotheses(index: int, hypotheses: list[Translation], config: DecodeConfig) -> list[str]:
     """Formats the output for one source line.
 
-    The output is the best translation. With n-best it is "line ||| text ||| score" for each hypothesis, with lines
-    counted from 0 as in Moses. With `decode.token_scores` the pieces and their log-probabilities follow:
-    "text ||| piece:-0.12 ...". With `decode.alignments` the aligned pairs of source and target piece follow:
-    "text ||| 0-0 2-1 ...".
+    The output is the text of the best translation. If `decode.nbest` > 1, it is "line ||| text ||| score" for each
+    hypothesis, with lines counted from 0 as in Moses. `decode.token_scores` appends the pieces and their
+    log-probabilities: "text ||| piece:-0.12 ...". `decode.alignments` appends the aligned pairs of source and target
+    piece: "text ||| 0-0 2-1 ...".
 
     Args:
       index: number of source lines before this one.
@@ -226,12 +226,12 @@ def format_hypotheses(index: int, hypotheses: list[Translation], config: DecodeC
       config: decoding options.
     """
     printed = []
-    for found in hypotheses:
-        fields = [found.text] if config.nbest == 1 else [str(index), found.text, f"{found.score:.4f}"]
+    for hypothesis in hypotheses:
+        fields = [hypothesis.text] if config.nbest == 1 else [str(index), hypothesis.text, f"{hypothesis.score:.4f}"]
         if config.token_scores:
-            fields.append(" ".join(f"{piece}:{log_prob:.4f}" for piece, log_prob in found.pieces))
-        if found.attention is not None:
-            fields.append(" ".join(f"{i}-{j}" for i, j in pharaoh(found.attention)))
+            fields.append(" ".join(f"{piece}:{log_prob:.4f}" for piece, log_prob in hypothesis.pieces))
+        if hypothesis.attention is not None:
+            fields.append(" ".join(f"{i}-{j}" for i, j in pharaoh(hypothesis.attention)))
         printed.append(" ||| ".join(fields))
     return printed
 
@@ -247,7 +247,7 @@ def score(config: Config, workdir: Workdir) -> None:
     done = 0
     with opened(config.decode.input) as (stream, name):
         for lines in read_chunks(stream, name, CHUNK):
-            lines, tags = languages.asked(lines, config.decode.target_lang, done + 1)
+            lines, tags = languages.split_tags(lines, config.decode.target_lang, done + 1)
             pairs = pairs_of(lines, done, "target", name)
             for log_prob, tokens in trained.translator.score(trained.params, trained.alpha, pairs, tags):
                 print(f"{log_prob:.6f}\t{tokens}")

@@ -39,7 +39,7 @@ def train(config: Config, workdir: Workdir) -> None:
     """Trains a model. First warns if the available devices may have too little memory."""
     check_names(config)
     memory = devices.memory()
-    config = planning.fitting(config, memory)
+    config = planning.resolve_remat(config, memory)
     if hosts.is_first() and (line := planning.warning(config, memory)):
         logs.say(line)
     loop.train(config, workdir)
@@ -59,12 +59,12 @@ def plan(config: Config, workdir: Workdir) -> None:
     """Predicts the cost of the run, prints it and writes it to plan.json."""
     check_names(config)
     with logs.progress_bar(len(estimate.remat_choices(config)), 0, "choice", "plan") as bar:
-        found = planning.make_plan(config, bar.update)
+        costs = planning.make_plan(config, bar.update)
     if config.plan.compile and not config.plan.device and config.parallel.model == 1:
-        found["compiled_bytes"] = estimate.compiled_bytes(estimate.with_remat(config, found["chosen_remat"]))
-    print(planning.format_plan(config, found))
+        costs["compiled_bytes"] = estimate.compiled_bytes(estimate.with_remat(config, costs["chosen_remat"]))
+    print(planning.format_plan(config, costs))
     workdir.create()
-    write_atomically(workdir / "plan.json", planning.to_json(found))
+    write_atomically(workdir / "plan.json", planning.to_json(costs))
 
 
 def preflight(config: Config, workdir: Workdir) -> None:
@@ -81,28 +81,28 @@ def preflight(config: Config, workdir: Workdir) -> None:
             bar.total = total
             bar.update()
 
-        narrow, found = flight.fly(config, corpus, progress)
-    verdict = flight.judge(found)
+        narrow, points = flight.run_preflight(config, corpus, progress)
+    verdict = flight.judge(points)
     m = narrow.model
     shape = f"{m.method} {m.encoder_layers}L-{m.decoder_layers}L at width {m.width}, {flight.ROWS} sentences a batch"
-    write_atomically(workdir / "preflight.json", flight.to_json(narrow, verdict, found))
+    write_atomically(workdir / "preflight.json", flight.to_json(narrow, verdict, points))
     written = [workdir / "preflight.json"]
     if figures.can_draw("preflight.png"):
         written.append(workdir / "preflight.png")
-        flight.draw(found, written[-1], f"{shape}: {verdict.word}")
-    print(flight.format_points(found))
+        flight.draw(points, written[-1], f"{shape}: {verdict.word}")
+    print(flight.format_points(points))
     print(f"{shape}", f"{verdict.word}: {verdict.reason}", sep="\n")
     print(*written, sep="\n")
 
 
 def analyze(config: Config, workdir: Workdir) -> None:
-    """Draws the run's curves and how signals pass through the model.
+    """Draws the curves of the run and the signal propagation of the model.
 
-    The model is the run's checkpoint. If there is no checkpoint, or `analyze.methods` is set, untrained models of these
-    methods (default: the method of the run) are compared instead. The text and the vocabulary are those of the run, and
-    are prepared here if missing.
+    The model is the checkpoint of the run. If there is no checkpoint, or `analyze.methods` is set, untrained models of
+    these methods (default: the method of the run) are compared instead. The text and the vocabulary are those of the
+    run; they are prepared here if they are missing.
     """
-    figures.pyplot()  # Before the measurements, so that a missing package is reported at once.
+    figures.pyplot()  # Imported before the measurements, so that a missing package is reported at once.
     trained = None
     if workdir.has_checkpoints and not config.analyze.methods:
         workdir.check_config(config)
@@ -157,7 +157,7 @@ def sweep(config: Config, workdir: Workdir) -> None:
         raise UserError(
             f"{workdir.path}: this is the workdir of a training run; choose another --workdir for the sweep"
         )
-    # Before the first run, so that a mistake in the last run is reported at once.
+    # Check all runs before the first one starts, so that a mistake in the last run is reported at once.
     memory, runs = devices.memory(), {}
     for name, (run, chosen) in sweeping.plan_runs(config).items():
         check_names(chosen)
@@ -167,15 +167,15 @@ def sweep(config: Config, workdir: Workdir) -> None:
                 parent_of(chosen, folder)
             except UserError as error:
                 raise UserError(f"sweep.grid: {name}: {error}") from error
-        runs[name] = run, planning.fitting(chosen, memory)
+        runs[name] = run, planning.resolve_remat(chosen, memory)
     drawing = figures.can_draw("sweep.png")
     corpora = {chosen.data for _, chosen in runs.values()}
-    for split, found in (
+    for split, directions in (
         *(("train", data.directions()) for data in corpora),
         *(("valid", data.validated()) for data in corpora),
         *(("test", data.directions()) for data in corpora),
     ):
-        for direction in found:
+        for direction in directions:
             next(iter(read_pairs(direction, split)), None)
     workdir.create()
     write_atomically(workdir / "config.json", to_json(config))

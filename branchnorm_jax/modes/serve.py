@@ -83,7 +83,7 @@ def url(listener: socket.socket) -> str:
 
 
 def about(config: Config, step: int, languages: Languages) -> dict[str, Any]:
-    """Returns what GET /health reports about the model, the search and the limits of requests."""
+    """Returns the fields of GET /health about the model, the search and the limits of requests."""
     m, s = config.model, config.serve
     return {
         "method": m.method,

@@ -64,7 +64,7 @@ def parse(body: bytes, serve: ServeConfig, decode: DecodeConfig, languages: Lang
         raise UserError("alignments must be true or false")
     if not isinstance(target_lang, str) or not target_lang.isascii():
         raise UserError("target_lang must be a string such as de")
-    texts, tags = languages.asked(lines, target_lang)
+    texts, tags = languages.split_tags(lines, target_lang)
     return TranslationRequest(tuple(texts), tuple(tags), nbest, alignments)
 
 

@@ -83,15 +83,15 @@ class Checkpoints:
         )
 
     def steps(self) -> list[int]:
-        """Steps of the finished checkpoints, oldest first."""
+        """Returns the steps of the finished checkpoints, oldest first."""
         return sorted(self._manager.all_steps())
 
     def best_step(self) -> int | None:
-        """Step of the checkpoint with the best validation score, or None if no checkpoint has a score."""
+        """Returns the step of the checkpoint with the best validation score, or None if none has a score."""
         return next(iter(self._by_score()), None)
 
     def _by_score(self) -> list[int]:
-        """Steps of the validated checkpoints, best first. Among equal scores the latest step comes first."""
+        """Returns the steps of the validated checkpoints, best first, and among equal scores the latest first."""
         scores = {}
         for step in self.steps():
             metrics = self._manager.metrics(step)
@@ -100,7 +100,7 @@ class Checkpoints:
         return sorted(scores, key=lambda step: (scores[step], step), reverse=True)
 
     def several(self, which: str) -> list[int]:
-        """Steps of the checkpoints that `which` selects, oldest first.
+        """Returns the steps of the checkpoints that `which` selects, oldest first.
 
         Args:
           which: "last:n", "best:n" or a list of steps such as "1000,2000,3000".
@@ -109,28 +109,28 @@ class Checkpoints:
           UserError: if `which` has another form, or if fewer checkpoints exist than it selects.
         """
         kind, _, number = which.partition(":")
-        there = self.steps()
+        existing = self.steps()
         if kind in ("last", "best") and number.isdecimal() and int(number):
-            found = (there[::-1] if kind == "last" else self._by_score())[: int(number)]
-            if len(found) < int(number):
+            selected = (existing[::-1] if kind == "last" else self._by_score())[: int(number)]
+            if len(selected) < int(number):
                 validated = "validated " if kind == "best" else ""
                 raise UserError(
                     f"{self._directory}: average.checkpoints={which}, but the only {validated}checkpoints are "
-                    f"{sorted(found)}; train.keep_{kind} sets how many a run keeps"
+                    f"{sorted(selected)}; train.keep_{kind} sets how many a run keeps"
                 )
-            return sorted(found)
+            return sorted(selected)
         steps = [part.strip() for part in which.split(",")]
         if not all(step.isdecimal() for step in steps):
             raise UserError(f"config: average.checkpoints={which!r} is neither last:n, nor best:n, nor a list of steps")
-        missing = sorted({int(step) for step in steps} - set(there))
+        missing = sorted({int(step) for step in steps} - set(existing))
         if missing:
-            raise UserError(f"{self._directory}: no checkpoints of steps {missing}; the existing steps are {there}")
+            raise UserError(f"{self._directory}: no checkpoints of steps {missing}; the existing steps are {existing}")
         return sorted({int(step) for step in steps})
 
     def save_params(self, step: int, params: Params, alpha: Alpha, memory: SavedLoopState) -> None:
-        """Saves parameters without training state and waits until they are on disk. The arguments are as in `save`.
+        """Saves parameters without training state and waits until they are on disk.
 
-        Training cannot resume from such a checkpoint.
+        Training cannot resume from such a checkpoint. The arguments are as in `save`.
         """
         values = jax.tree.map(lambda leaf: np.asarray(leaf).tolist(), alpha)
         sums = {"params": checksums(params).tolist()}
@@ -222,7 +222,7 @@ class Checkpoints:
         return None
 
     def named(self, which: str) -> list[int]:
-        """Step of the checkpoint `which`, followed by the steps that `restore_params` falls back to.
+        """Returns the step of the checkpoint `which`, followed by the steps that `restore_params` falls back to.
 
         Raises `UserError` if there is no such checkpoint.
         """
@@ -300,7 +300,7 @@ class Checkpoints:
 
 
 def _rest(state: TrainState) -> dict[str, Any]:
-    """The fields of the train state other than `eval_params`. The keys are the names in checkpoints."""
+    """Returns the fields of the train state other than `eval_params`. The keys are the names in checkpoints."""
     fields = {field.name: getattr(state, field.name) for field in dataclasses.fields(state)}
     rest = {name: value for name, value in fields.items() if value is not None and value is not state.eval_params}
     return {NAMES_ON_DISK.get(name, name): value for name, value in rest.items()}
@@ -312,6 +312,6 @@ def _check(what: str, tree: Any, expected: list[int]) -> None:
 
 
 def _summary(error: Exception) -> str:
-    """The type and the first line of an exception, with at most 160 characters of that line."""
+    """Returns the type and the first line of an exception, with at most 160 characters of that line."""
     text = str(error).strip().splitlines()
     return f"{type(error).__name__}: {text[0][:160]}" if text else type(error).__name__

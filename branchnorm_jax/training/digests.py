@@ -11,7 +11,7 @@ from branchnorm_jax.training.state import TrainState
 
 
 def sha256(state: TrainState) -> str:
-    """Hex digest of the parameters, the optimiser state and the moving average.
+    """Returns the hex digest of the parameters, the optimiser state and the moving average.
 
     The leaves are hashed in the order of their paths.
     """
@@ -25,7 +25,7 @@ def sha256(state: TrainState) -> str:
 
 @jax.jit
 def checksums(state: Any) -> jax.Array:
-    """Checksum of each leaf in tree order: a weighted sum of its bits modulo 2^32, uint32 [leaves].
+    """Returns a checksum of each leaf in tree order: a weighted sum of its bits modulo 2^32, uint32 [leaves].
 
     The weights are odd and differ between elements, so any single flipped bit changes the sum. Integer addition is
     exact in any order, so the sums do not depend on the sharding of the state. The cost is one pass over the state on

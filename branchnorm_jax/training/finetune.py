@@ -20,19 +20,19 @@ from branchnorm_jax.training import logs
 from branchnorm_jax.training.trained import find_run, network, open_checkpoints, restore_model
 from branchnorm_jax.workdir import Workdir
 
-OF_THE_TRAINING = {
+TRAINING_OPTIONS = {
     "dropout", "attention_dropout", "activation_dropout", "word_dropout", "init", "dtype", "carry_dtype", "mask_unused",
     "alpha_schedule", "alpha_floor", "alpha_hold", "alpha_steps", "alpha_order", "alpha_stagger",
     "alpha_start", "alpha_end",
 }  # fmt: skip
 """Model options that only affect training. They may differ between the new run and its parent run."""
 
-OF_THE_VOCABULARY = "vocab_size", "vocab_type", "shared_vocab"
+VOCABULARY_OPTIONS = "vocab_size", "vocab_type", "shared_vocab"
 """Data options that define the vocabulary."""
 
 
 def parent_of(config: Config, workdir: Workdir) -> Workdir:
-    """The workdir of the parent run, which `train.finetune_from` names, for a new run in `workdir`.
+    """Returns the workdir of the parent run (`train.finetune_from`) of a new run in `workdir`.
 
     Raises:
       UserError: if the parent run or its checkpoint does not exist, if its workdir is `workdir`, or if its model,
@@ -49,8 +49,8 @@ def parent_of(config: Config, workdir: Workdir) -> Workdir:
         raise UserError(
             f"train.finetune_from: {parent.path} has no language tags; leave data.pairs empty or set data.tags=none"
         )
-    of_the_data = OF_THE_VOCABULARY + (("tags",) if theirs.data.pairs else ())
-    ours = {field.name for field in dataclasses.fields(ModelConfig) if not field.metadata["free"]} - OF_THE_TRAINING
+    of_the_data = VOCABULARY_OPTIONS + (("tags",) if theirs.data.pairs else ())
+    ours = {field.name for field in dataclasses.fields(ModelConfig) if not field.metadata["free"]} - TRAINING_OPTIONS
     changed = [
         f"{section}.{name}={getattr(getattr(theirs, section), name)}"
         for section, names in (("model", sorted(ours)), ("data", of_the_data))
@@ -73,7 +73,7 @@ def take_vocabulary(parent: Workdir, workdir: Workdir) -> None:
     with atomic_directory(workdir / "vocabulary") as temporary:
         # The unused pieces depend on the text of the new run.
         shutil.copytree(parent / "vocabulary", temporary, ignore=shutil.ignore_patterns(UNUSED), dirs_exist_ok=True)
-        # This file makes a later run without a parent in this workdir train its own vocabulary.
+        # The origin matches no text, so a later run here without a parent trains its own vocabulary.
         (temporary / ORIGIN).write_text(json.dumps({"run": str(parent.path)}) + "\n", encoding="utf-8")
 
 
@@ -90,12 +90,13 @@ def parents_parameters(config: Config, model: Transformer) -> tuple[Params, Alph
     """Restores the parameters and alpha of the run that `train.finetune_from` names.
 
     Raises:
-      UserError: if alpha ends below the parent's in this run: the model would start as another function.
+      UserError: if alpha ends below the parent's alpha in this run, because the model would then compute another
+        function.
     """
     theirs, parent, which = find_run("train.finetune_from", config.train.finetune_from, config)
     params, alpha, step = restore_model(theirs, parent, model, which)
     end = growth.alpha(config.model)(jnp.int32(config.model.alpha_steps))
-    largest, allowed = (max(float(values.max()) for values in of.values()) for of in (alpha, end))
+    largest, allowed = (max(float(values.max()) for values in by_stack.values()) for by_stack in (alpha, end))
     if get_recipe(config.model.method).grows and largest > allowed + 1e-6:
         raise UserError(
             f"train.finetune_from: alpha is {largest:.3g} in {parent.path}, but ends at {allowed:.3g} here; "

@@ -22,7 +22,7 @@ PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "sent
 
 
 class JsonLines:
-    """A file with one JSON object per line. Each object has a `step`, so that the file can follow a restored run."""
+    """A file with one JSON object per line. Each object has a `step`, so that a restored run can drop later lines."""
 
     def __init__(self, path: Path, first_step: int) -> None:
         """Opens `path` to append, and first drops the lines of `first_step` and later.
@@ -35,8 +35,8 @@ class JsonLines:
 
     def write(self, line: Mapping[str, Any]) -> None:
         """Appends one line and flushes it to the operating system. A float that is not finite becomes null."""
-        known = {key: None if isinstance(v, float) and not math.isfinite(v) else v for key, v in line.items()}
-        self._file.write(json.dumps(known, allow_nan=False) + "\n")
+        values = {key: None if isinstance(v, float) and not math.isfinite(v) else v for key, v in line.items()}
+        self._file.write(json.dumps(values, allow_nan=False) + "\n")
         self._file.flush()
 
     def close(self) -> None:
@@ -107,7 +107,7 @@ class _Lines:
 
 
 def progress_bar(total: int, done: int, unit: str, description: str) -> tqdm:
-    """A live progress line on stderr with rate and ETA.
+    """Returns a live progress line on stderr with rate and ETA.
 
     If stderr is not a terminal, the progress bar writes one line every 30 s.
     """
@@ -131,7 +131,7 @@ def say(line: str) -> None:
 
 
 def environment() -> dict[str, Any]:
-    """Devices, number of processes, package versions and git revision of this run."""
+    """Returns the devices, number of processes, package versions and git revision of this run."""
     device = jax.devices()[0]
     return {
         "devices": f"{jax.device_count()} x {device.device_kind} ({device.platform})",
@@ -143,7 +143,7 @@ def environment() -> dict[str, Any]:
 
 
 def git_revision() -> str:
-    """Commit of this code, followed by "+" if tracked files have changes; "unknown" outside a checkout."""
+    """Returns the commit of this code, or "unknown" outside a checkout; "+" marks changes in tracked files."""
     here, name = Path(__file__).parent, Path(__file__).name
     try:
         # An installed package may be inside the checkout of another project. That project does not track this file.
@@ -167,7 +167,7 @@ def git_revision() -> str:
 
 
 def peak_memory_bytes() -> int:
-    """Peak memory use so far in bytes, as the device reports it.
+    """Returns the peak memory use so far in bytes, as the device reports it.
 
     If the device does not report it, the result is the peak resident set size of this process.
     """

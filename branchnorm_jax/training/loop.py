@@ -1,7 +1,7 @@
 """The training loop.
 
-The order of the operations in the loop is a contract. It guarantees that checkpoints, validations and log lines of a
-step describe the same state.
+The order of the operations in the loop matters: it guarantees that the checkpoint, the validation and the log line of a
+step describe the same state. See `Run.loop`.
 """
 
 import contextlib
@@ -206,7 +206,10 @@ class Run:
         return preemption.signal
 
     def _roll_back(self, decision: Decision) -> None:
-        """Restores a checkpoint from before the trouble, then leaves out batches or holds alpha (`train.rollback`)."""
+        """Restores a checkpoint from before the trouble, then leaves out batches or holds alpha.
+
+        The option `train.rollback` selects the change.
+        """
         train, before = self.config.train, self.loop_state
         rollback = trouble.plan_rollback(decision, train, before)
         self.checkpoints.wait()
@@ -308,24 +311,24 @@ class Run:
         """Records where gradients vanish and which stacks collapse. Reports each problem when it begins."""
         loop_state = self.loop_state
         alpha = {stack: values.get("alpha", 1.0) for stack, values in layers.items()}
-        where = vanishing({stack: values["gradient"] for stack, values in layers.items()}, alpha)
-        if where and not loop_state.vanishing:
-            logs.say(f"step {step}: the gradient vanishes in {where}; these layers learn almost nothing")
-        loop_state.vanishing = where
-        alike = collapsed(layers)
-        if alike and not loop_state.collapsed:
+        weak = vanishing({stack: values["gradient"] for stack, values in layers.items()}, alpha)
+        if weak and not loop_state.vanishing:
+            logs.say(f"step {step}: the gradient vanishes in {weak}; these layers learn almost nothing")
+        loop_state.vanishing = weak
+        stacks = collapsed(layers)
+        if stacks and not loop_state.collapsed:
             logs.say(
-                f"step {step}: all tokens of a sentence are nearly the same vector after {alike}; attention cannot "
+                f"step {step}: all tokens of a sentence are nearly the same vector after {stacks}; attention cannot "
                 "distinguish them"
             )
-        loop_state.collapsed = alike
+        loop_state.collapsed = stacks
 
     def _halt_if_needed(self, decision: Decision) -> None:
         if decision.ends:
             raise Halted(decision)
 
     def write_status(self, status: str, reason: str) -> None:
-        """Writes `status.json`: how the run ended, and the resources that it used. Only the first process writes."""
+        """Writes `status.json`: how the run ended, and its resource use. Only the first process writes."""
         if hosts.is_first():
             fields = {
                 "status": status,
@@ -361,7 +364,7 @@ class Run:
         self._replace_in_state(step=self.state.step + 1, clock=clock, hold_steps=hold_steps)
 
     def _shapes(self) -> Iterator[Shape]:
-        """The batch shapes that at least one training sentence needs."""
+        """Yields the batch shapes that at least one training sentence needs."""
         return (shape for shape, rows in zip(self.plan.shapes, self.plan.rows, strict=True) if rows)
 
     def _validate(self, recorder: Recorder) -> str:
@@ -418,5 +421,5 @@ class Run:
 
 
 def _due(step: int, start: int, every: int) -> bool:
-    """Whether an event with interval `every` falls on `step`. It never falls on `start`, the run's first step."""
+    """Returns whether an event with interval `every` is due at `step`; never at the first step `start`."""
     return every > 0 and step % every == 0 and step != start

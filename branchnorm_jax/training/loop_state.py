@@ -50,7 +50,7 @@ class LoopState:
         return self.since_best == 0
 
     def leaves_out(self, step: int) -> bool:
-        """Whether the update of `step` is left out."""
+        """Returns whether the update of `step` is left out."""
         return any(first <= step <= last for first, last in self.left_out)
 
     def count_update(self, seconds: float, target_tokens: int, kind: str, skipped: bool) -> None:
@@ -69,10 +69,10 @@ class LoopState:
         self.skipped_in_a_row = self.skipped_in_a_row + 1 if skipped else 0
 
     def add_score(self, step: int, score: float, patience: int) -> None:
-        """Records the score of the validation at `step`. If `patience` > 0, keeps the last `patience` + 1 scores.
+        """Records the score of the validation at `step`.
 
-        Among equal scores the latest is the best, because its state has seen more data. The run keeps the checkpoint of
-        that state.
+        If `patience` > 0, the last `patience` + 1 scores are kept. Among equal scores the latest is the best, because
+        its state has seen more data. The run keeps the checkpoint of that state.
         """
         self.evaluated, self.score = step, score
         if self.best_score is None or score >= self.best_score:
@@ -83,10 +83,10 @@ class LoopState:
             self.recent_scores = [*self.recent_scores, score][-1 - patience :]
 
     def rolled_back(self, before: "LoopState", troubled: int) -> "LoopState":
-        """The loop state after a rollback.
+        """Returns the loop state after a rollback.
 
         `self` is the loop state from the checkpoint, `before` the loop state before the rollback, and `troubled` the
-        update that causes the rollback.
+        update that caused the rollback.
         """
         surviving = {name: getattr(before, name) for name in SURVIVES_ROLLBACK}
         return dataclasses.replace(self, **surviving | {"rollbacks": before.rollbacks + 1, "troubled": troubled})

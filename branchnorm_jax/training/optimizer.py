@@ -30,7 +30,7 @@ class FairseqAdamState(NamedTuple):
 
 
 def scale_by_fairseq_adam(b1: float, b2: float, eps: float) -> optax.GradientTransformation:
-    """Adam with epsilon added to the square root before the bias correction, as in fairseq.
+    """Returns Adam with epsilon added to the square root before the bias correction, as in fairseq.
 
         direction = sqrt(1 - b2^t) / (1 - b1^t) m / (sqrt(v) + eps)
 
@@ -57,10 +57,10 @@ def scale_by_fairseq_adam(b1: float, b2: float, eps: float) -> optax.GradientTra
 
 
 def scale_by_layer_trust_ratio() -> optax.GradientTransformation:
-    """LAMB's trust ratio |p| / |u|, one per parameter array of each layer (You et al., 2020).
+    """Scales updates by LAMB's trust ratio |p| / |u| of each parameter array and layer (You et al., 2020).
 
-    The ratio is 1 if either norm is 0. optax computes one ratio per array, but here axis 0 of an array has all layers
-    of a stack. Therefore this function computes one ratio per layer.
+    The ratio is 1 if either norm is 0. optax computes one ratio per array, but here axis 0 of an array contains all
+    layers of a stack. Therefore this function computes one ratio per layer.
     """
 
     def update(updates: Any, state: optax.EmptyState, params: Any = None) -> tuple[optax.Updates, optax.EmptyState]:
@@ -80,7 +80,7 @@ def _adam(train: TrainConfig) -> optax.GradientTransformation:
 
 
 def _decay(train: TrainConfig) -> optax.GradientTransformation:
-    """Weight decay of all parameters, including biases and norms, as in fairseq."""
+    """Returns weight decay for all parameters, including biases and norms, as in fairseq."""
     return optax.add_decayed_weights(train.weight_decay)
 
 
@@ -89,12 +89,12 @@ def _radam(train: TrainConfig) -> optax.GradientTransformation:
 
 
 def moments_of(opt_state: Any) -> list[Any]:
-    """The trees in an optimiser state that have the structure of the parameters. Such trees are dicts."""
+    """Returns the trees in an optimiser state that have the structure of the parameters. Such trees are dicts."""
     return [node for node in jax.tree.leaves(opt_state, is_leaf=_is_dict) if _is_dict(node)]
 
 
 def with_moments(opt_state: Any, moments: Iterable[Any]) -> Any:
-    """The optimiser state with its `moments_of` replaced by `moments`."""
+    """Returns the optimiser state with the trees of `moments_of` replaced by `moments`."""
     given = iter(moments)
     return jax.tree.map(lambda node: next(given) if _is_dict(node) else node, opt_state, is_leaf=_is_dict)
 
@@ -119,7 +119,7 @@ OPTIMIZERS: dict[str, Callable[[TrainConfig], optax.GradientTransformation]] = {
 
 
 def make_optimizer(train: TrainConfig) -> optax.GradientTransformation:
-    """Gradient clipping, followed by the optimiser that the config names.
+    """Returns gradient clipping followed by the optimiser that the config names.
 
     Raises:
       UserError: if the optimiser is unknown. The message lists the known names.

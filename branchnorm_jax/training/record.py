@@ -47,7 +47,7 @@ class Recorder:
         self.last = time.perf_counter()
 
     def lap(self) -> float:
-        """Seconds since the last update; restarts the clock."""
+        """Returns the seconds since the last update and restarts the clock."""
         seconds = time.perf_counter() - self.last
         self.restart_clock()
         return seconds
@@ -97,7 +97,10 @@ class Recorder:
 
 
 def write_event(workdir: Workdir, step: int, kind: str, what: str, **more: Any) -> None:
-    """Appends a line to events.jsonl. Events are in chronological order, and a rollback does not remove any of them."""
+    """Appends a line to events.jsonl.
+
+    Events are in chronological order. A rollback does not remove events.
+    """
     with contextlib.closing(logs.JsonLines(workdir / "events.jsonl", sys.maxsize)) as events:
         events.write({"step": step, "kind": kind, "what": what, **more})
 

@@ -23,9 +23,10 @@ Schedule = Callable[[jax.Array], jax.Array]
 
 
 def inverse_sqrt(train: TrainConfig, width: int) -> Schedule:
-    """fairseq's inverse_sqrt: linear from `warmup_init` to the peak over W updates, then peak sqrt(W / step).
+    """Returns fairseq's inverse_sqrt schedule.
 
-    Without warm-up (W = 0) the learning rate is peak / sqrt(max(step, 1)).
+    The learning rate is linear from `warmup_init` to the peak over W updates, and then peak sqrt(W / step). Without
+    warm-up (W = 0) the learning rate is peak / sqrt(max(step, 1)).
 
     >>> rate = inverse_sqrt(TrainConfig(learning_rate=1.0, warmup_steps=100, warmup_init=0.0), width=512)
     >>> [round(float(rate(jnp.int32(step))), 3) for step in (0, 50, 100, 400, 10_000)]
@@ -42,7 +43,7 @@ def inverse_sqrt(train: TrainConfig, width: int) -> Schedule:
 
 
 def noam(train: TrainConfig, width: int) -> Schedule:
-    """learning_rate D^-1/2 min(n^-1/2, n W^-3/2) with n = step + 1 (Vaswani et al., 2017)."""
+    """Returns the schedule learning_rate D^-1/2 min(n^-1/2, n W^-3/2), n = step + 1 (Vaswani et al., 2017)."""
     warmup = max(train.warmup_steps, 1)
 
     def schedule(step: jax.Array) -> jax.Array:
@@ -53,7 +54,7 @@ def noam(train: TrainConfig, width: int) -> Schedule:
 
 
 def constant(train: TrainConfig, width: int) -> Schedule:
-    """Linear from `warmup_init` to the peak over W updates, then the peak."""
+    """Returns a schedule that is linear from `warmup_init` to the peak over W updates and then constant."""
     peak, warmup, first = train.learning_rate, train.warmup_steps, train.warmup_init
 
     def schedule(step: jax.Array) -> jax.Array:
@@ -64,7 +65,7 @@ def constant(train: TrainConfig, width: int) -> Schedule:
 
 
 def inverse_sqrt_nowarmup(train: TrainConfig, width: int) -> Schedule:
-    """T-Fixup's schedule: peak sqrt(P / (P + step)) with P = `decay_steps`. The first update has the peak rate."""
+    """Returns T-Fixup's schedule: peak sqrt(P / (P + step)) with P = `decay_steps`."""
     period = train.decay_steps
 
     def schedule(step: jax.Array) -> jax.Array:
@@ -74,7 +75,7 @@ def inverse_sqrt_nowarmup(train: TrainConfig, width: int) -> Schedule:
 
 
 def polynomial(train: TrainConfig, width: int) -> Schedule:
-    """Polynomial decay: the warm-up of `constant`, then a decay until step P = `decay_steps`.
+    """Returns polynomial decay: the warm-up of `constant`, then a decay until step P = `decay_steps`.
 
     The learning rate during the decay is end + (peak - end) (1 - (step - W) / (P - W))^power.
 
@@ -87,14 +88,14 @@ def polynomial(train: TrainConfig, width: int) -> Schedule:
     length = max(train.decay_steps - warmup, 1)
 
     def schedule(step: jax.Array) -> jax.Array:
-        left = jnp.clip(1 - (step.astype(jnp.float32) - warmup) / length, 0.0, 1.0)
-        return jnp.where(step < warmup, warm(step), end + (peak - end) * left**train.decay_power)
+        remaining = jnp.clip(1 - (step.astype(jnp.float32) - warmup) / length, 0.0, 1.0)
+        return jnp.where(step < warmup, warm(step), end + (peak - end) * remaining**train.decay_power)
 
     return schedule
 
 
 def range_test(train: TrainConfig, width: int) -> Schedule:
-    """Learning-rate range test (Smith, 2017): init (peak / init)^(step / W), from `warmup_init` to the peak.
+    """Returns a range test (Smith, 2017): init (peak / init)^(step / W) with init = `warmup_init`.
 
     A single run shows the learning rate at which a method diverges.
 
@@ -111,12 +112,11 @@ def range_test(train: TrainConfig, width: int) -> Schedule:
 
 
 def val_decay(scores: Sequence[float], patience: int) -> bool:
-    """Whether to reduce the learning rate, given validation scores (higher is better, oldest first).
+    """Returns whether to reduce the learning rate, given validation scores (higher is better, oldest first).
 
-    This is ValDecay of Transformers without Tears (Nguyen and Salazar, 2019), with the rule of the authors' code: there
-    are more than `patience` scores, and the last score is below each of the `patience` scores before it. The caller
-    ignores the result during the warm-up (section 2.4 of the paper). Like the authors' code, it keeps the scores of the
-    warm-up.
+    This is ValDecay of Transformers without Tears (Nguyen and Salazar, 2019), with the rule of the authors' code: the
+    learning rate decays if the last score is below each of the `patience` scores before it. The caller ignores the
+    result during the warm-up (section 2.4 of the paper). Like the authors' code, it keeps the scores of the warm-up.
 
     >>> val_decay([30.0, 31.0, 32.0, 29.0], patience=3), val_decay([30.0, 28.0, 32.0, 29.0], patience=3)
     (True, False)
@@ -137,7 +137,7 @@ LEARNING_RATES: dict[str, Callable[[TrainConfig, int], Schedule]] = {
 
 
 def learning_rate(train: TrainConfig, width: int) -> Schedule:
-    """The schedule that the config names.
+    """Returns the schedule that the config names.
 
     Raises:
       UserError: if the schedule is unknown. The message lists the known names.
@@ -163,19 +163,19 @@ def rates(config: Config) -> Callable[[jax.Array, Alpha, jax.Array], dict[str, j
     grows = get_recipe(config.model.method).grows
 
     def by_layer(step: jax.Array, alpha: Alpha, rate: jax.Array) -> dict[str, jax.Array]:
-        found = dict.fromkeys(STACKS, rate)
+        by_stack = dict.fromkeys(STACKS, rate)
         if grows and power:
-            found = {stack: rate * alpha[stack] ** power for stack in STACKS}
+            by_stack = {stack: rate * alpha[stack] ** power for stack in STACKS}
         if train.encoder_rate != 1:
             first = step < train.encoder_rate_steps if train.encoder_rate_steps else jnp.bool_(True)
-            found["encoder"] = found["encoder"] * jnp.where(first, train.encoder_rate, 1.0)
-        return found
+            by_stack["encoder"] = by_stack["encoder"] * jnp.where(first, train.encoder_rate, 1.0)
+        return by_stack
 
     return by_layer
 
 
 def clock_at(model: ModelConfig, alpha: Alpha) -> int:
-    """The first clock at which the model's schedule reaches the mean of `alpha` over all layers.
+    """Returns the first clock at which the model's schedule reaches the mean of `alpha` over all layers.
 
     The result is at most T = `alpha_steps`.
     """
@@ -189,7 +189,7 @@ def clock_at(model: ModelConfig, alpha: Alpha) -> int:
 
 
 def advance(clock: jax.Array, hold_steps: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """(clock, hold_steps) after an update. The clock advances by 1, except while `hold_steps` > 0.
+    """Returns (clock, hold_steps) after an update. The clock advances by 1, except while `hold_steps` > 0.
 
     >>> [tuple(map(int, advance(jnp.int32(7), jnp.int32(hold)))) for hold in (0, 1, 5)]
     [(8, 0), (7, 0), (7, 4)]
@@ -200,7 +200,7 @@ def advance(clock: jax.Array, hold_steps: jax.Array) -> tuple[jax.Array, jax.Arr
 def tick(
     model: ModelConfig,
 ) -> Callable[[jax.Array, jax.Array, Mapping[str, jax.Array]], tuple[jax.Array, jax.Array]]:
-    """Returns a function (clock, hold_steps, gradient) -> (clock, hold_steps), which runs after each update.
+    """Returns a function (clock, hold_steps, gradient) -> (clock, hold_steps), called after each update.
 
     `gradient` maps each stack to the norms of its layers' gradients in that update, [L].
 
@@ -219,8 +219,8 @@ def tick(
             healthy = []
             for stack in STACKS:
                 norms = gradient[stack]
-                begun = jnp.ones(norms.shape, bool) if uniform else alpha[stack] > 0
-                strong = jnp.where(begun, norms, jnp.inf).min() >= model.alpha_floor * norms.max()
+                started = jnp.ones(norms.shape, bool) if uniform else alpha[stack] > 0
+                strong = jnp.where(started, norms, jnp.inf).min() >= model.alpha_floor * norms.max()
                 healthy.append(strong & jnp.isfinite(norms).all())
             hold_steps = jnp.where(jnp.stack(healthy).all(), hold_steps, jnp.maximum(hold_steps, model.alpha_hold))
         return advance(clock, hold_steps)

@@ -36,7 +36,7 @@ class TrainState:
       params: the parameters.
       opt_state: the optimiser state.
       rate_scale: factor on the scheduled learning rate, float32 []. `val_decay` reduces it.
-      clock: number of updates in which BranchNorm's alpha has grown, int32 []; see `growth.alpha`.
+      clock: number of updates in which alpha has grown, int32 []; see `growth.alpha`.
       hold_steps: number of coming updates during which the clock stands still, int32 []; see `schedules.tick`.
       running_stats: running statistics of losses and updates.
       ema: moving average of the parameters, with the same dtypes; None if `train.ema_decay` is 0.
@@ -58,7 +58,7 @@ class TrainState:
 
 
 def first_state(params: Params, optimizer: optax.GradientTransformation, ema: bool = False) -> TrainState:
-    """The state before the first update of `params`. If `ema` is True, it includes a moving average of them."""
+    """Returns the state before the first update of `params`, with a moving average of them if `ema` is True."""
     zero = jnp.zeros((), jnp.int32)
     # Copy the parameters, because an array that is in the state twice cannot be donated to the update.
     average = jax.tree.map(jnp.copy, params) if ema else None
@@ -75,7 +75,7 @@ def first_state(params: Params, optimizer: optax.GradientTransformation, ema: bo
 
 
 def abstract_params(model: Transformer, mesh: Mesh) -> Params:
-    """Shapes, dtypes and shardings of the parameters, without allocating memory."""
+    """Returns the shapes, dtypes and shardings of the parameters, without allocating memory."""
     params = model.abstract_params()
     return jax.tree.map(_place, params, shard_tree(mesh, params, model.logical_axes()))
 
@@ -88,7 +88,7 @@ def _place(leaf: jax.ShapeDtypeStruct, split: NamedSharding) -> Any:
 def abstract_state(
     model: Transformer, optimizer: optax.GradientTransformation, mesh: Mesh, ema: bool = False
 ) -> TrainState:
-    """Shapes, dtypes and shardings of the state, without allocating memory.
+    """Returns the shapes, dtypes and shardings of the state, without allocating memory.
 
     The optimiser's moments and the moving average are sharded like their parameters. All other fields are replicated on
     every device.
@@ -107,7 +107,7 @@ def abstract_state(
 
 
 def init_params(model: Transformer, seed: int, first: Batch) -> Params:
-    """The initial parameters of a run with this seed. Admin profiles the network on `first`, the first batch."""
+    """Returns the initial parameters of a run with this seed. Admin profiles the network on the batch `first`."""
     key = jax.random.key(seed)
     params = model.init(jax.random.fold_in(key, INIT_STREAM))
     if model.recipe.profiled:
@@ -123,7 +123,7 @@ def init_state(
     first: Batch,
     ema: bool = False,
 ) -> TrainState:
-    """The state at step 0, created directly on its devices. Its values do not depend on the mesh."""
+    """Creates the state at step 0 directly on its devices. The values do not depend on the mesh."""
     shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract_params(model, mesh))
     params = jax.jit(functools.partial(init_params, model, seed), out_shardings=shardings)(first)
     return state_from(model, optimizer, mesh, params, 0, ema)
@@ -137,7 +137,7 @@ def state_from(
     clock: int,
     ema: bool = False,
 ) -> TrainState:
-    """The state at step 0 with the given parameters and the given clock of alpha. It donates `params`."""
+    """Creates the state at step 0 with the given parameters and the given clock of alpha. Donates `params`."""
 
     def create(params: Params) -> TrainState:
         return dataclasses.replace(first_state(params, optimizer, ema), clock=jnp.int32(clock))

@@ -67,9 +67,9 @@ def loss_sums(
     taps: Taps = Taps(),  # noqa: B008
     shards: int = 1,
 ) -> tuple[LossSums, dict[str, Any]]:
-    """Smoothed cross-entropy of a batch under teacher forcing, and the values that `taps` record in each stack.
+    """Returns the loss sums of a batch under teacher forcing, and the values that `taps` record in each stack.
 
-    `shards` is the number of devices that share the rows of the batch.
+    The loss is the smoothed cross-entropy. `shards` is the number of devices that share the rows of the batch.
     """
     inputs = decoder_inputs(batch.target)
     x_BTD, by_layer = model.hidden(params, batch.source, inputs, alpha, key, taps)
@@ -148,7 +148,7 @@ def make_train_step(
 
 
 def mean_over_layers(alpha: Alpha) -> jax.Array:
-    """The mean of alpha over all layers of the model, float32 [].
+    """Returns the mean of alpha over all layers of the model, float32 [].
 
     If all layers have the same alpha, the result is exactly this alpha, without rounding errors.
     """
@@ -175,7 +175,10 @@ def make_part_loss(model: Transformer, config: Config, alpha: Alpha, tokens: jax
 
 
 def accumulate_gradient(part_loss: PartLoss, params: Params, batch: Batch, keys: jax.Array) -> tuple[Any, Params]:
-    """`jax.value_and_grad` of the sum of `part_loss` over all parts of the batch. Each part has one of the `keys`."""
+    """Differentiates the sum of `part_loss` over the parts of the batch, like `jax.value_and_grad`.
+
+    There is one part per key.
+    """
     differentiate = jax.value_and_grad(part_loss, has_aux=True)
     parts = len(keys)
     if parts == 1:
@@ -195,7 +198,7 @@ def accumulate_gradient(part_loss: PartLoss, params: Params, batch: Batch, keys:
 def new_weights(
     train: TrainConfig, state: TrainState, updated: Updated, good: jax.Array
 ) -> tuple[Params, optax.OptState, Params | None]:
-    """Parameters, optimiser state and moving average after the update.
+    """Returns the parameters, the optimiser state and the moving average after the update.
 
     If an option has the policy "skip" and `good` is False, the function returns the values from before the update.
     """

@@ -19,7 +19,7 @@ from branchnorm_jax.training.loop_state import LoopState
 from branchnorm_jax.training.watch import largest_update, origin
 
 MAX_ROLLBACKS = 5
-"""Maximal number of rollbacks in one run. The next rollback after them ends the run instead."""
+"""Maximum number of rollbacks in one run. One more would end the run."""
 
 SKIPPED_IN_A_ROW = 10
 """Number of consecutive skipped updates that ends the run."""
@@ -51,17 +51,17 @@ class RunningStats(NamedTuple):
 
 
 def initial_stats() -> RunningStats:
-    """The running statistics before the first update."""
+    """Returns the running statistics before the first update."""
     return RunningStats(jnp.zeros((), jnp.int32), jnp.zeros(2), jnp.zeros(2))
 
 
 def standard_deviations(stats: RunningStats) -> jax.Array:
-    """Standard deviations with the lower bounds `MIN_DEVIATION`, float32 [2]."""
+    """Returns the standard deviations with the lower bounds `MIN_DEVIATION`, float32 [2]."""
     return jnp.maximum(jnp.sqrt(stats.variance), jnp.array(MIN_DEVIATION))
 
 
 def deviations(stats: RunningStats, values: jax.Array) -> jax.Array:
-    """Distances of `values` [2] above their running means in standard deviations, float32 [2].
+    """Returns the distances of `values` [2] above their running means in standard deviations, float32 [2].
 
     The result is 0 before `SETTLED` updates.
     """
@@ -88,7 +88,7 @@ def update_stats(stats: RunningStats, values: jax.Array, limit: float) -> Runnin
 def acceptable(
     train: TrainConfig, loss: jax.Array, grad_norm: jax.Array, update_norm: jax.Array, above: jax.Array
 ) -> jax.Array:
-    """Whether to apply the update, bool []. It is False if the update has trouble with the policy "skip".
+    """Returns whether to apply the update, bool []: False for trouble of a kind with the policy "skip".
 
     `above` is the result of `deviations` for this update, float32 [2].
     """
@@ -144,7 +144,7 @@ def decide(step: int, metrics: Any, layers: Mapping[str, Any], train: TrainConfi
 
 
 def decide_about_skips(step: int, in_a_row: int, layers: Mapping[str, Any]) -> Decision:
-    """Decides to stop the run after `SKIPPED_IN_A_ROW` consecutive skipped updates, the last one at `step`."""
+    """Stops the run after `SKIPPED_IN_A_ROW` consecutive skipped updates, the last one at `step`."""
     if in_a_row < SKIPPED_IN_A_ROW:
         return Decision("go", step)
     reason = f"{in_a_row} updates in a row were skipped, the last at step {step}{locate(layers)}"
@@ -164,7 +164,7 @@ def decide_about_state(step: int, name: str, value: float, train: TrainConfig) -
 
 
 def find_fault(metrics: Any, limit: float) -> tuple[str, str]:
-    """The kind of trouble in an update and its description, or ("", "") if there is none.
+    """Returns the kind of trouble in an update and its description, or ("", "") if there is none.
 
     Args:
       metrics: the `Metrics` of the update, as Python numbers.
@@ -187,9 +187,9 @@ def find_fault(metrics: Any, limit: float) -> tuple[str, str]:
 
 
 def locate(layers: Mapping[str, Any]) -> str:
-    """Description of the layer where the trouble began, or else of the layer with the largest relative update.
+    """Returns a description of the layer where the trouble began, or of the largest relative update.
 
-    It is "" without layer statistics.
+    The result is "" without layer statistics.
     """
     layers = jax.device_get(layers)
     return origin(layers) or largest_update(layers)
@@ -212,8 +212,8 @@ def plan_rollback(trouble: Decision, train: TrainConfig, loop_state: LoopState) 
     """Plans the rollback for the decision `trouble`.
 
     Raises:
-      DivergedError: if another rollback cannot help. There were `MAX_ROLLBACKS` rollbacks already, or the run held
-        alpha in the last rollback and the trouble occurred again at the same update or before.
+      DivergedError: if another rollback cannot help, because there were already `MAX_ROLLBACKS` rollbacks, or because
+        the last rollback held alpha and the trouble occurred again at the same update or before.
     """
     if loop_state.rollbacks == MAX_ROLLBACKS:
         text = f"diverged: {trouble.reason}; rolled back {MAX_ROLLBACKS} times already"

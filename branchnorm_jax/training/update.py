@@ -32,7 +32,9 @@ class Updated(NamedTuple):
 
 
 def moved_average(ema: Params, params: Params, decay: float, step: jax.Array) -> Params:
-    """The moving average after update t = `step`: d ema + (1 - d) params with d = min(decay, (1 + t) / (10 + t)).
+    """Returns the moving average after update t = `step`.
+
+        d ema + (1 - d) params,   d = min(decay, (1 + t) / (10 + t))
 
     `params` are the parameters after that update. The average starts from the untrained parameters. As in TensorFlow
     and Marian, the decay grows over time, so that the average soon forgets the untrained parameters.
@@ -42,7 +44,7 @@ def moved_average(ema: Params, params: Params, decay: float, step: jax.Array) ->
 
 
 def loss_scale(tokens: jax.Array) -> jax.Array:
-    """The loss scale: the largest power of two that is not larger than `tokens`.
+    """Returns the loss scale: the largest power of two that is not larger than `tokens`.
 
     The loss is multiplied by the scale, and the gradients are divided by it. The loss is a mean, so the contribution of
     each token to the gradient is divided by the number of tokens. Such a contribution is too small for a float16
@@ -145,16 +147,16 @@ def differentiate_and_update(
 
 
 def norms(tree: Params) -> Norms:
-    """Norms of the parts of `tree`: the norm of each layer, [L], for the stacks; one norm, [], for every other part."""
+    """Returns the norms of the parts of `tree`: [L], one per layer, for the stacks; [] for other parts."""
     return {name: norm_by_layer(part) if name in STACKS else optax.tree.norm(part) for name, part in tree.items()}
 
 
 def total_norm(parts: Norms) -> jax.Array:
-    """The norm of the whole tree, given the norms of its parts, float32 []."""
+    """Returns the norm of the whole tree, given the norms of its parts, float32 []."""
     return jnp.sqrt(sum(jnp.square(norm).sum() for norm in parts.values()))
 
 
 def norm_by_layer(tree: Any) -> jax.Array:
-    """The norm of each layer over all leaves [L, ...] of the tree, [L]."""
+    """Returns the norm of each layer over all leaves [L, ...] of the tree, [L]."""
     squares = [jnp.square(leaf).reshape(leaf.shape[0], -1).sum(-1) for leaf in jax.tree.leaves(tree)]
     return jnp.sqrt(sum(squares, jnp.zeros(())))

@@ -31,23 +31,23 @@ class Validator:
     def __init__(
         self, config: Config, model: Transformer, mesh: Mesh, corpus: Corpus, plans: Sequence[BatchPlan]
     ) -> None:
-        """`plans` has one batch plan for each translation direction in `corpus.validated`."""
+        """Prepares validation. `plans` has one batch plan for each direction in `corpus.validated`."""
         self.config, self.mesh, self.corpus, self.plans = config, mesh, corpus, plans
         self.translator = Translator(model, corpus.tokenizer, config.decode)
         self.alpha = jax.jit(growth.alpha(config.model))
         self.eval_step = jax.jit(make_eval_step(model, config))
 
     def losses(self, state: TrainState) -> dict[str, LossSums]:
-        """Loss sums of each validation set, by language pair."""
+        """Returns the loss sums of each validation set, by language pair."""
         directions = zip(self.corpus.validated, self.plans, strict=True)
         return {direction.pair: self._loss_sums(state, plan) for direction, plan in directions}
 
     def source_gain(self, state: TrainState) -> float:
-        """The mean of `_source_gain` over the validation sets, in nats per target token."""
+        """Returns the mean of `_source_gain` over the validation sets, in nats per target token."""
         return statistics.mean(self._source_gain(state, plan) for plan in self.plans)
 
     def bleu(self, state: TrainState, count: int) -> dict[str, float]:
-        """BLEU of the first `count` sentences of each validation set, by language pair."""
+        """Returns BLEU of the first `count` sentences of each validation set, by language pair."""
         return {direction.pair: self._bleu(state, direction, count) for direction in self.corpus.validated}
 
     def _loss_sums(self, state: TrainState, plan: BatchPlan) -> LossSums:
@@ -55,7 +55,7 @@ class Validator:
         return jax.tree.map(lambda *parts: float(sum(parts)), *jax.device_get(sums))
 
     def _source_gain(self, state: TrainState, plan: BatchPlan) -> float:
-        """The nll with shuffled sources minus the nll with the correct sources, in nats per target token.
+        """Returns the nll with shuffled sources minus the nll with the correct sources, in nats per target token.
 
         The source gain is 0 if the model does not use the source.
         """
@@ -71,11 +71,11 @@ class Validator:
         pairs = [pair for pair, _ in zip(read_pairs(direction, "valid"), range(count), strict=False)]
         tags = [self.corpus.tokenizer.tags(self.config.data, direction.target_lang)] * len(pairs)
         alpha = self.alpha(state.clock)
-        found = self.translator.translate(state.eval_params, alpha, [source for source, _ in pairs], tags=tags)
-        return corpus_bleu([best[0].text for best in found], [ref for _, ref in pairs], direction.target_lang)
+        results = self.translator.translate(state.eval_params, alpha, [source for source, _ in pairs], tags=tags)
+        return corpus_bleu([nbest[0].text for nbest in results], [ref for _, ref in pairs], direction.target_lang)
 
 
 def per_token(sums: Sequence[LossSums]) -> dict[str, Any]:
-    """The loss and the nll per target token over all validation sets together, in nats."""
+    """Returns the loss and the nll per target token over all validation sets together, in nats."""
     tokens = sum(part.tokens for part in sums)
     return {name: sum(getattr(part, name) for part in sums) / tokens for name in ("loss", "nll")}

@@ -17,7 +17,7 @@ Layers = Mapping[str, Mapping[str, Any]]
 """`Metrics.layers`: stack -> statistic -> array [L]."""
 
 WEAK = 1e-3
-"""Threshold for a weak layer. Its gradient norm is below this fraction of the largest one in its stack.
+"""A layer is weak if its gradient norm is below this fraction of the largest one in its stack.
 
 Weak layers learn almost nothing.
 """
@@ -26,10 +26,10 @@ WEAK_SHARE = 0.1
 """The gradient of a stack vanishes if at least this fraction of its layers is weak."""
 
 COLLAPSED = 0.999
-"""Threshold for a collapsed stack, a token similarity.
+"""A stack is collapsed if the token similarity of its output is above this value.
 
-Above the threshold, the output of a stack is almost the same vector for all tokens of a sentence. An encoder can
-recover from up to 0.9999 if its first layers still get a gradient (docs/results.md).
+Its output is then almost the same vector for all tokens of a sentence. An encoder can recover from up to 0.9999 if its
+first layers still get a gradient (docs/results.md).
 """
 
 
@@ -40,7 +40,7 @@ def layer_statistics(
     params: Mapping[str, jax.Array],
     alpha: Alpha | None,
 ) -> dict[str, dict[str, jax.Array]]:
-    """Statistics of every layer in one update, by stack and name, float32 [L] each.
+    """Returns statistics of every layer in one update, by stack and name, float32 [L] each.
 
     - gradient: norm of the gradient with respect to the layer's parameters.
     - update: norm of the layer's update (rate x direction) divided by the norm of its parameters. The value is the same
@@ -77,7 +77,7 @@ def layer_statistics(
 
 
 def weak_layers(gradient: Mapping[str, Any], alpha: Mapping[str, Any] | None = None) -> dict[str, list[int]]:
-    """The weak layers of each stack, counted from 1: their gradient norm is below `WEAK` times the largest one.
+    """Returns the weak layers of each stack (see `WEAK`), counted from 1.
 
     A stack without any gradient has no weak layers.
 
@@ -86,15 +86,15 @@ def weak_layers(gradient: Mapping[str, Any], alpha: Mapping[str, Any] | None = N
       alpha: stack -> alpha, if it differs between layers. Layers with alpha 0 have not started to grow and are not
         weak.
     """
-    found = {}
+    weak = {}
     for stack, values in gradient.items():
-        begun = True if alpha is None else np.asarray(alpha[stack]) > 0
-        found[stack] = (np.flatnonzero((values < WEAK * np.max(values)) & begun) + 1).tolist()
-    return found
+        started = True if alpha is None else np.asarray(alpha[stack]) > 0
+        weak[stack] = (np.flatnonzero((values < WEAK * np.max(values)) & started) + 1).tolist()
+    return weak
 
 
 def vanishing(gradient: Mapping[str, Any], alpha: Mapping[str, Any] | None = None) -> str:
-    """Description of the layers with vanishing gradients, such as "decoder layers 1-312 of 500"; "" if none."""
+    """Returns the layers with vanishing gradients as text, such as "decoder layers 1-312 of 500", or ""."""
     weak = weak_layers(gradient, alpha)
     return " and ".join(
         f"{stack} layers {_ranges(layers)} of {len(gradient[stack])}"
@@ -104,8 +104,8 @@ def vanishing(gradient: Mapping[str, Any], alpha: Mapping[str, Any] | None = Non
 
 
 def collapsed(layers: Layers, limit: float = COLLAPSED) -> str:
-    """Description of the stacks above the `limit`, such as "the encoder (similarity 0.9998)"; "" if none."""
-    last = {stack: float(found["similarity"][-1]) for stack, found in layers.items()}
+    """Returns the stacks above the limit as text, such as "the encoder (similarity 0.9998)", or ""."""
+    last = {stack: float(statistics["similarity"][-1]) for stack, statistics in layers.items()}
     return " and ".join(f"the {stack} (similarity {value:.4f})" for stack, value in last.items() if value > limit)
 
 
@@ -117,13 +117,13 @@ def _ranges(numbers: list[int]) -> str:
 
 
 def largest_update(layers: Layers) -> str:
-    """Description of the layer with the largest relative update; "" without statistics."""
-    found = [(np.max(of["update"]), stack, np.argmax(of["update"])) for stack, of in layers.items()]
-    return f"; the largest relative update is in {max(found)[1]} layer {max(found)[2] + 1}" if found else ""
+    """Returns a description of the layer with the largest relative update; "" without statistics."""
+    largest = [(np.max(values["update"]), stack, np.argmax(values["update"])) for stack, values in layers.items()]
+    return f"; the largest relative update is in {max(largest)[1]} layer {max(largest)[2] + 1}" if largest else ""
 
 
 def origin(layers: Layers) -> str:
-    """Description of the pass and the layer of the first value that is not finite; "" if all values are finite.
+    """Returns a description of the pass and the layer with the first value that is not finite, or "".
 
     In the forward pass, trouble spreads upward from the encoder to the decoder. In the backward pass, it spreads
     downward from the decoder to the encoder.

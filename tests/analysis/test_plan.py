@@ -24,7 +24,7 @@ from branchnorm_jax.analysis.estimate import (
     update_costs,
     with_remat,
 )
-from branchnorm_jax.analysis.plan import fitting, make_plan, warning
+from branchnorm_jax.analysis.plan import make_plan, resolve_remat, warning
 from branchnorm_jax.analysis.report import draw_curves
 from branchnorm_jax.errors import UserError
 from branchnorm_jax.model.stack import REMAT
@@ -137,13 +137,13 @@ def test_runs_that_may_not_fit_start_with_a_warning() -> None:
     run = config("100L-100L", model__width=64, model__ffn_width=256, model__heads=2, data__vocab_size=400)
     peaks = {remat: peak_bytes(with_remat(run, remat), 1) for remat in REMAT}
     assert warning(run, 1.01 * peaks["none"]) == ""
-    assert fitting(run, 0.99 * peaks["none"]) == run
+    assert resolve_remat(run, 0.99 * peaks["none"]) == run
     message = warning(run, 0.99 * peaks["none"])
     assert re.search(r"with model.remat=none, .*model.remat=nested.*accumulation.*batch", message), message
     auto = with_remat(run, "auto")
     for remat in ("none", "full", "nested"):
-        assert fitting(auto, 1.01 * peaks[remat]) == with_remat(run, remat)
-    assert fitting(auto, 0.99 * peaks["nested"]) == with_remat(run, "nested")
+        assert resolve_remat(auto, 1.01 * peaks[remat]) == with_remat(run, remat)
+    assert resolve_remat(auto, 0.99 * peaks["nested"]) == with_remat(run, "nested")
     message = warning(with_remat(run, "nested"), 0.99 * peaks["nested"])
     assert re.search(r"model.remat=nested, .* in this order: a larger train.accumulation", message), message
 
@@ -162,12 +162,12 @@ def test_runs_whose_state_cannot_fit_are_rejected(options: dict[str, object], by
     run = config("2L-2L", **options)
     count = sum(leaf.size for leaf in jax.tree.leaves(Transformer(run.model, 8000, 8000).abstract_params()))
     available = bytes_per_parameter * count + 100  # 100 bytes for the step counters
-    assert fitting(run, available) == run
+    assert resolve_remat(run, available) == run
     with pytest.raises(UserError, match=r"need .* GB, but the device has .* a larger parallel.model"):
-        fitting(run, 0.999 * available)
+        resolve_remat(run, 0.999 * available)
     not_rejected = dataclasses.replace(run, plan=PlanConfig(refuse=False))
-    assert fitting(not_rejected, 1.0) == not_rejected
-    assert fitting(dataclasses.replace(run, parallel=ParallelConfig(model=2)), 0.501 * available)
+    assert resolve_remat(not_rejected, 1.0) == not_rejected
+    assert resolve_remat(dataclasses.replace(run, parallel=ParallelConfig(model=2)), 0.501 * available)
 
 
 @pytest.mark.slow

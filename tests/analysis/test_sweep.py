@@ -100,11 +100,16 @@ def test_invalid_grids_are_rejected(grid: str, message: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("axis", "value"),
-    [("train.seed", "x"), ("depth", "18"), ("model.heads", "7"), ("model.output_bias", "maybe")],
+    ("axis", "value", "message"),
+    [
+        ("train.seed", "x", "expected int"),
+        ("depth", "18", "expected a depth such as"),
+        ("model.heads", "7", "does not divide"),
+        ("model.output_bias", "maybe", "expected bool"),
+    ],
 )
-def test_options_reject_invalid_values(axis: str, value: str) -> None:
-    with pytest.raises(UserError):
+def test_options_reject_invalid_values(axis: str, value: str, message: str) -> None:
+    with pytest.raises(UserError, match=message):
         sweep.configure(Config(), {axis: value})
 
 

@@ -35,7 +35,7 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 def test_scores_include_tags_and_output_omits_them(case: Case) -> None:
     translator, params, languages, data = case
-    lines, tags = languages.asked([f">>{lang}<< {line}" for line in LINES[:4] for lang in ("de", "fr")], "")
+    lines, tags = languages.split_tags([f">>{lang}<< {line}" for line in LINES[:4] for lang in ("de", "fr")], "")
     assert lines == [line for line in LINES[:4] for _ in range(2)]
     sources = translator.tokenizer.encode_source(lines)
     translations = translator.translate(params, ALPHA, lines, tags=tags, attention=True)
@@ -77,11 +77,12 @@ def test_warm_up_with_tags_prevents_later_compilation(case: Case) -> None:
     compiled: list[str] = []
     jax.monitoring.register_event_duration_secs_listener(lambda event, *_, **__: compiled.append(event))
     server.warm_up(params, ALPHA, 16, server.tokenizer.tags(data, "de"))
+    assert any("backend_compile" in event for event in compiled)
     compiled.clear()
     lines = [*LINES, " ".join(WORDS[:7])]
     sources, _ = server.sources(lines)
     assert max(map(len, sources)) <= 16
-    tags = languages.asked(lines, "fr")[1]
+    tags = languages.split_tags(lines, "fr")[1]
     translations = server.translate(params, ALPHA, lines, tags=tags)
     sentences = [Sentence(ids, number, tag) for number, (ids, tag) in enumerate(zip(sources, tags, strict=True))]
     server.with_attention(params, ALPHA, sentences, translations)
@@ -95,14 +96,14 @@ def test_min_length_does_not_count_the_tag(case: Case, shortest: int) -> None:
     params = jax.tree.map(jnp.zeros_like, params)
     config = dataclasses.replace(translator.config, beam_size=1, nbest=1, min_length=shortest, length_penalty=0.0)
     short = dataclasses.replace(translator, config=config)
-    lines, tags = languages.asked([">>de<< " + LINES[0]], "")
+    lines, tags = languages.split_tags([">>de<< " + LINES[0]], "")
     ((translation,),) = short.translate(params, ALPHA, lines, tags=tags)
     assert len(translation.tokens) == shortest + 1
 
 
 def test_empty_lines_need_no_tag_and_tabs_are_kept(case: Case) -> None:
     _, _, languages, _ = case
-    texts, tags = languages.asked(["", "  ", ">>de<<\tzwei", ">>de<<  x"], "")
+    texts, tags = languages.split_tags(["", "  ", ">>de<<\tzwei", ">>de<<  x"], "")
     assert texts == ["", "  ", "\tzwei", "x"]
     assert len(tags) == 4
 
@@ -116,13 +117,13 @@ def test_supported_and_unsupported_languages(case: Case) -> None:
         (">>pl<< x", "de", "'pl'"),
     ):
         with pytest.raises(UserError, match=f"line 3: .*{message}"):
-            languages.asked([line], default, 3)
+            languages.split_tags([line], default, 3)
     # A model without tags rejects languages that it was not trained for.
     one = Languages(dataclasses.replace(data, pairs="de+fr-en", tags="none"), languages.tokenizer)
-    assert one.asked([">>en<< x", "y"], "") == (["x", "y"], [NO_TAGS, NO_TAGS])
+    assert one.split_tags([">>en<< x", "y"], "") == (["x", "y"], [NO_TAGS, NO_TAGS])
     with pytest.raises(UserError, match="trained to translate to en, not to 'zz'"):
-        one.asked([">>zz<< x"], "")
+        one.split_tags([">>zz<< x"], "")
     bilingual = Languages(DataConfig(), languages.tokenizer)
-    assert bilingual.asked([">>en<< x"], "de") == ([">>en<< x"], [Tags()])
+    assert bilingual.split_tags([">>en<< x"], "de") == ([">>en<< x"], [Tags()])
     with pytest.raises(UserError, match="translates to de, not to fr"):
-        bilingual.asked(["x"], "fr")
+        bilingual.split_tags(["x"], "fr")

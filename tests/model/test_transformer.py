@@ -268,7 +268,7 @@ def test_bfloat16_is_close_to_float32() -> None:
     assert 0 < error < 2e-2
 
 
-def test_carry_dtype_rounds_only_the_stream() -> None:
+def test_carry_dtype_is_the_dtype_of_the_stream() -> None:
     params = init(small(), KEY)
     exact = encode(small(), params, SOURCE, ONE)
     half = encode(small(carry_dtype="float16"), params, SOURCE, ONE)

@@ -59,7 +59,9 @@ def test_ctrl_c_saves_and_exits_with_its_own_code(tmp_path: Path) -> None:
     kill_when(process, logged(tmp_path, 3), signal.SIGINT)
     _, error = process.communicate()
     assert process.returncode == 130, error
-    assert read_status(tmp_path)["status"] == "preempted"
+    status = read_status(tmp_path)
+    assert status["status"] == "preempted"
+    assert (tmp_path / "checkpoints" / str(status["step"])).is_dir()
     assert "Traceback" not in error
 
 
@@ -132,8 +134,7 @@ def test_finished_runs_are_not_changed(trained: Path, tmp_path: Path) -> None:
 def test_second_training_in_a_workdir_is_rejected(tmp_path: Path) -> None:
     first = start_main(*TINY, f"--workdir={tmp_path}", "--config.train.steps=100000")
     try:
-        for _ in range(1):
-            kill_when(first, logged(tmp_path, 1), signal.SIGCONT)
+        kill_when(first, logged(tmp_path, 1), signal.SIGCONT)
         second = run_main(*TINY, f"--workdir={tmp_path}")
         assert second.returncode == 2
         assert "another process is training" in second.stderr

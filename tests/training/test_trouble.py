@@ -206,6 +206,7 @@ def test_decisions_about_updates(
     decision = trouble.decide(7, metrics(**changes), {}, dataclasses.replace(CONFIG.train, **options))
     assert (decision.action, decision.kind, decision.step) == (action, kind, 7)
     assert decision.reason.startswith(reason)
+    assert bool(decision.reason) == bool(kind)
     assert decision.ends == (action in ("stop", "rollback"))
 
 

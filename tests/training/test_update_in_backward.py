@@ -102,7 +102,6 @@ def test_gradients_need_no_memory() -> None:
         {"train": {"accumulation": 2}},
         {"train": {"nonfinite": "skip"}},
         {"train": {"spike": "skip"}},
-        {"model": {"scan": False}},
         {"model": {"unroll": 2}},
         {"model": {"remat": "nested", "group": 4}},
         {"model": {"remat": "auto", "group": 4}},

@@ -58,6 +58,8 @@ def command() -> NoReturn:
     """Runs `main` on the command line and ends the process with its exit code."""
     code = main(sys.argv)
     if code:
+        if "branchnorm_jax.parallel.hosts" in sys.modules:
+            sys.modules["branchnorm_jax.parallel.hosts"].leave()
         # os._exit, because threads of the storage library would otherwise keep printing errors about their files.
         sys.stdout.flush()
         sys.stderr.flush()
@@ -268,10 +270,10 @@ def run(mode: str, config: Config, workdir: Workdir) -> None:
         from branchnorm_jax import modes
         from branchnorm_jax.parallel import hosts
     heed_signals()
-    hosts.start(config.parallel.distributed)
+    hosts.start(config.parallel)
     cache = os.environ.get("JAX_COMPILATION_CACHE_DIR") or str((workdir / "compile_cache").absolute())
     jax.config.update("jax_compilation_cache_dir", cache)
-    if mode == "train":
+    if mode == "train" and hosts.is_first():
         print(f"{workdir.path}: differences from the defaults", file=sys.stderr)
         recommended = get_recipe(config.model.method).recommended
         chosen = configs.to_flat(config)

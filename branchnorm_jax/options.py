@@ -405,6 +405,12 @@ class ParallelConfig:
     data: int = option(0, "size of the mesh axis that splits batches; 0: devices / model", minimum=0, free=True)
     model: int = option(1, "size of the mesh axis that splits matrices", minimum=1, free=True)
     distributed: bool = option(False, "start jax.distributed even if no launcher is detected", free=True)
+    start_timeout: int = option(
+        300, "how long a process waits for the others at the start", unit="s", minimum=1, free=True
+    )
+    heartbeat_timeout: int = option(
+        60, "a process that has been silent for this long counts as lost", unit="s", minimum=5, free=True
+    )
 
 
 @dataclasses.dataclass(frozen=True)

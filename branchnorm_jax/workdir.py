@@ -5,6 +5,8 @@ import dataclasses
 import json
 import os
 import shutil
+import socket
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -71,6 +73,18 @@ class Workdir:
         with (self.path / ".lock").open("w") as file:
             lock(file, f"{self.path}: another process is training in this workdir")
             yield
+
+    def check_mark(self, mark: str) -> None:
+        """Raises `UserError` unless the file .run contains `mark`, which another process wrote at its start."""
+        path = self / ".run"
+        for _ in range(20):  # Network file systems may show a new file late.
+            if path.exists() and path.read_text() == mark:
+                return
+            time.sleep(0.5)
+        raise UserError(
+            f"{self.path.absolute()} on {socket.gethostname()} is not the workdir of process 0; --workdir must be a "
+            "folder that all processes share"
+        )
 
     def check_config(self, config: Config) -> None:
         """Raises `UserError` that lists the differences if the run has another config.

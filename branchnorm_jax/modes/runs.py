@@ -12,7 +12,7 @@ from branchnorm_jax.analysis import plan as planning
 from branchnorm_jax.analysis import preflight as flight
 from branchnorm_jax.analysis import sweep as sweeping
 from branchnorm_jax.analysis.report import draw_curves, draw_layers
-from branchnorm_jax.config import to_json
+from branchnorm_jax.config import to_flat, to_json
 from branchnorm_jax.data.batches import make_plans
 from branchnorm_jax.data.corpus import read_pairs
 from branchnorm_jax.errors import DivergedError, UserError
@@ -39,6 +39,9 @@ def train(config: Config, workdir: Workdir) -> None:
     """Trains a model. First warns if the available devices may have too little memory."""
     check_names(config)
     memory = devices.memory()
+    if jax.process_count() > 1:
+        hosts.agree(to_flat(config) | {"git revision": logs.git_revision()} | logs.environment()["versions"])
+        memory = min(map(float, hosts.gather(str(memory))))
     config = planning.resolve_remat(config, memory)
     if hosts.is_first() and (line := planning.warning(config, memory)):
         logs.say(line)

@@ -78,6 +78,12 @@ def shard_tree(mesh: Mesh, tree: Any, logical: Any) -> Any:
     return jax.tree.map(leaf_sharding, tree, logical)
 
 
+def from_processes(mesh: Mesh, value: int) -> jax.Array:
+    """Returns int32 [devices] with the `value` of the process that each device belongs to."""
+    split = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
+    return jax.make_array_from_callback((mesh.size,), split, lambda _: np.full(1, value, np.int32))
+
+
 def to_devices(mesh: Mesh, batch: Any) -> Any:
     """Converts host arrays [rows, ...] to global arrays sharded over the data axis.
 

@@ -17,6 +17,7 @@ from tqdm import tqdm
 from branchnorm_jax import __version__
 from branchnorm_jax.errors import MissingExtraError, needs_extra
 from branchnorm_jax.files import write_atomically
+from branchnorm_jax.parallel import hosts
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "sentencepiece", "sacrebleu")
 
@@ -122,12 +123,14 @@ def progress_bar(total: int, done: int, unit: str, description: str) -> tqdm:
         mininterval=0.2 if live else 30,
         delay=0 if live else 1,
         leave=False,
+        disable=not hosts.is_first(),
     )
 
 
 def say(line: str) -> None:
-    """Writes one line to stderr without breaking the progress line."""
-    tqdm.write(line, file=sys.stderr)
+    """Writes one line to stderr without breaking the progress line. Of several processes only the first writes."""
+    if hosts.is_first():
+        tqdm.write(line, file=sys.stderr)
 
 
 def environment() -> dict[str, Any]:

@@ -9,6 +9,7 @@ import dataclasses
 import math
 import statistics
 import time
+import uuid
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,15 +19,16 @@ import optax
 
 from branchnorm_jax.data.batches import TextBatch, make_plans, prefetch
 from branchnorm_jax.data.packing import Shape
-from branchnorm_jax.data.prepare import Corpus
+from branchnorm_jax.data.prepare import Corpus, prepare
 from branchnorm_jax.errors import BranchNormError, DivergedError, Preempted, StorageError, UserError
+from branchnorm_jax.files import write_atomically
 from branchnorm_jax.model import growth
 from branchnorm_jax.model.initializers import get_base
 from branchnorm_jax.model.methods import get_recipe
 from branchnorm_jax.model.stack import size_of
 from branchnorm_jax.options import Config
 from branchnorm_jax.parallel import hosts
-from branchnorm_jax.parallel.mesh import make_mesh, sharding, to_devices
+from branchnorm_jax.parallel.mesh import from_processes, make_mesh, sharding, to_devices
 from branchnorm_jax.training import logs, schedules, trouble
 from branchnorm_jax.training.checkpoint import Checkpoints
 from branchnorm_jax.training.digests import sha256
@@ -63,11 +65,8 @@ def train(config: Config, workdir: Workdir) -> None:
             "config: model.remat=auto has to be resolved before training, as `python main.py` does; "
             "set none, save_branches, full or nested"
         )
-    workdir.create()
-    with workdir.locked():
-        workdir.agree_on_config(config)
-        corpus = corpus_of(config, workdir)
-        workdir.agree_on_data(corpus.identity())
+    with contextlib.ExitStack() as stack:
+        corpus = shared_corpus(config, workdir, stack)
         run = Run(config, workdir, corpus)
         try:
             signal_number = run.loop()
@@ -84,6 +83,35 @@ def train(config: Config, workdir: Workdir) -> None:
         raise Preempted(
             f"stopped by signal {signal_number} after the last update; the run is complete and saved", signal_number
         )
+
+
+def shared_corpus(config: Config, workdir: Workdir, stack: contextlib.ExitStack) -> Corpus:
+    """Prepares the workdir and the corpus in process 0, which locks the workdir until `stack` ends.
+
+    The other processes then read what it wrote.
+
+    Raises:
+      UserError: if another run has locked the workdir, if config or data differ from those of an earlier start, or if
+        a process sees another workdir than process 0.
+    """
+    mark = f"{hosts.gather(uuid.uuid4().hex)[0]}\n"
+
+    def prepare_first() -> Corpus:
+        workdir.create()
+        stack.enter_context(workdir.locked())
+        workdir.agree_on_config(config)
+        corpus = corpus_of(config, workdir)
+        workdir.agree_on_data(corpus.identity())
+        write_atomically(workdir / ".run", mark)
+        return corpus
+
+    def read() -> Corpus:
+        workdir.check_mark(mark)
+        return prepare(config.data, workdir.path, logs.say, keep=True)
+
+    corpus = hosts.first_then_others(prepare_first, read, "which prepares the data")
+    hosts.agree({f"hash of {name}": value for name, value in corpus.identity().items()})
+    return corpus
 
 
 def check_names(config: Config) -> None:
@@ -198,12 +226,8 @@ class Run:
                         raise DivergedError(text, decision.step, decision.kind) from None
                     self._roll_back(decision)
         self.checkpoints.close()
-        if jax.process_count() > 1:
-            from jax.experimental import multihost_utils
-
-            multihost_utils.sync_global_devices("done")
         self.write_status("done", self.stop_reason or f"reached {self.total} updates")
-        return preemption.signal
+        return max(map(int, hosts.gather(str(preemption.signal))))
 
     def _roll_back(self, decision: Decision) -> None:
         """Restores a checkpoint from before the trouble, then leaves out batches or holds alpha.
@@ -248,6 +272,9 @@ class Run:
     ) -> None:
         c, signal_number = self.config.train, 0
         in_flight: tuple[int, Metrics, TextBatch] | None = None
+        # The largest signal of all processes at the last update, which may be in flight, and at the one before.
+        latest: jax.Array | None = None
+        largest: jax.Array | None = None
 
         def read() -> None:
             """Waits for the update in flight, if any, and reads its metrics."""
@@ -279,11 +306,12 @@ class Run:
                 recorder.show_left_out()
             else:
                 update = self.compiled[batch.shape]
-                self.state, metrics = update(self.state, Batch(*to_devices(self.mesh, batch)))
+                tokens, signals = Batch(*to_devices(self.mesh, batch)), from_processes(self.mesh, preemption.signal)
+                largest, (self.state, metrics, latest) = latest, update(self.state, tokens, signals)
                 read()
                 in_flight = (self.step, metrics, batch)
             self.step += 1
-            signal_number = preemption.requested(self.step)
+            signal_number = preemption.requested(largest)
 
     def _read(self, recorder: Recorder, step: int, metrics: Metrics, batch: TextBatch) -> None:
         """Waits for the metrics of an update, logs them and acts on trouble."""
@@ -328,28 +356,28 @@ class Run:
             raise Halted(decision)
 
     def write_status(self, status: str, reason: str) -> None:
-        """Writes `status.json`: how the run ended, and its resource use. Only the first process writes."""
-        if hosts.is_first():
-            fields = {
-                "status": status,
-                "reason": reason,
-                "step": self.step,
-                "state_sha256": sha256(self.state) if status in ("done", "preempted") else None,
-                "batch_fill": self.plan.fill,
-            }
-            write_status(self.workdir, fields, self.loop_state)
+        """Writes `status.json`: how the run ended, and its resource use."""
+        # All processes compute the digest together.
+        digest = sha256(self.state) if status in ("done", "preempted") else None
+        fields = {"status": status, "reason": reason, "step": self.step, "state_sha256": digest}
+        write_status(self.workdir, fields | {"batch_fill": self.plan.fill}, self.loop_state)
 
     def _compile(self) -> None:
         """Compiles the update for every batch shape, before the first update."""
         begin = time.perf_counter()
         train_step = make_train_step(self.model, self.optimizer, self.config)
         state_shardings = jax.tree.map(lambda leaf: leaf.sharding, self.abstract)
-        update = jax.jit(train_step, donate_argnums=0, out_shardings=(state_shardings, sharding(self.mesh)))
-        split = sharding(self.mesh, "batch")
+        whole, split = sharding(self.mesh), sharding(self.mesh, "batch")
+
+        def step(state: TrainState, batch: Batch, signals: jax.Array) -> tuple[TrainState, Metrics, jax.Array]:
+            return *train_step(state, batch), signals.max()
+
+        update = jax.jit(step, donate_argnums=0, out_shardings=(state_shardings, whole, whole))
+        signals = from_processes(self.mesh, 0)
         for shape in self._shapes():
             source, target = ((shape.rows, length) for length in (shape.source, shape.target))
             tokens: Any = [jax.ShapeDtypeStruct(side, jnp.int32, sharding=split) for side in (source, target)]
-            self.compiled[shape] = update.lower(self.abstract, Batch(*tokens)).compile()
+            self.compiled[shape] = update.lower(self.abstract, Batch(*tokens), signals).compile()
         seconds = time.perf_counter() - begin
         self.loop_state.compile_seconds, self.loop_state.compiled_shapes = seconds, len(self.compiled)
         logs.say(f"compiled {len(self.compiled)} batch shapes in {seconds:.1f} s")

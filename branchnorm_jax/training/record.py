@@ -16,6 +16,7 @@ import jax
 
 from branchnorm_jax.data.batches import TextBatch
 from branchnorm_jax.files import write_atomically
+from branchnorm_jax.parallel import hosts
 from branchnorm_jax.training import logs
 from branchnorm_jax.training.loop_state import LoopState
 from branchnorm_jax.training.step import Metrics
@@ -23,7 +24,10 @@ from branchnorm_jax.workdir import Workdir
 
 
 class Recorder:
-    """Writes the logs of a run from a given step: metrics, layers, validations, TensorBoard and the progress line."""
+    """Writes the logs of a run from a given step: metrics, layers, validations, TensorBoard and the progress line.
+
+    Of several processes only the first writes.
+    """
 
     def __init__(self, workdir: Workdir, evaluated: int, start: int, total: int) -> None:
         """Opens the files and drops their lines from step `start` on, because the run repeats those updates.
@@ -34,11 +38,14 @@ class Recorder:
           start: first step of the run, also after a restart or a rollback.
           total: number of updates of the whole run.
         """
-        self.metrics = logs.JsonLines(workdir / "metrics.jsonl", start)
-        self.layers = logs.JsonLines(workdir / "layers.jsonl", start)
-        self.validations = logs.JsonLines(workdir / "validation.jsonl", evaluated + 1)
-        self.tensorboard = logs.TensorBoard(workdir / "tensorboard", start)
         self.bar = logs.progress_bar(total, start, "update", "train")
+        self.open_files: list[Any] = []
+        if hosts.is_first():
+            self.metrics = logs.JsonLines(workdir / "metrics.jsonl", start)
+            self.layers = logs.JsonLines(workdir / "layers.jsonl", start)
+            self.validations = logs.JsonLines(workdir / "validation.jsonl", evaluated + 1)
+            self.tensorboard = logs.TensorBoard(workdir / "tensorboard", start)
+            self.open_files = [self.metrics, self.layers, self.validations, self.tensorboard]
         self.recent: deque[tuple[int, float]] = deque(maxlen=20)
         self.last = time.perf_counter()
 
@@ -54,6 +61,8 @@ class Recorder:
 
     def log_update(self, step: int, metrics: Metrics, batch: TextBatch, seconds: float) -> None:
         """Writes the metrics of an update to metrics.jsonl and TensorBoard. `metrics` has Python numbers."""
+        if not self.open_files:
+            return
         scalars = metrics._asdict()
         del scalars["layers"]
         line = {"step": step, **scalars, "seconds": seconds, "batch": batch.digest()}
@@ -63,10 +72,14 @@ class Recorder:
 
     def log_layers(self, step: int, layers: Mapping[str, Any]) -> None:
         """Writes the layer statistics of an update to layers.jsonl."""
-        self.layers.write({"step": step, **jax.tree.map(to_json_numbers, layers)})
+        if self.open_files:
+            self.layers.write({"step": step, **jax.tree.map(to_json_numbers, layers)})
 
     def log_validation(self, line: Mapping[str, Any], best: bool) -> None:
         """Writes the results of a validation. The key "pairs" of `line` has the results of each language pair."""
+        self.restart_clock()
+        if not self.open_files:
+            return
         step, pairs = int(line["step"]), line.get("pairs", {})
         self.validations.write(line)
         overall = {name: value for name, value in line.items() if name not in ("step", "pairs")}
@@ -74,7 +87,6 @@ class Recorder:
             self.tensorboard.write(step, {f"valid/{prefix}{name}": value for name, value in values.items()})
             text = " ".join(f"{prefix}{name} {value:.3f}" for name, value in values.items())
             logs.say(f"step {step}: validation {text}" + (" (best)" if best and not prefix else ""))
-        self.restart_clock()
 
     def show_progress(self, metrics: Metrics, seconds: float) -> None:
         """Advances the progress line by one update. `metrics` has Python numbers."""
@@ -92,7 +104,7 @@ class Recorder:
 
     def close(self) -> None:
         """Ends the progress line and closes the files."""
-        for log in (self.bar, self.metrics, self.layers, self.validations, self.tensorboard):
+        for log in (self.bar, *self.open_files):
             log.close()
 
 
@@ -101,12 +113,16 @@ def write_event(workdir: Workdir, step: int, kind: str, what: str, **more: Any) 
 
     Events are in chronological order. A rollback does not remove events.
     """
+    if not hosts.is_first():
+        return
     with contextlib.closing(logs.JsonLines(workdir / "events.jsonl", sys.maxsize)) as events:
         events.write({"step": step, "kind": kind, "what": what, **more})
 
 
 def write_status(workdir: Workdir, fields: Mapping[str, Any], loop_state: LoopState) -> None:
     """Writes status.json: `fields` (how the run ended), then its costs and its environment."""
+    if not hosts.is_first():
+        return
     seconds = loop_state.train_seconds
     costs = {
         "compile_seconds": loop_state.compile_seconds,

@@ -1,0 +1,144 @@
+"""Starts the processes of one run on this machine, or on several over ssh.
+
+    python launch/local.py -n 2 -- python main.py --config=configs/text.py:50L-50L --workdir=runs/mine
+    python launch/local.py -n 2 --cpu-devices 2 -- python main.py ...      # 4 devices without an accelerator
+    python launch/local.py -n 8 --gpus 1 -- python main.py ...             # one process per GPU
+    python launch/local.py --hosts a,b -- python main.py ...               # one process per host; shared folder
+
+It chooses a free port for the coordinator and sets JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID. Each
+line of output begins with the number of its process. SIGTERM, SIGINT and SIGUSR1 are forwarded to process 0; the
+processes agree among themselves where to stop. After the first failure the others have `--grace` seconds to end, then
+they are killed. The exit code is that of the process that failed first: 128 + n after signal n (start again), 2 or 3
+(stop), 4 (a process was lost: start again), 5 (storage: stop).
+"""
+
+import argparse
+import contextlib
+import os
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from typing import IO
+
+FORWARDED = signal.SIGTERM, signal.SIGINT, signal.SIGUSR1
+
+
+def main() -> int:
+    """Starts the processes, waits for them and returns the exit code."""
+    arguments = parse(sys.argv[1:])
+    hosts = arguments.hosts.split(",") if arguments.hosts else []
+    count = len(hosts) or arguments.processes
+    address = arguments.coordinator or f"{hosts[0] if hosts else '127.0.0.1'}:{free_port()}"
+    commands = [
+        command_of(arguments.command, environment_of(index, count, address, arguments), hosts[index] if hosts else "")
+        for index in range(count)
+    ]
+    if arguments.dry_run:
+        print("\n".join(shlex.join(command) for command in commands))
+        return 0
+    processes = [
+        # Each process is in a session of its own, so that Ctrl-C in the terminal reaches them only through this one.
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True)
+        for command in commands
+    ]
+    for number in FORWARDED:
+        signal.signal(number, lambda number, _: processes[0].send_signal(number))
+    readers = []
+    for index, process in enumerate(processes):
+        show(index, f"started as process {process.pid}")
+        readers.append(threading.Thread(target=copy, args=(index, process.stdout)))
+        readers[-1].start()
+    code = wait(processes, arguments.grace)
+    for reader in readers:
+        reader.join()
+    return code
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    """Parses the command line. The command follows `--`."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("-n", "--processes", type=int, default=2, help="number of processes on this machine")
+    parser.add_argument("--hosts", default="", help="comma-separated hosts instead: one process on each, over ssh")
+    parser.add_argument("--coordinator", default="", help="address:port of process 0 (default: a free port)")
+    parser.add_argument("--cpu-devices", type=int, default=0, help="use the CPU, as this many devices per process")
+    parser.add_argument("--gpus", type=int, default=0, help="GPUs per process: the first process gets the first ones")
+    parser.add_argument("--grace", type=float, default=60.0, help="seconds to end after the failure of another process")
+    parser.add_argument("--dry-run", action="store_true", help="print the commands instead of running them")
+    parser.add_argument("command", nargs="+", help="the command of every process, after --")
+    arguments = parser.parse_args(argv)
+    if arguments.processes < 1:
+        parser.error("-n must be at least 1")
+    return arguments
+
+
+def free_port() -> int:
+    """Returns a port that no process of this machine uses at the moment."""
+    with socket.socket() as listener:
+        listener.bind(("", 0))
+        return int(listener.getsockname()[1])
+
+
+def environment_of(index: int, count: int, address: str, arguments: argparse.Namespace) -> dict[str, str]:
+    """Returns the environment variables that process `index` gets in addition to those of this process."""
+    variables = {
+        "JAX_COORDINATOR_ADDRESS": address,
+        "JAX_NUM_PROCESSES": str(count),
+        "JAX_PROCESS_ID": str(index),
+    }
+    if arguments.cpu_devices:
+        variables |= {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(arguments.cpu_devices)}
+    if arguments.gpus:
+        first = 0 if arguments.hosts else index * arguments.gpus
+        variables["JAX_LOCAL_DEVICE_IDS"] = ",".join(str(first + gpu) for gpu in range(arguments.gpus))
+    return variables
+
+
+def command_of(command: list[str], variables: dict[str, str], host: str) -> list[str]:
+    """Returns the command line of one process. On another host it runs in the folder of the same name."""
+    settings = [f"{name}={value}" for name, value in variables.items()]
+    local = ["env", *settings, *command]
+    if not host:
+        return local
+    # With a terminal (-tt), the remote process ends when the connection does.
+    return ["ssh", "-tt", "-o", "BatchMode=yes", host, f"cd {shlex.quote(os.getcwd())} && exec {shlex.join(local)}"]
+
+
+def copy(index: int, stream: IO[bytes] | None) -> None:
+    """Copies the output of a process line by line. A progress line counts as a line each time it is redrawn."""
+    assert stream is not None
+    rest = b""
+    while part := os.read(stream.fileno(), 65536):
+        *lines, rest = (rest + part).replace(b"\r", b"\n").split(b"\n")
+        for line in filter(None, lines):
+            show(index, line.decode(errors="replace"))
+    if rest:
+        show(index, rest.decode(errors="replace"))
+
+
+def show(index: int, line: str) -> None:
+    """Prints a line of process `index`."""
+    with contextlib.suppress(BrokenPipeError):
+        print(f"[{index}] {line}", flush=True)
+
+
+def wait(processes: list[subprocess.Popen[bytes]], grace: float) -> int:
+    """Waits until all processes have ended. Returns the exit code of the first that failed, or 0."""
+    code, deadline = 0, float("inf")
+    while None in (codes := [process.poll() for process in processes]):
+        if not code and (failed := list(filter(None, codes))):
+            code, deadline = failed[0], time.monotonic() + grace
+        if time.monotonic() > deadline:
+            for process in processes:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+        time.sleep(0.05)
+    code = code or next((process.returncode for process in processes if process.returncode), 0)
+    return 128 - code if code < 0 else code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,174 @@
+"""Runs of several processes on this machine, started by launch/local.py with the unmodified main.py."""
+
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.conftest import HASTY, ROOT, read_metrics, read_status, run_main
+
+OPTIONS = (*HASTY, "--config.train.steps=12", "--config.train.eval_every=6", "--config.train.checkpoint_every=6")
+
+
+def start_hosts(*options: str, processes: int = 2, devices: int = 2, flags: str = "") -> subprocess.Popen[str]:
+    """Starts `processes` processes of main.py; a shell expands `flags` in each, for options that differ."""
+    launcher = [sys.executable, "launch/local.py", "-n", str(processes), "--cpu-devices", str(devices), "--grace", "60"]
+    command = ["sh", "-c", f'exec "$@" {flags}', "sh", sys.executable, "main.py", *options]
+    return subprocess.Popen([*launcher, "--", *command], cwd=ROOT, text=True, stdout=subprocess.PIPE)
+
+
+def run_hosts(*options: str, **how: Any) -> tuple[int, str]:
+    """Runs the processes to their end. Returns the exit code and the output of all of them."""
+    process = start_hosts(*options, **how)
+    output, _ = process.communicate(timeout=600)
+    return process.returncode, output
+
+
+def losses(workdir: Path) -> list[float]:
+    return [line["loss"] for line in read_metrics(workdir)]
+
+
+@pytest.fixture(scope="module")
+def single(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run in one process with four devices."""
+    workdir = tmp_path_factory.mktemp("single") / "run"
+    done = run_main(*OPTIONS, f"--workdir={workdir}", devices=4)
+    assert done.returncode == 0, done.stderr
+    return workdir
+
+
+def test_two_processes_train_like_one(single: Path, tmp_path: Path) -> None:
+    code, output = run_hosts(*OPTIONS, f"--workdir={tmp_path}")
+    assert code == 0, output
+    np.testing.assert_allclose(losses(tmp_path), losses(single), rtol=1e-5)
+    assert [line["step"] for line in read_metrics(tmp_path)] == list(range(12))
+    assert len(list((tmp_path / "tensorboard").iterdir())) == 1
+    assert output.count("training a vocabulary") == output.count("training from step 0") == 1
+    status = read_status(tmp_path)
+    assert (status["status"], status["step"], status["processes"]) == ("done", 12, 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("processes", "devices", "model"), [(4, 1, 1), (2, 1, 1)])
+def test_other_topologies_train_like_one_process(
+    single: Path, tmp_path: Path, processes: int, devices: int, model: int
+) -> None:
+    options = (*OPTIONS, f"--workdir={tmp_path}", f"--config.parallel.model={model}")
+    code, output = run_hosts(*options, processes=processes, devices=devices)
+    assert code == 0, output
+    np.testing.assert_allclose(losses(tmp_path), losses(single), rtol=1e-5)
+    status = read_status(tmp_path)
+    assert (status["status"], status["processes"]) == ("done", processes)
+    # One process restores the last checkpoint and computes the same digest.
+    alone = run_main(*OPTIONS, f"--workdir={tmp_path}")
+    assert alone.returncode == 0, alone.stderr
+    assert read_status(tmp_path)["processes"] == 1
+    assert read_status(tmp_path)["state_sha256"] == status["state_sha256"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
+@pytest.mark.parametrize("receiver", [0, 1])
+def test_a_signal_at_one_process_stops_all_at_the_same_step(
+    tmp_path: Path, number: signal.Signals, receiver: int
+) -> None:
+    options = (*HASTY, f"--workdir={tmp_path}")
+    long = (*options, "--config.train.steps=100000", "--config.train.eval_every=0", "--config.train.checkpoint_every=0")
+    process = start_hosts(*long)
+    assert process.stdout is not None
+    pids = {}
+    for line in iter(process.stdout.readline, ""):
+        if started := re.search(r"\[(\d)\] started as process (\d+)", line):
+            pids[int(started[1])] = int(started[2])
+        if "compiled" in line:
+            break
+    while not (tmp_path / "metrics.jsonl").exists() or len(losses(tmp_path)) < 5:
+        time.sleep(0.1)
+    subprocess.run(["kill", f"-{number.value}", str(pids[receiver])], check=True)
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 128 + number, output
+    saved = {index: step for index, step in re.findall(r"\[(\d)\] Preempted: .* saved at step (\d+)", output)}
+    assert set(saved) == {"0", "1"}
+    assert len(set(saved.values())) == 1
+    status = read_status(tmp_path)
+    assert (status["status"], str(status["step"])) == ("preempted", saved["0"])
+    assert (tmp_path / "checkpoints" / saved["0"]).is_dir()
+    # On another topology the run goes on from there.
+    steps = status["step"] + 3
+    done = run_main(*long, f"--config.train.steps={steps}")
+    assert done.returncode == 0, done.stderr
+    assert [line["step"] for line in read_metrics(tmp_path)] == list(range(steps))
+
+
+@pytest.mark.slow
+def test_processes_with_different_options_are_rejected(tmp_path: Path) -> None:
+    flags = "--config.train.learning_rate=0.00$((JAX_PROCESS_ID + 1))"
+    code, output = run_hosts(*OPTIONS, f"--workdir={tmp_path}", flags=flags)
+    assert code == 2, output
+    line = r"UserError: train.learning_rate is '0.002' in process 1 on \S+, but '0.001' in process 0 on \S+; all "
+    assert len(re.findall(line, output)) == 2, output
+
+
+@pytest.mark.slow
+def test_workdirs_that_are_not_shared_are_rejected(tmp_path: Path) -> None:
+    code, output = run_hosts(*OPTIONS, flags=f"--workdir={tmp_path}/$JAX_PROCESS_ID")
+    assert code == 2, output
+    assert re.search(r"\[1\] UserError: .*/1 on \S+ is not the workdir of process 0; --workdir must be", output), output
+
+
+@pytest.mark.slow
+def test_second_run_in_a_workdir_is_rejected_by_all_processes(tmp_path: Path) -> None:
+    first = start_hosts(*HASTY, f"--workdir={tmp_path}", "--config.train.steps=100000")
+    try:
+        while not (tmp_path / "metrics.jsonl").exists():
+            time.sleep(0.1)
+        code, output = run_hosts(*HASTY, f"--workdir={tmp_path}")
+        assert code == 2, output
+        assert output.count("another process is training in this workdir") == 2
+    finally:
+        first.terminate()
+        first.communicate()
+
+
+def test_local_launcher_prints_its_commands() -> None:
+    launcher = [sys.executable, "launch/local.py"]
+    done = subprocess.run(
+        [*launcher, "-n", "2", "--gpus", "2", "--coordinator", "a:1", "--dry-run", "--", "python", "main.py"],
+        cwd=ROOT, text=True, capture_output=True, check=True,
+    )  # fmt: skip
+    common = "env JAX_COORDINATOR_ADDRESS=a:1 JAX_NUM_PROCESSES=2 JAX_PROCESS_ID="
+    assert done.stdout.splitlines() == [
+        f"{common}0 JAX_LOCAL_DEVICE_IDS=0,1 python main.py",
+        f"{common}1 JAX_LOCAL_DEVICE_IDS=2,3 python main.py",
+    ]
+    done = subprocess.run(
+        [*launcher, "--hosts", "x,y", "--dry-run", "--", "python", "main.py"],
+        cwd=ROOT, text=True, capture_output=True, check=True,
+    )  # fmt: skip
+    assert [line.split()[:5] for line in done.stdout.splitlines()] == [
+        ["ssh", "-tt", "-o", "BatchMode=yes", host] for host in "xy"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("script", "code"),
+    [
+        ("exit 0", 0),
+        ("test $JAX_PROCESS_ID = 0 || exit 3; sleep 100", 3),
+        ("test $JAX_PROCESS_ID = 1 || kill -9 $$; sleep 100", 137),
+    ],
+)
+def test_first_failure_ends_all_processes(script: str, code: int) -> None:
+    started = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, "launch/local.py", "-n", "2", "--grace", "1", "--", "sh", "-c", script],
+        cwd=ROOT, capture_output=True,
+    )  # fmt: skip
+    assert done.returncode == code
+    assert time.monotonic() - started < 50

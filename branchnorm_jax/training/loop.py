@@ -425,7 +425,7 @@ class Run:
         return ""
 
     def _save(self, recorder: Recorder) -> None:
-        norm = float(optax.tree.norm(self.state.params))
+        norm = float(parameter_norm(self.state.params))
         self._halt_if_needed(trouble.decide_about_state(self.step, "norm of the parameters", norm, self.config.train))
         score = self.loop_state.score if self.loop_state.evaluated == self.step else None
         saved = dataclasses.asdict(self.loop_state)
@@ -446,6 +446,10 @@ class Run:
             f"({100 * self.plan.fill:.1f} % real tokens)"
         )
         logs.say(f"training from step {self.step} to {self.total}")
+
+
+# One program: the sums of sharded leaves, dispatched one by one, can overlap and wait for each other across processes.
+parameter_norm = jax.jit(optax.tree.norm)
 
 
 def _due(step: int, start: int, every: int) -> bool:

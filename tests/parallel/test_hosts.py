@@ -55,7 +55,7 @@ def test_two_processes_train_like_one(single: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("processes", "devices", "model"), [(4, 1, 1), (2, 1, 1)])
+@pytest.mark.parametrize(("processes", "devices", "model"), [(4, 1, 1), (2, 2, 2), (2, 2, 4)])
 def test_other_topologies_train_like_one_process(
     single: Path, tmp_path: Path, processes: int, devices: int, model: int
 ) -> None:

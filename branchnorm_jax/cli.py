@@ -58,6 +58,7 @@ def command() -> NoReturn:
     """Runs `main` on the command line and ends the process with its exit code."""
     code = main(sys.argv)
     if code:
+        # A mistake in the flags ends the process before this module, and with it JAX, is imported.
         if "branchnorm_jax.parallel.hosts" in sys.modules:
             sys.modules["branchnorm_jax.parallel.hosts"].leave()
         # os._exit, because threads of the storage library would otherwise keep printing errors about their files.

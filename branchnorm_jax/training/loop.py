@@ -9,7 +9,6 @@ import dataclasses
 import math
 import statistics
 import time
-import uuid
 from collections.abc import Iterator
 from typing import Any
 
@@ -19,9 +18,8 @@ import optax
 
 from branchnorm_jax.data.batches import TextBatch, make_plans, prefetch
 from branchnorm_jax.data.packing import Shape
-from branchnorm_jax.data.prepare import Corpus, prepare
+from branchnorm_jax.data.prepare import Corpus
 from branchnorm_jax.errors import BranchNormError, DivergedError, Preempted, StorageError, UserError
-from branchnorm_jax.files import write_atomically
 from branchnorm_jax.model import growth
 from branchnorm_jax.model.initializers import get_base
 from branchnorm_jax.model.methods import get_recipe
@@ -32,11 +30,12 @@ from branchnorm_jax.parallel.mesh import from_processes, make_mesh, sharding, to
 from branchnorm_jax.training import logs, schedules, trouble
 from branchnorm_jax.training.checkpoint import Checkpoints
 from branchnorm_jax.training.digests import sha256
-from branchnorm_jax.training.finetune import corpus_of, parents_parameters
+from branchnorm_jax.training.finetune import parents_parameters
 from branchnorm_jax.training.loop_state import LoopState
 from branchnorm_jax.training.network import make_model
 from branchnorm_jax.training.optimizer import make_optimizer
 from branchnorm_jax.training.record import Recorder, write_event, write_status
+from branchnorm_jax.training.shared import shared_corpus
 from branchnorm_jax.training.state import Batch, TrainState, abstract_state, init_state, state_from
 from branchnorm_jax.training.step import Metrics, make_train_step
 from branchnorm_jax.training.trouble import Decision
@@ -83,35 +82,6 @@ def train(config: Config, workdir: Workdir) -> None:
         raise Preempted(
             f"stopped by signal {signal_number} after the last update; the run is complete and saved", signal_number
         )
-
-
-def shared_corpus(config: Config, workdir: Workdir, stack: contextlib.ExitStack) -> Corpus:
-    """Prepares the workdir and the corpus in process 0, which locks the workdir until `stack` ends.
-
-    The other processes then read what it wrote.
-
-    Raises:
-      UserError: if another run has locked the workdir, if config or data differ from those of an earlier start, or if
-        a process sees another workdir than process 0.
-    """
-    mark = f"{hosts.gather(uuid.uuid4().hex)[0]}\n"
-
-    def prepare_first() -> Corpus:
-        workdir.create()
-        stack.enter_context(workdir.locked())
-        workdir.agree_on_config(config)
-        corpus = corpus_of(config, workdir)
-        workdir.agree_on_data(corpus.identity())
-        write_atomically(workdir / ".run", mark)
-        return corpus
-
-    def read() -> Corpus:
-        workdir.check_mark(mark)
-        return prepare(config.data, workdir.path, logs.say, keep=True)
-
-    corpus = hosts.first_then_others(prepare_first, read, "which prepares the data")
-    hosts.agree({f"hash of {name}": value for name, value in corpus.identity().items()})
-    return corpus
 
 
 def check_names(config: Config) -> None:

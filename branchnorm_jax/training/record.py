@@ -77,9 +77,11 @@ class Recorder:
 
     def log_validation(self, line: Mapping[str, Any], best: bool) -> None:
         """Writes the results of a validation. The key "pairs" of `line` has the results of each language pair."""
+        if self.open_files:
+            self._write_validation(line, best)
         self.restart_clock()
-        if not self.open_files:
-            return
+
+    def _write_validation(self, line: Mapping[str, Any], best: bool) -> None:
         step, pairs = int(line["step"]), line.get("pairs", {})
         self.validations.write(line)
         overall = {name: value for name, value in line.items() if name not in ("step", "pairs")}

@@ -24,6 +24,7 @@ from branchnorm_jax.analysis.estimate import (
     with_remat,
 )
 from branchnorm_jax.errors import UserError
+from branchnorm_jax.model.recipe import STACKS
 from branchnorm_jax.model.stack import REMAT, best_group, size_of
 from branchnorm_jax.model.transformer import Transformer
 from branchnorm_jax.options import Config
@@ -47,65 +48,71 @@ def make_plan(config: Config, progress: Callable[[], Any] = lambda: None) -> dic
         raise UserError("config: plan.calibrate measures the local device; leave plan.device empty")
     device, count, length = devices.find(config.plan.device), data_devices(config), lengths(config)[0]
     vocabulary = config.data.vocab_size
-    model = Transformer(config.model, vocabulary, vocabulary)
-    params = model.abstract_params()
-    opt_state = jax.eval_shape(make_optimizer(config.train).init, params)
-    ema_bytes = size_of(params) if config.train.ema_decay else 0
-    by_part = {name: _count(part) for name, part in params.items()}
+    rows = rows_of(config, length, count)
     sentence = min(config.plan.sentence_length, config.data.max_length)
     flops = forward_flops(config, sentence, sentence, vocabulary)
-    usable, rows = device.memory, rows_of(config, length, count)
-    carry = (
-        rows // config.train.accumulation * length * config.model.width * jnp.dtype(config.model.carry_dtype).itemsize
-    )
-
     on_device = calibrate(config) if config.plan.calibrate else float
 
-    def with_choice(remat: str) -> dict[str, Any]:
-        chosen = with_remat(config, remat)
-        step = on_device(seconds(config, device, update_costs(chosen, rows, length)))
-        peak = peak_bytes(chosen, count)
-        tokens = fitting_tokens(chosen, usable)
+    def cost(remat: str) -> dict[str, Any]:
+        choice = with_remat(config, remat)
+        step = on_device(seconds(config, device, update_costs(choice, rows, length)))
+        peak = peak_bytes(choice, count)
+        tokens = fitting_tokens(choice, device.memory)
         progress()
         return {
-            "flops_per_target_token": 3 * sum(flops.values()) + recomputed_flops(chosen, flops, sentence, sentence),
+            "flops_per_target_token": 3 * sum(flops.values()) + recomputed_flops(choice, flops, sentence, sentence),
             "peak_bytes": peak,
-            "fits": peak <= usable,
+            "fits": peak <= device.memory,
             "tokens_per_microbatch": tokens,
             "step_seconds": step,
             "target_tokens_per_second": rows * length * count / step,
             "gpu_days": config.train.steps * step * count * config.parallel.model / 86_400 or None,
         }
 
-    choices = {remat: with_choice(remat) for remat in remat_choices(config)}
+    costs = {remat: cost(remat) for remat in remat_choices(config)}
     chosen = config.model.remat
     if chosen == "auto":
-        chosen = next((remat for remat, choice in choices.items() if choice["fits"]), REMAT[-1])
+        chosen = next((remat for remat, choice in costs.items() if choice["fits"]), REMAT[-1])
     return {
-        "parameters": _count(params),
-        "non_embedding_parameters": _count(params) - by_part["embedding"],
-        "parameters_by_part": by_part,
+        **_sizes(config, rows, length),
         "forward_flops_by_part": flops,
-        "parameter_bytes": size_of(params),
-        "optimizer_bytes": size_of(opt_state),
-        "gradient_bytes": 0 if config.train.update_in_backward else size_of(params),
-        "ema_bytes": ema_bytes,
-        "state_bytes": size_of(params) + size_of(opt_state) + ema_bytes,
-        "carry_bytes": carry * (config.model.encoder_layers + config.model.decoder_layers),
-        "logit_block_bytes": min(config.model.logits_mb * 2**20, 4 * rows * length * vocabulary),
-        "group": {
-            stack: config.model.group
-            or best_group(depth, carry, size_of(params[stack]) / depth, whole=config.train.update_in_backward)
-            for stack, depth in (("encoder", config.model.encoder_layers), ("decoder", config.model.decoder_layers))
-        },
         "sentence_length": sentence,
         "row_length": length,
         "device": config.plan.device or jax.devices()[0].device_kind,
         "devices": count * config.parallel.model,
-        "usable_bytes": usable,
-        "remat": choices,
+        "usable_bytes": device.memory,
+        "remat": costs,
         "chosen_remat": chosen,
-        **choices[chosen],
+        **costs[chosen],
+    }
+
+
+def _sizes(config: Config, rows: int, length: int) -> dict[str, Any]:
+    """Returns what does not depend on `model.remat`: numbers of parameters, and bytes of state and activations."""
+    vocabulary, depth = config.data.vocab_size, (config.model.encoder_layers, config.model.decoder_layers)
+    params = Transformer(config.model, vocabulary, vocabulary).abstract_params()
+    opt_state = jax.eval_shape(make_optimizer(config.train).init, params)
+    ema_bytes = size_of(params) if config.train.ema_decay else 0
+    by_part = {name: _count(part) for name, part in params.items()}
+    carry = (
+        rows // config.train.accumulation * length * config.model.width * jnp.dtype(config.model.carry_dtype).itemsize
+    )
+    in_backward = config.train.update_in_backward
+    return {
+        "parameters": _count(params),
+        "non_embedding_parameters": _count(params) - by_part["embedding"],
+        "parameters_by_part": by_part,
+        "parameter_bytes": size_of(params),
+        "optimizer_bytes": size_of(opt_state),
+        "gradient_bytes": 0 if in_backward else size_of(params),
+        "ema_bytes": ema_bytes,
+        "state_bytes": size_of(params) + size_of(opt_state) + ema_bytes,
+        "carry_bytes": carry * sum(depth),
+        "logit_block_bytes": min(config.model.logits_mb * 2**20, 4 * rows * length * vocabulary),
+        "group": {
+            stack: config.model.group or best_group(layers, carry, size_of(params[stack]) / layers, whole=in_backward)
+            for stack, layers in zip(STACKS, depth, strict=True)
+        },
     }
 
 

@@ -15,6 +15,13 @@ from branchnorm_jax.tokens import EOS, PAD, UNK
 NORMS = {"self": "self_attn_layer_norm", "cross": "encoder_attn_layer_norm", "ffn": "final_layer_norm"}
 ATTENTION = {"self": "self_attn", "cross": "encoder_attn"}
 OUT = {"q": "q_proj", "k": "k_proj", "v": "v_proj", "o": "out_proj"}
+TOKENS = {
+    "pad_token_id": PAD,
+    "eos_token_id": EOS,
+    "bos_token_id": EOS,
+    "decoder_start_token_id": EOS,
+    "forced_eos_token_id": EOS,
+}
 
 
 def obstacle(plain: Plain, config: ModelConfig) -> str:
@@ -55,72 +62,10 @@ def write(
     except ImportError as error:
         raise UserError(f"export: {error}; run `pip install safetensors`") from error
     plain = without_embedding_scale(plain)
-    source, target, output = (plain.tables[name] for name in ("source", "target", "output"))
-    weights = {"final_logits_bias": plain.bias[None]}
-    if source is target:
-        weights["model.shared.weight"] = target
-    else:
-        weights |= {"model.encoder.embed_tokens.weight": source, "model.decoder.embed_tokens.weight": target}
-    if output is not target:
-        weights["lm_head.weight"] = output
-    for stack, sublayers in SUBLAYERS.items():
-        tree = plain.layers[stack]
-        for name in sublayers:
-            matrices = {matrix: f"{ATTENTION[name]}.{OUT[matrix]}" for matrix in OUT} if name in ATTENTION else {}
-            for matrix, theirs in (matrices or {"fc1": "fc1", "fc2": "fc2"}).items():
-                for layer, kernel in enumerate(tree[name][matrix]["kernel"]):
-                    prefix = f"model.{stack}.layers.{layer}.{theirs}"
-                    weights[f"{prefix}.weight"] = np.ascontiguousarray(kernel.T)
-                    weights[f"{prefix}.bias"] = tree[name][matrix]["bias"][layer]
-            for layer, scale in enumerate(tree[f"{name}_norm"]["scale"]):
-                prefix = f"model.{stack}.layers.{layer}.{NORMS[name]}"
-                weights |= {f"{prefix}.weight": scale, f"{prefix}.bias": tree[f"{name}_norm"]["bias"][layer]}
-    save_file({name: np.ascontiguousarray(array) for name, array in weights.items()}, folder / "model.safetensors")
-    tokens: dict[str, Any] = {
-        "pad_token_id": PAD,
-        "eos_token_id": EOS,
-        "bos_token_id": EOS,
-        "decoder_start_token_id": EOS,
-        "forced_eos_token_id": EOS,
-    }
-    shared = source is target
-    _json(
-        folder / "config.json",
-        {
-            "model_type": "marian",
-            "architectures": ["MarianMTModel"],
-            "vocab_size": len(source),
-            "decoder_vocab_size": len(target),
-            "share_encoder_decoder_embeddings": shared,
-            "tie_word_embeddings": output is target,
-            "d_model": config.width,
-            "encoder_layers": config.encoder_layers,
-            "decoder_layers": config.decoder_layers,
-            "encoder_attention_heads": config.heads,
-            "decoder_attention_heads": config.heads,
-            "encoder_ffn_dim": config.ffn_width,
-            "decoder_ffn_dim": config.ffn_width,
-            "activation_function": config.activation,
-            "scale_embedding": True,
-            "max_position_embeddings": longest,
-            "dtype": "float32",
-            **tokens,
-        },
-    )
-    _json(
-        folder / "generation_config.json",
-        {
-            "num_beams": decode.beam_size,
-            "length_penalty": decode.length_penalty,
-            "early_stopping": True,
-            "max_length": longest,
-            "min_new_tokens": decode.min_length,  # "min_length" would include the decoder start token
-            "num_return_sequences": decode.nbest,
-            "no_repeat_ngram_size": decode.no_repeat_ngram,
-            "bad_words_ids": [[PAD]],
-            **tokens,
-        },
-    )
+    save_file(_weights(plain), folder / "model.safetensors")
+    _json(folder / "config.json", _model_config(plain, config, longest))
+    _json(folder / "generation_config.json", _generation_config(decode, longest))
+    shared = plain.tables["source"] is plain.tables["target"]
     for name, pieces in zip(("vocab.json", "target_vocab.json"), vocabularies[: 1 if shared else 2], strict=False):
         _json(folder / name, {piece: index for index, piece in enumerate(pieces)})
     _json(
@@ -136,6 +81,68 @@ def write(
             "pad_token": vocabularies[0][PAD],
         },
     )
+
+
+def _weights(plain: Plain) -> dict[str, np.ndarray]:
+    """Returns the parameters under the names of MarianMTModel; its matrices are [d_out, d_in]."""
+    source, target, output = (plain.tables[name] for name in ("source", "target", "output"))
+    weights = {"final_logits_bias": plain.bias[None]}
+    if source is target:
+        weights["model.shared.weight"] = target
+    else:
+        weights |= {"model.encoder.embed_tokens.weight": source, "model.decoder.embed_tokens.weight": target}
+    if output is not target:
+        weights["lm_head.weight"] = output
+    for stack, sublayers in SUBLAYERS.items():
+        tree = plain.layers[stack]
+        for name in sublayers:
+            matrices = {matrix: f"{ATTENTION[name]}.{OUT[matrix]}" for matrix in OUT} if name in ATTENTION else {}
+            for matrix, theirs in (matrices or {"fc1": "fc1", "fc2": "fc2"}).items():
+                for layer, kernel in enumerate(tree[name][matrix]["kernel"]):
+                    prefix = f"model.{stack}.layers.{layer}.{theirs}"
+                    weights |= {f"{prefix}.weight": kernel.T, f"{prefix}.bias": tree[name][matrix]["bias"][layer]}
+            for layer, scale in enumerate(tree[f"{name}_norm"]["scale"]):
+                prefix = f"model.{stack}.layers.{layer}.{NORMS[name]}"
+                weights |= {f"{prefix}.weight": scale, f"{prefix}.bias": tree[f"{name}_norm"]["bias"][layer]}
+    return {name: np.ascontiguousarray(array) for name, array in weights.items()}
+
+
+def _model_config(plain: Plain, config: ModelConfig, longest: int) -> dict[str, Any]:
+    source, target, output = (plain.tables[name] for name in ("source", "target", "output"))
+    return {
+        "model_type": "marian",
+        "architectures": ["MarianMTModel"],
+        "vocab_size": len(source),
+        "decoder_vocab_size": len(target),
+        "share_encoder_decoder_embeddings": source is target,
+        "tie_word_embeddings": output is target,
+        "d_model": config.width,
+        "encoder_layers": config.encoder_layers,
+        "decoder_layers": config.decoder_layers,
+        "encoder_attention_heads": config.heads,
+        "decoder_attention_heads": config.heads,
+        "encoder_ffn_dim": config.ffn_width,
+        "decoder_ffn_dim": config.ffn_width,
+        "activation_function": config.activation,
+        "scale_embedding": True,
+        "max_position_embeddings": longest,
+        "dtype": "float32",
+        **TOKENS,
+    }
+
+
+def _generation_config(decode: DecodeConfig, longest: int) -> dict[str, Any]:
+    return {
+        "num_beams": decode.beam_size,
+        "length_penalty": decode.length_penalty,
+        "early_stopping": True,
+        "max_length": longest,
+        "min_new_tokens": decode.min_length,  # "min_length" would include the decoder start token
+        "num_return_sequences": decode.nbest,
+        "no_repeat_ngram_size": decode.no_repeat_ngram,
+        "bad_words_ids": [[PAD]],
+        **TOKENS,
+    }
 
 
 def _json(path: Path, content: dict[str, Any]) -> None:

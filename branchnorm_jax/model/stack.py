@@ -144,64 +144,65 @@ def run_and_update(
         raise ValueError(f"groups of {group} do not divide {depth} layers")
     count = depth // group
 
-    def slices(tree: Any, index: int | jax.Array) -> Any:
-        return jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, index * group, group), tree)
-
-    def write(tree: Any, index: jax.Array, values: Any) -> Any:
-        return jax.tree.map(
-            lambda x, value: jax.lax.dynamic_update_slice_in_dim(x, value, index * group, 0), tree, values
-        )
-
     def run_group(carry: Carry, per_layer: PerLayer) -> tuple[Carry, PerLayer]:
         # The backward pass recomputes a group in any case.
         return jax.lax.scan(rematerialised(layer, "full" if group > 1 else "none", looped=True), carry, per_layer)
 
     # Differentiable values that the layers close over, such as the encoder's output, become arguments.
-    first = jnp.zeros((), jnp.int32)
-    pure, shared = jax.closure_convert(run_group, carry, (slices(params, first), *slices(given, first)))
+    first = jax.tree.map(lambda leaf: leaf[:group], (params, *given))
+    pure, shared = jax.closure_convert(run_group, carry, first)
 
     @jax.custom_vjp
-    def run(carry: Carry, shared: Any, params: Any, moments: Any, figures: Any) -> tuple[Carry, PerLayer]:
-        return forward(carry, shared, params, moments, figures)[0]
+    def run(carry: Carry, shared: Any, learned: Any) -> tuple[Carry, PerLayer]:
+        return forward(carry, shared, learned)[0]
 
-    def forward(carry: Carry, shared: Any, params: Any, moments: Any, figures: Any) -> tuple[Any, Any]:
+    def forward(carry: Carry, shared: Any, learned: Any) -> tuple[Any, Any]:
         def step(carry: Carry, index: jax.Array) -> tuple[Carry, Any]:
-            after, outputs = pure(carry, (slices(params, index), *slices(given, index)), *shared)
+            after, outputs = pure(carry, _read_group((learned[0], *given), index, group), *shared)
             return after, (carry, outputs)
 
         carry, (carries, outputs) = jax.lax.scan(step, carry, jnp.arange(count))
         outputs = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), outputs)
-        return (carry, outputs), (carries, shared, params, moments, figures)
+        return (carry, outputs), (carries, shared, learned)
 
     def backward(saved: Any, gradient: Any) -> Any:
-        carries, shared, *learned = saved
+        carries, shared, learned = saved
 
-        def one_group(carry: Carry, by_carry: Carry, given: Any, *learned: Any) -> tuple[Any, ...]:
+        def one_group(carry: Carry, by_carry: Carry, given: Any, learned: Any) -> tuple[Any, ...]:
             def group(carry: Carry, shared: Any, params: Any) -> Carry:
                 return pure(carry, (params, *given), *shared)[0]
 
             params, moments, _ = learned
             by_carry, by_shared, by_params = jax.vjp(group, carry, shared, params)[1](by_carry)
-            return by_carry, by_shared, *update.apply(params, by_params, moments)
+            return by_carry, by_shared, update.apply(params, by_params, moments)
 
-        def no_group(carry: Carry, by_carry: Carry, given: Any, *learned: Any) -> tuple[Any, ...]:
-            return by_carry, jax.tree.map(jnp.zeros_like, shared), *learned
+        def no_group(carry: Carry, by_carry: Carry, given: Any, learned: Any) -> tuple[Any, ...]:
+            return by_carry, jax.tree.map(jnp.zeros_like, shared), learned
 
         def step(state: Any, scanned: Any) -> tuple[Any, None]:
             (by_carry, by_shared, learned), (index, carry) = state, scanned
-            old = (slices(tree, index) for tree in learned)
+            old = _read_group((given, learned), index, group)
             # `no_group` never runs. Without the conditional, XLA reads the old values while it writes the new ones, and
             # copies all of them first. An optimization barrier does not help: XLA removes it before fusion.
-            new = jax.lax.cond(index >= 0, one_group, no_group, carry, by_carry, slices(given, index), *old)
-            learned = [write(tree, index, values) for tree, values in zip(learned, new[2:], strict=True)]
-            return (new[0], jax.tree.map(jnp.add, by_shared, new[1]), learned), None
+            by_carry, more, new = jax.lax.cond(index >= 0, one_group, no_group, carry, by_carry, *old)
+            return (by_carry, jax.tree.map(jnp.add, by_shared, more), _write_group(learned, index, new)), None
 
         state = (gradient[0], jax.tree.map(jnp.zeros_like, shared), learned)
-        (by_carry, by_shared, learned), _ = jax.lax.scan(step, state, (jnp.arange(count), carries), reverse=True)
-        return by_carry, by_shared, *learned
+        return jax.lax.scan(step, state, (jnp.arange(count), carries), reverse=True)[0]
 
     run.defvjp(forward, backward)
-    return run(carry, shared, params, update.moments, update.figures)
+    return run(carry, shared, (params, update.moments, update.figures))
+
+
+def _read_group(tree: Any, index: jax.Array, group: int) -> Any:
+    return jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, index * group, group), tree)
+
+
+def _write_group(tree: Any, index: jax.Array, values: Any) -> Any:
+    def write(x: jax.Array, value: jax.Array) -> jax.Array:
+        return jax.lax.dynamic_update_slice_in_dim(x, value, index * value.shape[0], 0)
+
+    return jax.tree.map(write, tree, values)
 
 
 def rematerialised(layer: Layer, remat: str, looped: bool = False) -> Layer:

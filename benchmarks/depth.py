@@ -18,7 +18,7 @@ from benchmarks.measure import alternate, save
 from branchnorm_jax.model.stack import REMAT
 from branchnorm_jax.model.transformer import Transformer
 from branchnorm_jax.options import Config, ModelConfig, TrainConfig
-from branchnorm_jax.parallel.mesh import make_mesh, sharding
+from branchnorm_jax.parallel.mesh import make_mesh, replicated
 from branchnorm_jax.training.optimizer import make_optimizer
 from branchnorm_jax.training.state import Batch, TrainState, init_state
 from branchnorm_jax.training.step import loss_sums, make_train_step
@@ -42,10 +42,10 @@ def batch(rows: int) -> Batch:
 def update(network: Transformer, data: Batch, **train: Any) -> tuple[Any, TrainState]:
     """Returns the jitted update and the initial state."""
     config = dataclasses.replace(Config(), model=network.config, train=TrainConfig(**train))
-    optimizer, mesh = make_optimizer(config.train), make_mesh(config.parallel, 0)
+    optimizer, mesh = make_optimizer(config.train), make_mesh(config.parallel)
     state = init_state(network, optimizer, mesh, 0, data)
     # As in the training loop: the new state has the same shardings as the old one.
-    splits = jax.tree.map(lambda leaf: leaf.sharding, state), sharding(mesh)
+    splits = jax.tree.map(lambda leaf: leaf.sharding, state), replicated(mesh)
     return jax.jit(make_train_step(network, optimizer, config), out_shardings=splits), state
 
 

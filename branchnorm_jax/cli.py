@@ -9,6 +9,7 @@ import os
 import re
 import signal
 import sys
+import traceback
 from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType, ModuleType
@@ -56,12 +57,17 @@ config_flags.DEFINE_config_file(
 
 def command() -> NoReturn:
     """Runs `main` on the command line and ends the process with its exit code."""
-    code = main(sys.argv)
+    try:
+        code = main(sys.argv)
+    except Exception:
+        traceback.print_exc()
+        code = 1
+    # A mistake in the flags ends the process before this module, and with it JAX, is imported.
+    if "branchnorm_jax.parallel.hosts" in sys.modules:
+        sys.modules["branchnorm_jax.parallel.hosts"].leave(code)
     if code:
-        # A mistake in the flags ends the process before this module, and with it JAX, is imported.
-        if "branchnorm_jax.parallel.hosts" in sys.modules:
-            sys.modules["branchnorm_jax.parallel.hosts"].leave()
-        # os._exit, because threads of the storage library would otherwise keep printing errors about their files.
+        # os._exit, because threads of the storage library would otherwise keep printing errors about their files, and
+        # JAX would wait for other processes.
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
@@ -286,4 +292,5 @@ def run(mode: str, config: Config, workdir: Workdir) -> None:
                 why = f"  (same as {leader})"
             print(f"  {line}{why}", file=sys.stderr)
 
-    getattr(modes, mode)(config, workdir)
+    with hosts.blame_lost_process():
+        getattr(modes, mode)(config, workdir)

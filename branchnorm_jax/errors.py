@@ -5,7 +5,7 @@
 | 0         | success                                   |                      |
 | 2         | invalid input, option or workdir          | `UserError`          |
 | 3         | the run diverged                          | `DivergedError`      |
-| 4         | a host was lost or did not answer in time | `HostError`          |
+| 4         | a process was lost, stuck or missing      | `HostError`          |
 | 5         | writing to storage failed                 | `StorageError`       |
 | 6         | an exported model gives different results | `MismatchError`      |
 | 128 + n   | preempted by signal n, after saving       | `Preempted`          |
@@ -56,7 +56,7 @@ class DivergedError(BranchNormError):
 
 
 class HostError(BranchNormError):
-    """Another process of the run is missing or does not respond."""
+    """A process of the run is missing, was lost, or makes no progress."""
 
     exit_code = 4
 

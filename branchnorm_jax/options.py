@@ -390,6 +390,15 @@ class TrainConfig:
     checkpoint_every: int = option(
         1000, "interval of checkpoints; 0: only at the end", unit="updates", minimum=0, free=True
     )
+    step_timeout: float = option(
+        20.0,
+        "end the run if an update takes this many times the usual (median) time, and at least 5 minutes; the same for "
+        "a validation, a save and the first updates, but at least an hour; 0: never",
+        unit="usual durations",
+        minimum=0,
+        maximum=1e6,
+        free=True,
+    )
     keep_last: int = option(2, "number of newest checkpoints to keep", minimum=1, free=True)
     keep_best: int = option(1, "number of best checkpoints to keep", minimum=0, free=True)
     best_metric: str = option("bleu", "validation metric of the best checkpoint", choices=("bleu", "loss"))
@@ -402,11 +411,18 @@ class TrainConfig:
 class ParallelConfig:
     """Devices."""
 
-    data: int = option(0, "size of the mesh axis that splits batches; 0: devices / model", minimum=0, free=True)
+    data: int = option(0, "size of the mesh axis that splits batches; 0: the rest of the devices", minimum=0, free=True)
+    fsdp: int = option(
+        1, "size of the mesh axis that splits batches, and also parameters and optimiser state", minimum=1, free=True
+    )
     model: int = option(1, "size of the mesh axis that splits matrices", minimum=1, free=True)
     distributed: bool = option(False, "start jax.distributed even if no launcher is detected", free=True)
     start_timeout: int = option(
-        300, "how long a process waits for the others at the start", unit="s", minimum=1, free=True
+        300,
+        "how long process 0 waits for the others at the start, and each of them for process 0",
+        unit="s",
+        minimum=1,
+        free=True,
     )
     heartbeat_timeout: int = option(
         60, "a process that has been silent for this long counts as lost", unit="s", minimum=5, free=True
@@ -636,7 +652,13 @@ class PlanConfig:
     sentence_length: int = option(
         32, "average length of a sentence, both sides", unit="tokens", minimum=2, maximum=100_000, free=True
     )
-    compile: bool = option(True, "compile the update on this machine, and report the compiler's peak memory", free=True)
+    compile: str = option(
+        "here",
+        "compile the update for this machine (here), not at all (none), or for absent devices: v5p:4x4x4 (TPU chips), "
+        "v5e:4x4:x2 (two slices), h200:8 (GPUs), h100:2x8 (hosts x GPUs); reports the compiler's peak memory",
+        free=True,
+    )
+    program: str = option("", "file for the program that is compiled for absent devices (HLO text)", free=True)
     calibrate: bool = option(False, "predict times by timing shallow models of the same width here", free=True)
     refuse: bool = option(
         True,

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import re
 import shutil
 import socket
 import time
@@ -31,6 +32,11 @@ class Workdir:
 
     def create(self) -> None:
         """Creates the folder. Raises `UserError` if it cannot be created or written to."""
+        if re.match("[a-z][a-z0-9+.-]+:/", str(self.path)):
+            raise UserError(
+                f"{self.path}: --workdir must be a folder, not a URL; mount the bucket or share on every host and give "
+                "the folder"
+            )
         probe = self.path / f".probe.{os.getpid()}"
         try:
             self.path.mkdir(parents=True, exist_ok=True)

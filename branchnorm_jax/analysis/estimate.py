@@ -12,9 +12,12 @@ import jax
 import jax.numpy as jnp
 
 from branchnorm_jax.analysis import costs, devices
+from branchnorm_jax.axes import MESH, partition
 from branchnorm_jax.data.packing import row_lengths
 from branchnorm_jax.errors import UserError
-from branchnorm_jax.model.stack import REMAT, size_of
+from branchnorm_jax.model.parameters import Params
+from branchnorm_jax.model.recipe import STACKS
+from branchnorm_jax.model.stack import REMAT, depth_of, size_of
 from branchnorm_jax.model.transformer import Transformer
 from branchnorm_jax.options import Config
 from branchnorm_jax.tokens import UNK
@@ -91,13 +94,12 @@ def update(config: Config, rows: int, length: int) -> tuple[Any, TrainState, Bat
 
     The batch has `rows` x `length` tokens.
     """
-    alone = dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, data=1))
     model = Transformer(config.model, config.data.vocab_size, config.data.vocab_size)
     optimizer = make_optimizer(config.train)
     params = model.abstract_params()
     state = jax.eval_shape(lambda params: first_state(params, optimizer, bool(config.train.ema_decay)), params)
     tokens: Any = jax.ShapeDtypeStruct((rows, length), jnp.int32)
-    return make_train_step(model, optimizer, alone), state, Batch(tokens, tokens)
+    return make_train_step(model, optimizer, config), state, Batch(tokens, tokens)
 
 
 @functools.lru_cache
@@ -105,11 +107,38 @@ def update_costs(config: Config, rows: int, length: int) -> costs.Costs:
     """Estimates the costs of an update on one device; the peak includes its inputs."""
     step, state, batch = update(config, rows, length)
     estimate = costs.trace(step, state, batch, donated=[0])
-    held = 0.0 if config.train.update_in_backward else HELD * size_of(state.params)
-    split = config.parallel.model
-    return costs.Costs(
-        estimate.flops / split, estimate.traffic / split, (estimate.peak + held) / split + size_of(batch)
-    )
+    in_backward, split = config.train.update_in_backward, config.parallel.model
+    gradients, held = (0.0, 0.0) if in_backward else (size_of(state.params), HELD * size_of(state.params))
+    share, gathered = stored(config, state.params)
+    activations = max(0.0, estimate.peak - size_of(state) - gradients)
+    peak = share * (size_of(state) + gradients + held) + gathered + activations / split + size_of(batch)
+    return costs.Costs(estimate.flops / split, estimate.traffic / split, peak)
+
+
+def stored(config: Config, params: Params) -> tuple[float, float]:
+    """Returns how the mesh stores parameters.
+
+    Returns:
+      The share of the parameters, gradients and moments that each device stores; the bytes of the matrices that are
+      whole at the same time: with fsdp, the embedding tables with their gradients, and the matrices of two layers.
+    """
+    model = Transformer(config.model, config.data.vocab_size, config.data.vocab_size)
+    sizes = {axis: getattr(config.parallel, axis) or 1 for axis in MESH}
+    splits = jax.tree.map(lambda leaf, names: partition(leaf.shape, names, sizes), params, model.logical_axes())
+
+    def parts(leaf: Any, split: Any) -> int:
+        return math.prod(sizes[axis] for axis in split if axis)
+
+    def gathered(leaf: Any, split: Any) -> float:
+        return sizes["fsdp"] * size_of(leaf) / parts(leaf, split) if "fsdp" in split else 0.0
+
+    def total(count: Callable[[Any, Any], float], name: str) -> float:
+        return sum(jax.tree.leaves(jax.tree.map(count, params[name], splits[name])))
+
+    share = sum(total(lambda leaf, split: size_of(leaf) / parts(leaf, split), name) for name in params)
+    computed = jnp.dtype(config.model.dtype).itemsize / 4
+    layer = max(total(gathered, stack) / depth_of(params[stack]) for stack in STACKS)
+    return share / size_of(params), 2 * total(gathered, "embedding") + 2 * computed * layer
 
 
 def rows_of(config: Config, length: int, count: int) -> int:
@@ -139,7 +168,7 @@ def held_bytes(config: Config) -> float:
     """
     _, state, _ = update(with_remat(config, remat_choices(config)[-1]), 1, 1)
     gradients = 0 if config.train.update_in_backward else size_of(state.params)
-    return (size_of(state) + gradients) / config.parallel.model
+    return stored(config, state.params)[0] * (size_of(state) + gradients)
 
 
 def compiled_update_bytes(config: Config, rows: int, length: int) -> float:

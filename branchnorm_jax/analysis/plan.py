@@ -28,7 +28,7 @@ from branchnorm_jax.model.recipe import STACKS
 from branchnorm_jax.model.stack import REMAT, best_group, size_of
 from branchnorm_jax.model.transformer import Transformer
 from branchnorm_jax.options import Config
-from branchnorm_jax.parallel.mesh import data_size
+from branchnorm_jax.parallel.mesh import row_devices
 from branchnorm_jax.training.optimizer import make_optimizer
 
 PAPER = "BranchNorm's paper: 1000 GPU-days (A100) for 100,000 updates of 524,288 tokens with 500L-500L of width 512"
@@ -178,13 +178,13 @@ def resolve_remat(config: Config, memory: float) -> Config:
         backward = "" if config.train.update_in_backward else "train.update_in_backward=True (keeps no gradients), "
         raise UserError(
             f"parameters, optimiser state and gradients need {held / 1e9:,.2f} GB, but the device has "
-            f"{memory / 1e9:,.2f} GB; try in this order: {backward}a larger parallel.model, a smaller model; "
-            "--config.plan.refuse=False trains anyway"
+            f"{memory / 1e9:,.2f} GB; try in this order: {backward}a larger parallel.fsdp or parallel.model, a "
+            "smaller model; --config.plan.refuse=False trains anyway"
         )
     if config.model.remat != "auto":
         return config
     choices = (with_remat(config, remat) for remat in remat_choices(config))
-    count = data_size(config.parallel)
+    count = row_devices(config.parallel)
     return next((c for c in choices if peak_bytes(c, count) <= memory), with_remat(config, remat_choices(config)[-1]))
 
 
@@ -193,7 +193,7 @@ def warning(config: Config, memory: float) -> str:
 
     The warning is one line and lists the options that lower the peak.
     """
-    remat, needed = config.model.remat, peak_bytes(config, data_size(config.parallel))
+    remat, needed = config.model.remat, peak_bytes(config, row_devices(config.parallel))
     if needed <= memory:
         return ""
     knobs = {

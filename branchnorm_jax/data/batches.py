@@ -17,6 +17,8 @@ from branchnorm_jax.tokens import PAD
 
 T = TypeVar("T")
 
+NO_PAIRS = np.zeros(0, np.int64)
+
 
 class TextBatch(NamedTuple):
     """A batch of packed sentence pairs: int32 token ids [rows, length] for each side.
@@ -117,17 +119,26 @@ class BatchPlan:
         rows, packing = batches[index], self.packing
         return self.shapes[packing.shape[rows[0]]], [pairs[packing.starts[r] : packing.starts[r + 1]] for r in rows]
 
-    def batch_at(self, step: int) -> TextBatch:
-        """Returns the batch at `step`.
+    def batch_at(self, step: int, numbers: Callable[[int], np.ndarray] = np.arange) -> TextBatch:
+        """Returns the batch at `step`, or some of its rows.
 
         Unused rows in the last batch of a shape contain only padding.
+
+        Args:
+          step: the step, counted from 0.
+          numbers: maps the number of rows to the rows to return; rows beyond the last contain only padding.
         """
         shape, rows = self.ids_at(step)
-        return fill_rows(self.sentences, rows, shape)
+        wanted = numbers(shape.rows)
+        return fill_rows(
+            self.sentences,
+            [rows[row] if row < len(rows) else NO_PAIRS for row in wanted],
+            shape._replace(rows=len(wanted)),
+        )
 
-    def in_order(self) -> Iterator[TextBatch]:
-        """Yields batches that contain each pair once, for validation."""
-        return (self.batch_at(step) for step in range(self.batches_per_epoch))
+    def in_order(self, numbers: Callable[[int], np.ndarray] = np.arange) -> Iterator[TextBatch]:
+        """Yields batches that contain each pair once, for validation. `numbers` is as in `batch_at`."""
+        return (self.batch_at(step, numbers) for step in range(self.batches_per_epoch))
 
     def single(self, count: int) -> TextBatch:
         """Returns a batch of the first `count` pairs of the corpus, one pair per row."""

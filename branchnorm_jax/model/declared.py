@@ -19,7 +19,7 @@ class Declared(flax.struct.PyTreeNode, nn.meta.AxisMetadata[jax.Array]):
 
     Attributes:
       value: the initial value before `gain`, float32.
-      axes: the logical name of each axis, which `parallel/mesh.py` maps to mesh axes: layers, embed (model width),
+      axes: the logical name of each axis, which `axes.RULES` maps to a mesh axis: layers, embed (model width),
         heads (heads x head width), ffn, vocab.
       gain: rule for a factor on the initial value in each layer of a stack; None means no factor.
     """

@@ -2,11 +2,14 @@
 
 import enum
 import functools
+import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+from branchnorm_jax.axes import replica
 
 
 class Site(enum.IntEnum):
@@ -37,8 +40,7 @@ def dropout(x: jax.Array, rate: float, key: jax.Array | None) -> jax.Array:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _drop(rate: float, x: jax.Array, key: jax.Array) -> jax.Array:
-    keep = random_bits(key, x.shape) >= np.uint32(min(round(rate * 2**32), 2**32 - 1))
-    return jnp.where(keep, x / (1 - rate), 0).astype(x.dtype)
+    return jnp.where(dropped(rate, x.shape, key), 0, x / (1 - rate)).astype(x.dtype)
 
 
 def _forward(rate: float, x: jax.Array, key: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -52,13 +54,18 @@ def _backward(rate: float, key: jax.Array, cotangent: jax.Array) -> tuple[jax.Ar
 _drop.defvjp(_forward, _backward)
 
 
+def dropped(rate: float, shape: tuple[int, ...], key: jax.Array) -> jax.Array:
+    """Returns a mask that is True with probability `rate`. The first axis of `shape` is the rows of a batch."""
+    return random_bits(key, shape) < np.uint32(min(round(rate * 2**32), 2**32 - 1))
+
+
 def random_bits(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """Returns a hash of the key and each element's index, uint32.
+    """Returns a hash of the key and each element's index in the whole batch, uint32.
 
     There are two rounds, each with one half of the key. After a single round, the masks of two keys would differ only
     in the order of their elements. The hash is good enough for masks, not for cryptography.
     """
-    index, stride = jnp.uint32(0), 1
+    index, stride = jnp.uint32(replica()) * np.uint32(math.prod(shape) % 2**32), 1
     for axis in reversed(range(len(shape))):
         index = index + jax.lax.broadcasted_iota(jnp.uint32, shape, axis) * np.uint32(stride % 2**32)
         stride *= shape[axis]

@@ -4,7 +4,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from branchnorm_jax.model.dropout import dropped
 from branchnorm_jax.tokens import PAD, UNK
+
+TABLE_AXES = ("vocab", "embed")
+"""Logical names of the axes of an embedding table; see `axes.RULES`."""
 
 
 def sinusoids(length: int, width: int, layout: str = "marian") -> np.ndarray:
@@ -56,8 +60,7 @@ def drop_words(tokens_BT: jax.Array, rate: float, key: jax.Array | None, tags: i
     """
     if key is None or rate == 0.0:
         return tokens_BT
-    drop = jax.random.bernoulli(key, rate, tokens_BT.shape) & (tokens_BT > UNK + tags)
-    return jnp.where(drop, UNK, tokens_BT)
+    return jnp.where(dropped(rate, tokens_BT.shape, key) & (tokens_BT > UNK + tags), UNK, tokens_BT)
 
 
 def embed(tokens_BT: jax.Array, table_VD: jax.Array, positions: jax.Array) -> jax.Array:

@@ -6,6 +6,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from branchnorm_jax.axes import gather
 from branchnorm_jax.model.declared import declared
 from branchnorm_jax.model.initializers import MATRICES, Initializer, get_base
 from branchnorm_jax.model.recipe import Recipe, Rule
@@ -47,7 +48,7 @@ class Linear(nn.Module):
         """[..., d_in] -> [..., d_out] in `dtype`."""
         shape = x.shape[-1], self.features
         kernel = self.param("kernel", declared(self.kernel_init, *self.axes, gain=self.gain), shape, *shape)
-        y = product(x.astype(self.dtype), kernel.astype(self.dtype))
+        y = product(x.astype(self.dtype), gather(kernel.astype(self.dtype), *self.axes))
         if self.bias_init is None:
             return y
         bias = self.param("bias", declared(self.bias_init, self.axes[1], gain=self.gain), shape[1:], *shape)

@@ -20,7 +20,7 @@ from branchnorm_jax.model.blocks import LayerInput, Stream, make_block
 from branchnorm_jax.model.coefficients import Coefficients, by_layer
 from branchnorm_jax.model.combination import declare_combination
 from branchnorm_jax.model.declared import Declared, map_declared
-from branchnorm_jax.model.embedding import draw_table
+from branchnorm_jax.model.embedding import TABLE_AXES, draw_table
 from branchnorm_jax.model.norms import declare_norm, final_kind
 from branchnorm_jax.model.recipe import ONE, STACKS, Depth, Recipe
 from branchnorm_jax.options import ModelConfig
@@ -63,7 +63,7 @@ def declare_embedding(
         table = draw_table(jax.random.fold_in(key, index), rows[name], config.width, config.embedding)
         gain = recipe.gain.get(f"embedding/{name}", ONE)(Depth(config.encoder_layers, config.decoder_layers))
         factor = gain.encoder if name in ("source", "shared") else gain.decoder
-        tables[name] = Declared(table * factor, ("vocab", "embed"))
+        tables[name] = Declared(table * factor, TABLE_AXES)
     if config.output_bias:
         tables["bias"] = Declared(jnp.zeros(target_vocab), ("vocab",))
     return tables

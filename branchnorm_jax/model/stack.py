@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from branchnorm_jax.axes import GATHERED, mesh_sizes
+
 Carry = Any
 PerLayer = Any
 Layer = Callable[[Carry, PerLayer], tuple[Carry, PerLayer]]
@@ -211,7 +213,13 @@ def rematerialised(layer: Layer, remat: str, looped: bool = False) -> Layer:
     `looped` promises that the layer runs in a loop of the compiled program. There XLA cannot merge the recomputation
     with the first computation. Outside of a loop, a barrier prevents the merge.
     """
-    return layer if remat in ("none", "auto") else jax.checkpoint(layer, policy=POLICIES[remat], prevent_cse=not looped)
+    if remat in ("none", "auto"):
+        if mesh_sizes()["fsdp"] == 1:
+            return layer
+        policy = jax.checkpoint_policies.save_anything_except_these_names(GATHERED)
+    else:
+        policy = POLICIES[remat]
+    return jax.checkpoint(layer, policy=policy, prevent_cse=not looped)
 
 
 def best_group(depth: int, carry_bytes: float, layer_bytes: float, whole: bool = False) -> int:

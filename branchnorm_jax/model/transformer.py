@@ -10,12 +10,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from branchnorm_jax.axes import gather
 from branchnorm_jax.model.blocks import Block, LayerInput, Stream, make_block, watched
 from branchnorm_jax.model.coefficients import Alpha, resolve
 from branchnorm_jax.model.combination import combined
 from branchnorm_jax.model.declared import map_declared
 from branchnorm_jax.model.dropout import dropout
-from branchnorm_jax.model.embedding import drop_words, embed, fix_norm, sinusoids
+from branchnorm_jax.model.embedding import TABLE_AXES, drop_words, embed, fix_norm, sinusoids
 from branchnorm_jax.model.growth import starts_closed
 from branchnorm_jax.model.methods import get_recipe
 from branchnorm_jax.model.norms import apply_norm, final_kind
@@ -71,6 +72,17 @@ class Transformer:
     def logical_axes(self) -> Any:
         """Returns the parameter tree with a tuple of logical axis names at each leaf."""
         return map_declared(lambda leaf: leaf.axes, jax.eval_shape(self._declare, jax.random.key(0)))
+
+    def gather_tables(self, params: Params) -> Params:
+        """Returns the parameters with embedding tables that are whole along fsdp; see `axes.gather`.
+
+        The uses of a table add up their gradients before they are summed over the devices.
+        """
+        tables = {
+            name: gather(leaf, *TABLE_AXES) if leaf.ndim == len(TABLE_AXES) else leaf
+            for name, leaf in params["embedding"].items()
+        }
+        return params | {"embedding": tables}
 
     def _declare(self, key: jax.Array) -> Any:
         return declare_parameters(self.config, self.recipe, self.source_vocab, self.target_vocab, key)

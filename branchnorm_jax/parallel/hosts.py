@@ -1,4 +1,4 @@
-"""The processes of a multi-host run: start-up, agreement, and signals that ask for a stop."""
+"""The processes of a multi-host run: start-up, agreement, lost processes, and signals that ask for a stop."""
 
 import contextlib
 import itertools
@@ -6,52 +6,91 @@ import json
 import os
 import signal
 import socket
-import sys
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import FrameType, TracebackType
 from typing import Any, Self, TypeVar
 
 import jax
-from jax._src import distributed  # The public API has no access to the key-value store of the coordinator.
+from jax._src import clusters, distributed  # The public API has no access to the key-value store of the coordinator.
 
-from branchnorm_jax.errors import BranchNormError, HostError, UserError
+from branchnorm_jax.errors import BranchNormError, HostError, StorageError, UserError
 from branchnorm_jax.options import ParallelConfig
+from branchnorm_jax.parallel.ending import end_process
+from branchnorm_jax.parallel.meeting import PATIENCE, gather_links, join_first, parse_address, say
+from branchnorm_jax.parallel.monitor import ADVICE, Monitor
+from branchnorm_jax.parallel.relay import start_relay
 
 T = TypeVar("T")
 
 # Environment variables set by launchers that jax.distributed detects automatically.
 LAUNCHERS = ("SLURM_JOB_NUM_NODES", "OMPI_MCA_orte_hnp_uri", "JAX_COORDINATOR_ADDRESS", "MEGASCALE_COORDINATOR_ADDRESS")
 
-PATIENCE = 10
-"""Seconds of waiting for another process after which a line on stderr says what for."""
+NEVER = 24 * 60 * 60
+"""Seconds for time limits of JAX that must not expire. The monitor notices a lost process long before."""
+
+_monitor: Monitor | None = None
 
 
 def start(parallel: ParallelConfig) -> None:
-    """Connects to the other processes of the run.
+    """Connects to the other processes of the run, and ends this process from now on if one of them is lost.
 
     Does nothing unless a launcher is detected or `parallel.distributed` is set. Without a launcher, the environment
     variables `JAX_COORDINATOR_ADDRESS`, `JAX_NUM_PROCESSES` and `JAX_PROCESS_ID` describe the run.
 
     Raises:
       HostError: if the other processes do not answer within `parallel.start_timeout`.
+      UserError: if the numbers of the processes contradict each other.
     """
+    global _monitor
     force = parallel.distributed
     if not force and not any(name in os.environ for name in LAUNCHERS):
         return
     if os.environ.get("SLURM_JOB_NUM_NODES") and os.environ.get("SLURM_NTASKS", "1") == "1" and not force:
         return
-    count, index = os.environ.get("JAX_NUM_PROCESSES"), os.environ.get("JAX_PROCESS_ID")
     try:
+        address, count, index, devices = _place(parallel.start_timeout)
+        if count > 1:
+            if index:
+                links = [join_first(index, count, address, parallel.start_timeout)]
+                address = start_relay(parse_address(address))
+            else:
+                listen = os.environ.get("JAX_COORDINATOR_BIND_ADDRESS", f"[::]:{parse_address(address)[1]}")
+                links = gather_links(count, listen, parallel.start_timeout)
+            _monitor = Monitor(index, links, parallel.heartbeat_timeout)
         jax.distributed.initialize(
-            os.environ.get("JAX_COORDINATOR_ADDRESS"),
-            int(count) if count else None,
-            int(index) if index else None,
+            address,
+            count,
+            index,
+            devices,
+            cluster_detection_method="deactivate",  # It was done above.
             initialization_timeout=parallel.start_timeout,
-            heartbeat_timeout_seconds=parallel.heartbeat_timeout,
+            heartbeat_timeout_seconds=NEVER,
+            shutdown_timeout_seconds=NEVER,
         )
     except (RuntimeError, ValueError) as error:
         raise HostError(f"cannot join the other processes of the run: {error}") from error
+
+
+def _place(timeout: int) -> tuple[str, int, int, Sequence[int] | None]:
+    """Returns the coordinator's address, the number of processes, the number of this one, and its local devices.
+
+    JAX finds out what the environment variables do not say. None means all local devices.
+
+    Raises:
+      ValueError: if one of the first three stays unknown.
+    """
+    number, own, local = map(os.environ.get, ("JAX_NUM_PROCESSES", "JAX_PROCESS_ID", "JAX_LOCAL_DEVICE_IDS"))
+    address, count, index, devices = clusters.ClusterEnv.auto_detect_unset_distributed_params(
+        os.environ.get("JAX_COORDINATOR_ADDRESS"),
+        int(number) if number else None,
+        int(own) if own else None,
+        [int(device) for device in local.split(",")] if local else None,
+        None,
+        timeout,
+    )
+    if address is None or count is None or index is None:
+        raise ValueError("set JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID")
+    return address, count, index, devices
 
 
 def is_first() -> bool:
@@ -86,11 +125,7 @@ def _wait_for(client: Any, key: str, index: int, what: str) -> str:
             if "DEADLINE_EXCEEDED" not in str(error):
                 raise HostError(f"the connection to the coordinator broke: {str(error).splitlines()[0]}") from error
         if not attempt:
-            print(
-                f"process {jax.process_index()} waits for process {index}" + (f", {what}" if what else ""),
-                file=sys.stderr,
-                flush=True,
-            )
+            say(f"process {jax.process_index()} waits for process {index}" + (f", {what}" if what else ""))
     raise AssertionError
 
 
@@ -131,22 +166,38 @@ def first_then_others(first: Callable[[], T], others: Callable[[], T], what: str
     return result
 
 
-def leave() -> None:
-    """Lets process 0, which coordinates the run, end last after a failure. Call it just before the process ends.
+@contextlib.contextmanager
+def blame_lost_process() -> Iterator[None]:
+    """Ends the process with the right message if an error inside the context is due to the loss of another process.
 
-    Without process 0 the runtime aborts the other processes, and their messages would be lost. Process 0 waits at most
-    `PATIENCE` seconds.
+    The runtime and the storage library report such a loss in many ways. Other errors pass.
     """
-    client: Any = distributed.global_state.client
-    if client is None or distributed.global_state.num_processes == 1:
-        return
-    with contextlib.suppress(jax.errors.JaxRuntimeError):
-        client.key_value_set(f"branchnorm_jax/left/{distributed.global_state.process_id}", "")
-        if distributed.global_state.process_id == 0:
-            deadline = time.monotonic() + PATIENCE
-            for index in range(1, distributed.global_state.num_processes):
-                rest = max(0.0, deadline - time.monotonic())
-                client.blocking_key_value_get(f"branchnorm_jax/left/{index}", int(1000 * rest))
+    try:
+        yield
+    except Exception as error:
+        if _monitor and (isinstance(error, StorageError) or not isinstance(error, BranchNormError)):
+            _monitor.settle(_comes_from_runtime(error))
+        raise
+
+
+def _comes_from_runtime(error: BaseException | None) -> bool:
+    while error is not None and not isinstance(error, jax.errors.JaxRuntimeError):
+        error = error.__cause__ or error.__context__
+    return error is not None
+
+
+def end_stuck(what: str) -> None:
+    """Ends the run, because this process makes no progress: `what` takes too long. Does not return."""
+    if _monitor:
+        who = f"process {_monitor.index} on host {socket.gethostname()} makes no progress"
+        _monitor.end_all(f"{who}: {what}; the stacks are above; {ADVICE}", stacks=True)
+    end_process(f"no progress: {what}; the stacks are above; {ADVICE}", stacks=True)
+
+
+def leave(code: int) -> None:
+    """Tells the other processes that this one ends with exit code `code`. Call it just before the process ends."""
+    if _monitor:
+        _monitor.leave(code)
 
 
 class Preemption:

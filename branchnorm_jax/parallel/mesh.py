@@ -1,81 +1,85 @@
-"""The (data, model) device mesh, and the mapping from logical axes to mesh axes."""
+"""The (data, fsdp, model) device mesh, and the shardings of arrays on it."""
 
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import numpy as np
+from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from branchnorm_jax.axes import MESH, ROWS, partition
 from branchnorm_jax.errors import UserError
 from branchnorm_jax.options import ParallelConfig
 
-LOGICAL_RULES: dict[str, str | None] = {
-    "batch": "data",
-    "heads": "model",
-    "ffn": "model",
-    "vocab": "model",
-    "embed": None,
-    "layers": None,
-}
 
+def make_mesh(config: ParallelConfig, devices: Sequence[jax.Device] | None = None) -> Mesh:
+    """Creates a (data, fsdp, model) mesh.
 
-def make_mesh(config: ParallelConfig, row_multiple: int) -> Mesh:
-    """Creates a (data, model) mesh over all devices.
+    Neighbours along fsdp and model are on the same host and in the same slice where these axes fit there, because data
+    needs the network least.
 
     Args:
-      config: sizes of the axes; data=0 means all devices divided by `model`.
-      row_multiple: the number of rows of a microbatch is a multiple of this, and the data axis must divide it; 0
-        disables this check.
+      config: sizes of the axes; data=0 means all devices divided by the other axes.
+      devices: devices of the mesh; None means all.
 
     Raises:
-      UserError: if the sizes do not match the devices or `row_multiple`.
+      UserError: if the sizes do not match the devices.
     """
-    devices = jax.device_count()
-    data = data_size(config)
-    if data * config.model != devices:
+    devices = jax.devices() if devices is None else list(devices)
+    count, inner = len(devices), config.fsdp * config.model
+    data = config.data or count // inner
+    if data * inner != count:
         raise UserError(
-            f"config: parallel.data={config.data or 'rest'} x parallel.model={config.model} does not match the "
-            f"{devices} devices; their product must be the number of devices"
+            f"config: parallel.data={config.data or 'rest'} x parallel.fsdp={config.fsdp} x parallel.model="
+            f"{config.model} does not match the {count} devices; their product must be the number of devices"
         )
-    if row_multiple and row_multiple % data:
+    return Mesh(_arranged(devices, (data, config.fsdp, config.model)), MESH, axis_types=(AxisType.Auto,) * len(MESH))
+
+
+def _arranged(devices: list[jax.Device], sizes: tuple[int, int, int]) -> np.ndarray:
+    """Returns the devices as an array of the mesh's shape."""
+    data, *inner = sizes
+    slices = len({getattr(device, "slice_index", 0) for device in devices})
+    if slices == 1:
+        return mesh_utils.create_device_mesh(sizes, devices, allow_split_physical_axes=True)
+    if data % slices:
         raise UserError(
-            f"config: {data} data-parallel devices must divide data.row_multiple / train.accumulation = {row_multiple}"
-            f"; set data.row_multiple to a multiple of {data} x train.accumulation"
+            f"config: parallel.data={data} is not a multiple of the {slices} slices; parallel.fsdp x "
+            "parallel.model has to fit into a slice"
         )
-    return jax.make_mesh((data, config.model), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+    return mesh_utils.create_hybrid_device_mesh(
+        (data // slices, *inner), (slices, 1, 1), devices, allow_split_physical_axes=True
+    )
 
 
-def data_size(config: ParallelConfig) -> int:
-    """Returns the size of the data axis of the mesh."""
-    return config.data or jax.device_count() // config.model
+def row_devices(config: ParallelConfig) -> int:
+    """Returns the number of devices that share the rows of a batch: data x fsdp."""
+    return config.data * config.fsdp or jax.device_count() // config.model
 
 
-def sharding(mesh: Mesh, *logical: str | None) -> NamedSharding:
-    """Returns the sharding of an array from the logical names of its axes.
+def replicated(mesh: Mesh) -> NamedSharding:
+    """Returns the sharding of an array that every device has a full copy of."""
+    return NamedSharding(mesh, PartitionSpec())
 
-    None means not sharded.
-    """
-    return NamedSharding(mesh, PartitionSpec(*(LOGICAL_RULES[name] if name else None for name in logical)))
+
+def by_rows(mesh: Mesh) -> NamedSharding:
+    """Returns the sharding of an array whose first axis is the rows of a batch."""
+    return NamedSharding(mesh, PartitionSpec(ROWS))
 
 
 def shard_tree(mesh: Mesh, tree: Any, logical: Any) -> Any:
-    """Returns the sharding of each leaf of `tree`.
+    """Returns the sharding of each parameter of `tree`; see `axes.partition`.
 
     Args:
       mesh: the device mesh.
       tree: arrays or their shapes.
-      logical: tree of the logical axis names of each leaf. An axis whose size the mesh axis does not divide is not
-        sharded.
+      logical: tree of the logical axis names of each leaf.
     """
-
-    def leaf_sharding(leaf: Any, names: tuple[str, ...]) -> NamedSharding:
-        fits = (
-            name if size % mesh.shape.get(LOGICAL_RULES[name] or "", 1) == 0 else None
-            for size, name in zip(leaf.shape, names, strict=True)
-        )
-        return sharding(mesh, *fits)
-
-    return jax.tree.map(leaf_sharding, tree, logical)
+    return jax.tree.map(
+        lambda leaf, names: NamedSharding(mesh, partition(leaf.shape, names, dict(mesh.shape))), tree, logical
+    )
 
 
 def from_processes(mesh: Mesh, value: int) -> jax.Array:
@@ -84,12 +88,32 @@ def from_processes(mesh: Mesh, value: int) -> jax.Array:
     return jax.make_array_from_callback((mesh.size,), split, lambda _: np.full(1, value, np.int32))
 
 
-def to_devices(mesh: Mesh, batch: Any) -> Any:
-    """Converts host arrays [rows, ...] to global arrays sharded over the data axis.
+def local_copy(mesh: Mesh, tree: Any) -> Any:
+    """Returns global arrays as arrays on the first device of this process. All processes must call it together."""
+    if not all(leaf.is_fully_replicated for leaf in jax.tree.leaves(tree)):
+        tree = jax.jit(lambda tree: tree, out_shardings=replicated(mesh))(tree)
+    return jax.tree.map(lambda leaf: leaf.addressable_data(0), tree)
 
-    Every host must pass the same arrays.
-    """
-    split = sharding(mesh, "batch")
-    return jax.tree.map(
-        lambda x: jax.make_array_from_callback(x.shape, split, lambda index: np.asarray(x)[index]), batch
+
+def local_mesh() -> Mesh:
+    """Returns a mesh of the first device of this process."""
+    return make_mesh(ParallelConfig(), jax.local_devices()[:1])
+
+
+def describe_shardings(mesh: Mesh, state: Any) -> str:
+    """Returns a line for users: the mesh, the share of the state on each device, and the largest whole arrays."""
+    on_device, whole = 0.0, {}
+    leaves = jax.tree_util.tree_leaves_with_path(state)
+    for path, leaf in leaves:
+        share = math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+        on_device += share
+        if leaf.sharding.is_fully_replicated:
+            whole[jax.tree_util.keystr(path, simple=True, separator="/")] = share
+    total = sum(leaf.size * leaf.dtype.itemsize for _, leaf in leaves)
+    largest = sorted(whole, key=lambda name: -whole[name])[:3]
+    names = ", ".join(f"{name} ({whole[name] / 1e6:,.3f} MB)" for name in largest)
+    sizes = ", ".join(f"{axis} {size}" for axis, size in mesh.shape.items())
+    return (
+        f"mesh {sizes}: {100 * on_device / total:.1f} % of the state on each device; "
+        f"{sum(whole.values()) / 1e6:,.3f} MB are whole on every device, the largest: {names}"
     )

@@ -6,15 +6,17 @@ step describe the same state. See `Run.loop`.
 
 import contextlib
 import dataclasses
+import functools
 import math
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax.sharding import Mesh
 
 from branchnorm_jax.data.batches import TextBatch, make_plans, prefetch
 from branchnorm_jax.data.packing import Shape
@@ -25,8 +27,10 @@ from branchnorm_jax.model.initializers import get_base
 from branchnorm_jax.model.methods import get_recipe
 from branchnorm_jax.model.stack import size_of
 from branchnorm_jax.options import Config
-from branchnorm_jax.parallel import hosts
-from branchnorm_jax.parallel.mesh import from_processes, make_mesh, sharding, to_devices
+from branchnorm_jax.parallel import ending, hosts
+from branchnorm_jax.parallel.mesh import by_rows, describe_shardings, from_processes, make_mesh, replicated
+from branchnorm_jax.parallel.rows import Rows
+from branchnorm_jax.parallel.watchdog import Watchdog
 from branchnorm_jax.training import logs, schedules, trouble
 from branchnorm_jax.training.checkpoint import Checkpoints
 from branchnorm_jax.training.digests import sha256
@@ -66,9 +70,12 @@ def train(config: Config, workdir: Workdir) -> None:
         )
     with contextlib.ExitStack() as stack:
         corpus = shared_corpus(config, workdir, stack)
-        run = Run(config, workdir, corpus)
+        mesh = make_mesh(config.parallel)
+        stack.enter_context(jax.set_mesh(mesh))
+        run = Run(config, workdir, corpus, mesh)
         try:
-            signal_number = run.loop()
+            with ending.reported_to(lambda reason: run.write_status("failed", reason)), hosts.blame_lost_process():
+                signal_number = run.loop()
         except BaseException as error:
             failure = error
             if isinstance(error, OSError):
@@ -84,10 +91,14 @@ def train(config: Config, workdir: Workdir) -> None:
         )
 
 
-def check_names(config: Config) -> None:
+def check_names(config: Config, devices: Sequence[jax.Device] | None = None) -> None:
     """Checks the names and combinations of options that the subpackages define, before any work starts.
 
     It checks the method, initialisation, optimiser, schedule, growth of alpha and device mesh.
+
+    Args:
+      config: the run.
+      devices: the devices of the run; None means those of this machine.
 
     Raises:
       UserError: if an option is unknown, or two options exclude each other.
@@ -105,7 +116,7 @@ def check_names(config: Config) -> None:
     growth.alpha(config.model)
     make_optimizer(config.train)
     schedules.learning_rate(config.train, config.model.width)
-    make_mesh(config.parallel, config.data.row_multiple // config.train.accumulation)
+    make_mesh(config.parallel, devices)
 
 
 class Halted(Exception):
@@ -119,21 +130,21 @@ class Halted(Exception):
 class Run:
     """The training run in one process, from start-up to `status.json`."""
 
-    def __init__(self, config: Config, workdir: Workdir, corpus: Corpus) -> None:
+    def __init__(self, config: Config, workdir: Workdir, corpus: Corpus, mesh: Mesh) -> None:
         """Builds the batch plans, the model and the state.
 
         The state comes from the newest intact checkpoint. Without a checkpoint it is initialised.
         """
-        self.config, self.workdir, self.corpus = config, workdir, corpus
+        self.config, self.workdir, self.corpus, self.mesh = config, workdir, corpus, mesh
         train = config.train
-        self.mesh = make_mesh(config.parallel, config.data.row_multiple // train.accumulation)
+        self.rows = Rows(mesh, train.accumulation)
         self.plan, valid_plans = make_plans(config.data, corpus.train, corpus.valid, train.batch_tokens, train.seed)
         self.epoch = self.plan.batches_per_epoch / config.data.tokenisations
         self.total = train.steps or math.ceil(train.epochs * self.epoch)
         self.model = make_model(config.model, corpus.tokenizer)
         self.optimizer = make_optimizer(train)
         self.abstract = abstract_state(self.model, self.optimizer, self.mesh, bool(train.ema_decay))
-        self.validator = Validator(config, self.model, self.mesh, corpus, valid_plans)
+        self.validator = Validator(config, self.model, self.rows, corpus, valid_plans)
         self.compiled: dict[Shape, Any] = {}
         self.checkpoints = Checkpoints(workdir / "checkpoints", train, logs.say)
         if not self.checkpoints.steps():
@@ -142,6 +153,7 @@ class Run:
         self.rate = jax.jit(schedules.learning_rate(train, config.model.width))
         self.state, self.loop_state = self._restored(math.inf)
         self.step = int(self.state.step)
+        self.watchdog = Watchdog(train.step_timeout, hosts.end_stuck)
         self.stop_reason = ""
         """Reason to stop before the last update; "" means that the run continues."""
         if self.step > self.total:
@@ -164,9 +176,16 @@ class Run:
             clock = schedules.clock_at(self.config.model, alpha)
             state = state_from(self.model, self.optimizer, self.mesh, params, clock, bool(train.ema_decay))
         else:
-            first = Batch(*to_devices(self.mesh, self.plan.batch_at(0)))
+            first = self._first_batch()
             state = init_state(self.model, self.optimizer, self.mesh, train.seed, first, bool(train.ema_decay))
         return state, LoopState()
+
+    def _first_batch(self) -> Batch:
+        """Returns the first batch without empty rows, which would change the statistics of `profile`."""
+        batch = self.plan.batch_at(0)
+        if len(batch.source) == self.rows.total(len(batch.source)):
+            return Batch(*self.rows.put(self.rows.take(batch)))
+        return Batch(*jax.device_put(tuple(batch), replicated(self.mesh)))
 
     def loop(self) -> int:
         """Runs the remaining updates.
@@ -183,7 +202,7 @@ class Run:
         Returns:
           The number of a signal that arrived after the last update, or 0.
         """
-        with hosts.Preemption() as preemption:
+        with hosts.Preemption() as preemption, self.watchdog:
             while True:
                 try:
                     self._run_updates(preemption)
@@ -195,8 +214,9 @@ class Run:
                         text = f"diverged: {decision.reason}; {trouble.ADVICE}"
                         raise DivergedError(text, decision.step, decision.kind) from None
                     self._roll_back(decision)
-        self.checkpoints.close()
-        self.write_status("done", self.stop_reason or f"reached {self.total} updates")
+            self.watchdog.begin("the end of the last save")
+            self.checkpoints.close()
+            self.write_status("done", self.stop_reason or f"reached {self.total} updates")
         return max(map(int, hosts.gather(str(preemption.signal))))
 
     def _roll_back(self, decision: Decision) -> None:
@@ -206,6 +226,7 @@ class Run:
         """
         train, before = self.config.train, self.loop_state
         rollback = trouble.plan_rollback(decision, train, before)
+        self.watchdog.begin("the rollback")
         self.checkpoints.wait()
         del self.state  # The device memory may be too small for two states.
         # All checkpoints are from before the trouble. If all are newer than `until`, restore the oldest one.
@@ -229,11 +250,12 @@ class Run:
     def _run_updates(self, preemption: hosts.Preemption) -> None:
         """Runs the loop to its end. Raises `Halted` if a decision stops the run or rolls it back."""
         start = self.step
+        self.watchdog.begin("")
         self.write_status("running", "the run has not written its final status")
         if start < self.total and not self.compiled:
             self._compile()
         recorder = Recorder(self.workdir, self.loop_state.evaluated, start, self.total)
-        batches = prefetch(self.plan.batch_at, start, self.total)
+        batches = prefetch(functools.partial(self.plan.batch_at, numbers=self.rows.numbers), start, self.total)
         with contextlib.closing(recorder), contextlib.closing(batches):
             self._advance(start, batches, recorder, preemption)
 
@@ -258,17 +280,21 @@ class Run:
             if _due(self.step, start, c.eval_every) or at_end:
                 read()
                 if self.loop_state.evaluated != self.step:
+                    self.watchdog.begin("the validation", f"at step {self.step}")
                     self.stop_reason = self._validate(recorder)
                     at_end = at_end or bool(self.stop_reason)
             best = c.keep_best and self.loop_state.evaluated == self.step and self.loop_state.is_best
             if _due(self.step, start, c.checkpoint_every) or at_end or signal_number or best:
                 read()
+                self.watchdog.begin("the save", f"at step {self.step}")
                 self._save(recorder)
             if signal_number and not at_end:
+                self.watchdog.begin("the end of the last save")
                 self.checkpoints.wait()
                 raise Preempted(f"stopped by signal {signal_number}, saved at step {self.step}", signal_number)
             if at_end:
                 return
+            self.watchdog.begin("update", f"{self.step}")
             batch = next(batches)
             if self.loop_state.leaves_out(self.step):
                 read()
@@ -276,7 +302,7 @@ class Run:
                 recorder.show_left_out()
             else:
                 update = self.compiled[batch.shape]
-                tokens, signals = Batch(*to_devices(self.mesh, batch)), from_processes(self.mesh, preemption.signal)
+                tokens, signals = Batch(*self.rows.put(batch)), from_processes(self.mesh, preemption.signal)
                 largest, (self.state, metrics, latest) = latest, update(self.state, tokens, signals)
                 read()
                 in_flight = (self.step, metrics, batch)
@@ -337,7 +363,7 @@ class Run:
         begin = time.perf_counter()
         train_step = make_train_step(self.model, self.optimizer, self.config)
         state_shardings = jax.tree.map(lambda leaf: leaf.sharding, self.abstract)
-        whole, split = sharding(self.mesh), sharding(self.mesh, "batch")
+        whole, split = replicated(self.mesh), by_rows(self.mesh)
 
         def step(state: TrainState, batch: Batch, signals: jax.Array) -> tuple[TrainState, Metrics, jax.Array]:
             return *train_step(state, batch), signals.max()
@@ -345,16 +371,18 @@ class Run:
         update = jax.jit(step, donate_argnums=0, out_shardings=(state_shardings, whole, whole))
         signals = from_processes(self.mesh, 0)
         for shape in self._shapes():
-            source, target = ((shape.rows, length) for length in (shape.source, shape.target))
+            rows = self.rows.total(shape.rows)
+            source, target = ((rows, length) for length in (shape.source, shape.target))
             tokens: Any = [jax.ShapeDtypeStruct(side, jnp.int32, sharding=split) for side in (source, target)]
-            self.compiled[shape] = update.lower(self.abstract, Batch(*tokens), signals).compile()
+            own = shape._replace(rows=len(self.rows.numbers(shape.rows)))
+            self.compiled[own] = update.lower(self.abstract, Batch(*tokens), signals).compile()
         seconds = time.perf_counter() - begin
         self.loop_state.compile_seconds, self.loop_state.compiled_shapes = seconds, len(self.compiled)
         logs.say(f"compiled {len(self.compiled)} batch shapes in {seconds:.1f} s")
 
     def _replace_in_state(self, **values: jax.Array) -> None:
         """Replaces small fields of the state. Every device gets a full copy of the new values."""
-        self.state = dataclasses.replace(self.state, **jax.device_put(values, sharding(self.mesh)))
+        self.state = dataclasses.replace(self.state, **jax.device_put(values, replicated(self.mesh)))
 
     def _leave_out(self) -> None:
         """Advances the step and the clock of the state without changing the parameters."""
@@ -409,6 +437,8 @@ class Run:
             f"{c.method} {c.encoder_layers}L-{c.decoder_layers}L, {count:,} parameters, "
             f"state {size_of(self.abstract) / 1e6:,.1f} MB, on {jax.device_count()} x {jax.devices()[0].device_kind}"
         )
+        if self.mesh.size > 1:
+            logs.say(describe_shardings(self.mesh, self.abstract))
         pairs = len(self.corpus.train.lengths) // self.config.data.tokenisations
         logs.say(
             f"{pairs:,} sentence pairs, {self.epoch:.0f} updates per epoch, "

@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding
 from branchnorm_jax.model.admin import profile
 from branchnorm_jax.model.parameters import Params
 from branchnorm_jax.model.transformer import Transformer
-from branchnorm_jax.parallel.mesh import shard_tree, sharding
+from branchnorm_jax.parallel.mesh import replicated, shard_tree
 from branchnorm_jax.training.trouble import RunningStats, initial_stats
 
 INIT_STREAM, DROPOUT_STREAM, PROFILE_STREAM = range(3)
@@ -95,7 +95,7 @@ def abstract_state(
     """
     params = abstract_params(model, mesh)
     state = jax.eval_shape(lambda params: first_state(params, optimizer, ema), params)
-    whole = sharding(mesh)
+    whole = replicated(mesh)
     by_param = jax.tree.map(lambda leaf: leaf.sharding, params)
     by_moment = optax.tree.map_params(
         optimizer.init, lambda _, split: split, state.opt_state, by_param, transform_non_params=lambda _: whole

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from branchnorm_jax.axes import REPLICA, mesh_sizes, row_devices
 from branchnorm_jax.model import growth
 from branchnorm_jax.model.coefficients import Alpha
 from branchnorm_jax.model.losses import Blocks, LossSums, smoothed_cross_entropy
@@ -18,7 +19,6 @@ from branchnorm_jax.model.stack import LayerUpdate
 from branchnorm_jax.model.taps import Taps
 from branchnorm_jax.model.transformer import Transformer
 from branchnorm_jax.options import Config, TrainConfig
-from branchnorm_jax.parallel.mesh import data_size
 from branchnorm_jax.tokens import PAD
 from branchnorm_jax.training import schedules
 from branchnorm_jax.training.state import DROPOUT_STREAM, Batch, TrainState
@@ -71,7 +71,7 @@ def loss_sums(
 
     The loss is the smoothed cross-entropy. `shards` is the number of devices that share the rows of the batch.
     """
-    inputs = decoder_inputs(batch.target)
+    params, inputs = model.gather_tables(params), decoder_inputs(batch.target)
     x_BTD, by_layer = model.hidden(params, batch.source, inputs, alpha, key, taps)
     blocks, real = Blocks(model.config.logits_mb * 2**20, shards), batch.target != PAD
     return smoothed_cross_entropy(x_BTD, model.output(params), batch.target, real, smoothing, blocks), by_layer
@@ -161,13 +161,13 @@ def make_part_loss(model: Transformer, config: Config, alpha: Alpha, tokens: jax
 
     `tokens` is the number of target tokens in the whole batch. The losses of the parts add up to the loss of the batch.
     """
-    train, shards = config.train, data_size(config.parallel)
+    train = config.train
 
     def part_loss(
         params: Params, part: Batch, part_key: jax.Array, updates: Mapping[str, LayerUpdate] | None = None
     ) -> tuple[jax.Array, Any]:
         taps = Taps(record="watch" if train.watch_every else "", updates=updates or {})
-        sums, by_layer = loss_sums(model, params, part, alpha, train.label_smoothing, part_key, taps, shards)
+        sums, by_layer = loss_sums(model, params, part, alpha, train.label_smoothing, part_key, taps, row_devices())
         loss, nll = sums.loss * (scale / tokens), sums.nll / tokens
         return loss, (nll, jax.tree.map(lambda x: x / train.accumulation, by_layer))
 
@@ -177,8 +177,24 @@ def make_part_loss(model: Transformer, config: Config, alpha: Alpha, tokens: jax
 def accumulate_gradient(part_loss: PartLoss, params: Params, batch: Batch, keys: jax.Array) -> tuple[Any, Params]:
     """Differentiates the sum of `part_loss` over the parts of the batch, like `jax.value_and_grad`.
 
-    There is one part per key.
+    There is one part per key. Each replica of the mesh axis data adds up the gradient of its own rows, so the replicas
+    communicate once per update, after the last part. Along fsdp, they do so in each layer; see `axes.gather`.
     """
+    replicas = mesh_sizes()["data"]
+    if replicas == 1:
+        return add_parts(part_loss, params, batch, keys)
+    by_replica = jax.tree.map(lambda x: x.reshape(replicas, -1, *x.shape[1:]), batch)
+    one = functools.partial(add_parts, part_loss)
+    of_each = jax.vmap(one, in_axes=(None, 0, None), axis_name=REPLICA, spmd_axis_name="data")
+    ((loss, (nll, by_layer)), grads) = of_each(params, by_replica, keys)
+    loss, nll, grads = jax.tree.map(lambda parts: parts.sum(0), (loss, nll, grads))
+    # The rows are the last axis of the statistics.
+    by_layer = jax.tree.map(lambda rows: jnp.moveaxis(rows, 0, -2).reshape(*rows.shape[1:-1], -1), by_layer)
+    return (loss, (nll, by_layer)), grads
+
+
+def add_parts(part_loss: PartLoss, params: Params, batch: Batch, keys: jax.Array) -> tuple[Any, Params]:
+    """Adds the losses and gradients of the parts of a batch, one part per key."""
     differentiate = jax.value_and_grad(part_loss, has_aux=True)
     parts = len(keys)
     if parts == 1:

@@ -39,7 +39,7 @@ def restore_model(config: Config, workdir: Workdir, model: Transformer, which: s
       UserError: if there is no such checkpoint.
     """
     checkpoints, name = open_checkpoints(config, workdir, which)
-    return checkpoints.restore_params(name, abstract_params(model, make_mesh(config.parallel, 0)))
+    return checkpoints.restore_params(name, abstract_params(model, make_mesh(config.parallel)))
 
 
 def open_checkpoints(config: Config, workdir: Workdir, which: str) -> tuple[Checkpoints, str]:

@@ -158,5 +158,5 @@ def total_norm(parts: Norms) -> jax.Array:
 
 def norm_by_layer(tree: Any) -> jax.Array:
     """Returns the norm of each layer over all leaves [L, ...] of the tree, [L]."""
-    squares = [jnp.square(leaf).reshape(leaf.shape[0], -1).sum(-1) for leaf in jax.tree.leaves(tree)]
+    squares = [jnp.square(leaf).sum(range(1, leaf.ndim)) for leaf in jax.tree.leaves(tree)]
     return jnp.sqrt(sum(squares, jnp.zeros(())))

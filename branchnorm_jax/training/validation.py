@@ -1,12 +1,12 @@
 """Validation of a state: the loss on the validation sets, the BLEU score of translations, and the source gain."""
 
+import json
 import statistics
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh
 
 from branchnorm_jax.data.batches import BatchPlan
 from branchnorm_jax.data.corpus import read_pairs
@@ -14,10 +14,14 @@ from branchnorm_jax.data.prepare import Corpus
 from branchnorm_jax.decoding.translate import Translator
 from branchnorm_jax.evaluation.bleu import corpus_bleu
 from branchnorm_jax.model import growth
+from branchnorm_jax.model.coefficients import Alpha
 from branchnorm_jax.model.losses import LossSums
+from branchnorm_jax.model.parameters import Params
 from branchnorm_jax.model.transformer import Transformer
 from branchnorm_jax.options import Config, DataConfig
-from branchnorm_jax.parallel.mesh import to_devices
+from branchnorm_jax.parallel import hosts
+from branchnorm_jax.parallel.mesh import local_copy, local_mesh
+from branchnorm_jax.parallel.rows import Rows
 from branchnorm_jax.training.state import Batch, TrainState
 from branchnorm_jax.training.step import make_eval_step
 
@@ -29,10 +33,10 @@ class Validator:
     """Validates states of one run."""
 
     def __init__(
-        self, config: Config, model: Transformer, mesh: Mesh, corpus: Corpus, plans: Sequence[BatchPlan]
+        self, config: Config, model: Transformer, rows: Rows, corpus: Corpus, plans: Sequence[BatchPlan]
     ) -> None:
         """Prepares validation. `plans` has one batch plan for each direction in `corpus.validated`."""
-        self.config, self.mesh, self.corpus, self.plans = config, mesh, corpus, plans
+        self.config, self.rows, self.corpus, self.plans = config, rows, corpus, plans
         self.translator = Translator(model, corpus.tokenizer, config.decode)
         self.alpha = jax.jit(growth.alpha(config.model))
         self.eval_step = jax.jit(make_eval_step(model, config))
@@ -47,11 +51,17 @@ class Validator:
         return statistics.mean(self._source_gain(state, plan) for plan in self.plans)
 
     def bleu(self, state: TrainState, count: int) -> dict[str, float]:
-        """Returns BLEU of the first `count` sentences of each validation set, by language pair."""
-        return {direction.pair: self._bleu(state, direction, count) for direction in self.corpus.validated}
+        """Returns BLEU of the first `count` sentences of each validation set, by language pair.
+
+        Each process translates its share of the sentences on its first device, which needs one whole copy of the
+        parameters. All processes return the same values.
+        """
+        params, alpha = local_copy(self.rows.mesh, (state.eval_params, self.alpha(state.clock)))
+        with jax.set_mesh(local_mesh()):
+            return {direction.pair: self._bleu(params, alpha, direction, count) for direction in self.corpus.validated}
 
     def _loss_sums(self, state: TrainState, plan: BatchPlan) -> LossSums:
-        sums = [self.eval_step(state, Batch(*to_devices(self.mesh, batch))) for batch in plan.in_order()]
+        sums = [self.eval_step(state, Batch(*self.rows.put(own))) for own in plan.in_order(self.rows.numbers)]
         return jax.tree.map(lambda *parts: float(sum(parts)), *jax.device_get(sums))
 
     def _source_gain(self, state: TrainState, plan: BatchPlan) -> float:
@@ -61,18 +71,20 @@ class Validator:
         """
         multiple = self.config.data.row_multiple
         batch = plan.single(max(SOURCE_GAIN_SENTENCES // multiple, 1) * multiple)
-        if len(batch.source) % multiple:
-            return 0.0
         shuffled = batch._replace(source=np.roll(batch.source, 1, axis=0))
-        own, other = (self.eval_step(state, Batch(*to_devices(self.mesh, text))) for text in (batch, shuffled))
+        own, other = (self.eval_step(state, Batch(*self.rows.put(self.rows.take(text)))) for text in (batch, shuffled))
         return float((other.nll - own.nll) / own.tokens)
 
-    def _bleu(self, state: TrainState, direction: DataConfig, count: int) -> float:
+    def _bleu(self, params: Params, alpha: Alpha, direction: DataConfig, count: int) -> float:
         pairs = [pair for pair, _ in zip(read_pairs(direction, "valid"), range(count), strict=False)]
-        tags = [self.corpus.tokenizer.tags(self.config.data, direction.target_lang)] * len(pairs)
-        alpha = self.alpha(state.clock)
-        results = self.translator.translate(state.eval_params, alpha, [source for source, _ in pairs], tags=tags)
-        return corpus_bleu([nbest[0].text for nbest in results], [ref for _, ref in pairs], direction.target_lang)
+        share = [source for source, _ in pairs][jax.process_index() :: jax.process_count()]
+        tags = [self.corpus.tokenizer.tags(self.config.data, direction.target_lang)] * len(share)
+        results = self.translator.translate(params, alpha, share, tags=tags)
+        shares = hosts.gather(json.dumps([nbest[0].text for nbest in results]), "which translates")
+        hypotheses = [""] * len(pairs)
+        for process, texts in enumerate(shares):
+            hypotheses[process :: len(shares)] = json.loads(texts)
+        return corpus_bleu(hypotheses, [reference for _, reference in pairs], direction.target_lang)
 
 
 def per_token(sums: Sequence[LossSums]) -> dict[str, Any]:

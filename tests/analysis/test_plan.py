@@ -163,11 +163,15 @@ def test_runs_whose_state_cannot_fit_are_rejected(options: dict[str, object], by
     count = sum(leaf.size for leaf in jax.tree.leaves(Transformer(run.model, 8000, 8000).abstract_params()))
     available = bytes_per_parameter * count + 100  # 100 bytes for the step counters
     assert resolve_remat(run, available) == run
-    with pytest.raises(UserError, match=r"need .* GB, but the device has .* a larger parallel.model"):
+    with pytest.raises(UserError, match=r"need .* GB, but the device has .* a larger parallel.fsdp or parallel.model"):
         resolve_remat(run, 0.999 * available)
     not_rejected = dataclasses.replace(run, plan=PlanConfig(refuse=False))
     assert resolve_remat(not_rejected, 1.0) == not_rejected
-    assert resolve_remat(dataclasses.replace(run, parallel=ParallelConfig(model=2)), 0.501 * available)
+    # Vectors stay whole: they are less than one percent.
+    for half in (ParallelConfig(model=2), ParallelConfig(fsdp=2)):
+        assert resolve_remat(dataclasses.replace(run, parallel=half), 0.51 * available)
+        with pytest.raises(UserError):
+            resolve_remat(dataclasses.replace(run, parallel=half), 0.49 * available)
 
 
 @pytest.mark.slow

@@ -27,7 +27,7 @@ CONTAINER = {
 }  # fmt: skip
 POD = {
     "restartPolicy": str, "terminationGracePeriodSeconds": int, "nodeSelector": dict, "containers": [CONTAINER],
-    "volumes": [{"name": str, "emptyDir": {"medium": str}}],
+    "volumes": [{"name": str, "emptyDir": {"medium": str}, "persistentVolumeClaim": {"claimName": str}}],
 }  # fmt: skip
 FAIL_JOB = {
     "action": str,
@@ -88,7 +88,9 @@ def test_fields_and_values(manifest: dict[str, Any]) -> None:
     assert job["parallelism"] == job["completions"]
     assert pod["terminationGracePeriodSeconds"] >= 120
     assert container["command"] == ["python", "main.py"]
-    assert any(argument.startswith("--workdir=gs://") for argument in container["args"])
+    mounts = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
+    assert any(argument.startswith(f"--workdir={mounts['shared']}/") for argument in container["args"])
+    assert {volume["name"] for volume in pod["volumes"]} == set(mounts)
     for rule in job["podFailurePolicy"]["rules"]:
         if codes := rule.get("onExitCodes"):
             assert codes["containerName"] == container["name"]

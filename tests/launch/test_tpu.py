@@ -12,7 +12,7 @@ import pytest
 from tests.launch.stubs import Answer, Stubs, kinds
 
 SLICE = {"TPU_NAME": "bn", "ZONE": "z", "ACCELERATOR": "v6e-16", "DELAY": "0"}
-OPTIONS = ("--config=c.py:6L-6L", "--workdir=gs://bucket/a b")
+OPTIONS = ("--config=c.py:6L-6L", "--workdir=/mnt/share/a b")
 RUN = r"tpu-vm ssh .*exec \.venv/bin/python main\.py"
 STATE = "queued-resources describe"
 NODE = "tpu-vm describe"

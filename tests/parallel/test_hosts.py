@@ -1,37 +1,24 @@
 """Runs of several processes on this machine, started by launch/local.py with the unmodified main.py."""
 
+import json
 import re
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
 from tests.conftest import HASTY, ROOT, read_metrics, read_status, run_main
+from tests.parallel.processes import losses, run_hosts, start_hosts
 
-OPTIONS = (*HASTY, "--config.train.steps=12", "--config.train.eval_every=6", "--config.train.checkpoint_every=6")
-
-
-def start_hosts(*options: str, processes: int = 2, devices: int = 2, flags: str = "") -> subprocess.Popen[str]:
-    """Starts `processes` processes of main.py; a shell expands `flags` in each, for options that differ."""
-    launcher = [sys.executable, "launch/local.py", "-n", str(processes), "--cpu-devices", str(devices), "--grace", "60"]
-    command = ["sh", "-c", f'exec "$@" {flags}', "sh", sys.executable, "main.py", *options]
-    return subprocess.Popen([*launcher, "--", *command], cwd=ROOT, text=True, stdout=subprocess.PIPE)
-
-
-def run_hosts(*options: str, **how: Any) -> tuple[int, str]:
-    """Runs the processes to their end. Returns the exit code and the output of all of them."""
-    process = start_hosts(*options, **how)
-    output, _ = process.communicate(timeout=600)
-    return process.returncode, output
-
-
-def losses(workdir: Path) -> list[float]:
-    return [line["loss"] for line in read_metrics(workdir)]
+OPTIONS = (
+    *HASTY,
+    *("--config.train.steps=12", "--config.train.eval_every=6", "--config.train.checkpoint_every=6"),
+    "--config.train.eval_bleu_sentences=5",
+)
 
 
 @pytest.fixture(scope="module")
@@ -41,6 +28,10 @@ def single(tmp_path_factory: pytest.TempPathFactory) -> Path:
     done = run_main(*OPTIONS, f"--workdir={workdir}", devices=4)
     assert done.returncode == 0, done.stderr
     return workdir
+
+
+def scores(workdir: Path) -> list[float]:
+    return [json.loads(line)["bleu"] for line in (workdir / "validation.jsonl").read_text().splitlines()]
 
 
 def test_two_processes_train_like_one(single: Path, tmp_path: Path) -> None:
@@ -55,14 +46,21 @@ def test_two_processes_train_like_one(single: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("processes", "devices", "model"), [(4, 1, 1), (2, 2, 2), (2, 2, 4)])
+@pytest.mark.parametrize(
+    ("processes", "devices", "fsdp", "model"),
+    [(4, 1, 1, 1), (2, 2, 1, 2), (2, 2, 1, 4), (2, 2, 2, 1), (2, 2, 2, 2), (2, 2, 4, 1)],
+)
 def test_other_topologies_train_like_one_process(
-    single: Path, tmp_path: Path, processes: int, devices: int, model: int
+    single: Path, tmp_path: Path, processes: int, devices: int, fsdp: int, model: int
 ) -> None:
-    options = (*OPTIONS, f"--workdir={tmp_path}", f"--config.parallel.model={model}")
+    options = (*OPTIONS, f"--workdir={tmp_path}", f"--config.parallel.fsdp={fsdp}", f"--config.parallel.model={model}")
     code, output = run_hosts(*options, processes=processes, devices=devices)
     assert code == 0, output
     np.testing.assert_allclose(losses(tmp_path), losses(single), rtol=1e-5)
+    share = re.search(r"mesh .*: ([\d.]+) % of the state on each device", output)
+    assert share and float(share[1]) <= 100 / (fsdp * model) + 5
+    # Each process translates a part of the sentences.
+    assert scores(tmp_path) == pytest.approx(scores(single), abs=1e-3)
     status = read_status(tmp_path)
     assert (status["status"], status["processes"]) == ("done", processes)
     # One process restores the last checkpoint and computes the same digest.

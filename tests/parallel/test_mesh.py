@@ -5,10 +5,12 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractMesh, PartitionSpec
 
+from branchnorm_jax.axes import RULES, partition
 from branchnorm_jax.errors import UserError
 from branchnorm_jax.model.transformer import Transformer
 from branchnorm_jax.options import ModelConfig, ParallelConfig
-from branchnorm_jax.parallel.mesh import LOGICAL_RULES, make_mesh, shard_tree, to_devices
+from branchnorm_jax.parallel.mesh import make_mesh, shard_tree
+from branchnorm_jax.parallel.rows import Rows
 
 
 @pytest.mark.parametrize("method", ["post_ln", "pre_ln"])
@@ -21,11 +23,11 @@ def test_every_parameter_has_a_name_for_each_axis(method: str) -> None:
         strict=True,
     ):
         assert len(names) == leaf.ndim
-        assert set(names) <= set(LOGICAL_RULES)
+        assert set(names) <= set(RULES)
 
 
 def test_matrices_are_split_over_the_model_axis_if_divisible() -> None:
-    mesh = AbstractMesh((4, 2), ("data", "model"))
+    mesh = AbstractMesh((4, 1, 2), ("data", "fsdp", "model"))
     config = ModelConfig(width=6, heads=2, ffn_width=9, encoder_layers=2, decoder_layers=2)
     model = Transformer(config, 100, 100)
     params = model.abstract_params()
@@ -37,15 +39,32 @@ def test_matrices_are_split_over_the_model_axis_if_divisible() -> None:
     assert specs["encoder"]["ffn"]["fc1"]["kernel"] == PartitionSpec(None, None, None)
 
 
-def test_unsuitable_meshes_are_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_matrices_are_split_over_fsdp_along_their_first_free_axis() -> None:
+    sizes = {"data": 2, "fsdp": 4, "model": 2}
+    # Over model by its rule; over fsdp along the other axis.
+    assert partition((6, 64, 256), ("layers", "embed", "ffn"), sizes) == PartitionSpec(None, "fsdp", "model")
+    assert partition((6, 256, 64), ("layers", "ffn", "embed"), sizes) == PartitionSpec(None, "model", "fsdp")
+    # Without model, the first axis that fsdp divides.
+    alone = sizes | {"model": 1}
+    assert partition((6, 256, 64), ("layers", "ffn", "embed"), alone) == PartitionSpec(None, "fsdp", None)
+    assert partition((30, 64), ("vocab", "embed"), alone) == PartitionSpec(None, "fsdp")
+    # Layers are never split, and vectors stay whole.
+    assert partition((8, 8), ("layers", "layers"), sizes) == PartitionSpec(None, None)
+    assert partition((8, 64), ("layers", "embed"), sizes) == PartitionSpec(None, None)
+    with pytest.raises(ValueError, match="twice"):
+        partition((64, 64), ("heads", "ffn"), sizes)
+
+
+def test_unsuitable_meshes_are_rejected() -> None:
     with pytest.raises(UserError, match="does not match"):
-        make_mesh(ParallelConfig(data=3, model=5), 8)
-    monkeypatch.setattr(jax, "device_count", lambda: 3)
-    with pytest.raises(UserError, match="row_multiple"):
-        make_mesh(ParallelConfig(), 8)
+        make_mesh(ParallelConfig(data=3, model=5))
 
 
-def test_batches_keep_their_rows() -> None:
-    mesh = make_mesh(ParallelConfig(), 8)
-    rows = np.arange(16).reshape(8, 2)
-    np.testing.assert_array_equal(to_devices(mesh, (rows,))[0], rows)
+@pytest.mark.parametrize("parts", [1, 2])
+def test_rows_reach_the_devices_in_order_after_filling_up(parts: int) -> None:
+    rows = Rows(make_mesh(ParallelConfig()), parts)
+    batch = (1 + np.arange(14).reshape(7, 2),)
+    whole = np.asarray(rows.put(rows.take(batch))[0])
+    assert len(whole) == rows.total(7) == len(rows.numbers(7))
+    np.testing.assert_array_equal(whole[:7], batch[0])
+    assert not whole[7:].any()

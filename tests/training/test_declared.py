@@ -55,7 +55,7 @@ def test_new_parameters_need_only_one_declaration(models: tuple[Transformer, int
     assert sum(leaf.size for leaf in jax.tree.leaves(params)) == plain + 2 * LAYERS * WIDTH
     # Logical axes and sharding.
     assert model.logical_axes()["encoder"]["ffn"]["slopes"] == ("layers", "embed")
-    sharded = abstract_params(model, make_mesh(ParallelConfig(data=jax.device_count()), 0))
+    sharded = abstract_params(model, make_mesh(ParallelConfig(data=jax.device_count())))
     assert sharded["encoder"]["ffn"]["slopes"].sharding.spec == jax.sharding.PartitionSpec(None, None)
     # Weight decay: p <- p - rate 0.1 p, with a gradient of zero.
     train = TrainConfig(optimizer="adamw", weight_decay=0.1, clip_norm=0.0)

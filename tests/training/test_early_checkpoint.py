@@ -29,9 +29,10 @@ def test_checkpoint_of_an_earlier_version_is_restored_and_trained_further(tmp_pa
         archive.extractall(tmp_path, filter="data")
     config = configs.load(tmp_path / "config.json")
     assert config.model.alpha_order == "equal"
+    assert config.plan.compile == "here"
     config = dataclasses.replace(config, model=dataclasses.replace(config.model, dropout=0.0))
     model, optimizer = Transformer(config.model, 270, 270), make_optimizer(config.train)
-    abstract = abstract_state(model, optimizer, make_mesh(config.parallel, 0))
+    abstract = abstract_state(model, optimizer, make_mesh(config.parallel))
     checkpoints = Checkpoints(tmp_path / "checkpoints", config.train, pytest.fail, read_only=True)
 
     restored = checkpoints.restore_latest(abstract)

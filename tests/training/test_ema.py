@@ -39,7 +39,7 @@ def batch_of(seed: int) -> Batch:
 def fresh(config: Config) -> tuple[Any, TrainState]:
     """Returns the update function and the state before the first update."""
     model, optimizer = Transformer(config.model, WORDS, WORDS), make_optimizer(config.train)
-    mesh = make_mesh(ParallelConfig(), 0)
+    mesh = make_mesh(ParallelConfig())
     state = init_state(model, optimizer, mesh, 0, batch_of(0), bool(config.train.ema_decay))
     return jax.jit(make_train_step(model, optimizer, config), donate_argnums=0), state
 
@@ -123,7 +123,7 @@ def lines(workdir: Workdir, name: str) -> list[dict[str, Any]]:
 
 def state_of(workdir: Workdir) -> TrainState:
     _, model = network(RUN, workdir)
-    abstract = abstract_state(model, make_optimizer(RUN.train), make_mesh(ParallelConfig(), 0), ema=True)
+    abstract = abstract_state(model, make_optimizer(RUN.train), make_mesh(ParallelConfig()), ema=True)
     checkpoints = Checkpoints(workdir / "checkpoints", RUN.train, logs.say, read_only=True)
     restored = checkpoints.restore_latest(abstract)
     assert restored is not None
@@ -168,7 +168,7 @@ def test_validation_and_restored_models_use_the_average(uninterrupted: Workdir) 
 @pytest.mark.slow
 def test_translation_needs_only_the_average(uninterrupted: Workdir) -> None:
     """The run computes BLEU from its own translations, which equal the translations of the restored model."""
-    run = loop.Run(RUN, uninterrupted, prepare(RUN.data, uninterrupted.path, logs.say))
+    run = loop.Run(RUN, uninterrupted, prepare(RUN.data, uninterrupted.path, logs.say), make_mesh(RUN.parallel))
     run.state = dataclasses.replace(run.state, params={})
     (bleu,) = run.validator.bleu(run.state, 2).values()
     assert np.isfinite(bleu)

@@ -59,7 +59,7 @@ def make(method: str) -> tuple[Config, Transformer, Any, Any]:
     config = Config(model=model, train=train)
     optimizer = make_optimizer(train)
     network = Transformer(model, 20, 20)
-    return config, network, optimizer, abstract_state(network, optimizer, make_mesh(ParallelConfig(), 0))
+    return config, network, optimizer, abstract_state(network, optimizer, make_mesh(ParallelConfig()))
 
 
 class Results(NamedTuple):
@@ -86,7 +86,7 @@ def try_method(method: str, directory: Path) -> Results:
     """Trains, saves, resumes and decodes, and compares the loop with the scan."""
     config, model, optimizer, abstract = make(method)
     data = batch()
-    fresh = state = init_state(model, optimizer, make_mesh(ParallelConfig(), 0), 0, data)
+    fresh = state = init_state(model, optimizer, make_mesh(ParallelConfig()), 0, data)
     train_step: Any = jax.jit(make_train_step(model, optimizer, config)).lower(abstract, data).compile()
     losses, checkpoints = [], Checkpoints(directory / "checkpoints", config.train, print)
     for step in range(50):

@@ -17,7 +17,8 @@ import pytest
 from branchnorm_jax.data.batches import TextBatch
 from branchnorm_jax.model.transformer import Transformer
 from branchnorm_jax.options import Config, DataConfig, ModelConfig, ParallelConfig, TrainConfig
-from branchnorm_jax.parallel.mesh import make_mesh, sharding, to_devices
+from branchnorm_jax.parallel.mesh import make_mesh, replicated
+from branchnorm_jax.parallel.rows import Rows
 from branchnorm_jax.training.digests import checksums, sha256
 from branchnorm_jax.training.optimizer import make_optimizer
 from branchnorm_jax.training.state import Batch, abstract_state, init_state
@@ -68,19 +69,21 @@ class RunResult(NamedTuple):
 @functools.cache
 def run(config: Config, count: int = 6, words: int = 40, shapes: int = 1) -> RunResult:
     """Runs `count` updates of a network with a vocabulary of `words` on batches of one or two shapes."""
-    mesh = make_mesh(config.parallel, config.data.row_multiple // config.train.accumulation)
+    mesh = make_mesh(config.parallel)
     model, optimizer = Transformer(config.model, words, words), make_optimizer(config.train)
-    first = Batch(*to_devices(mesh, batches(1)[0]))
+    rows = Rows(mesh, config.train.accumulation)
+    first = Batch(*rows.put(rows.take(batches(1)[0])))
     state = init_state(model, optimizer, mesh, config.train.seed, first)
     shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract_state(model, optimizer, mesh))
     update: Any = jax.jit(
-        make_train_step(model, optimizer, config), donate_argnums=0, out_shardings=(shardings, sharding(mesh))
+        make_train_step(model, optimizer, config), donate_argnums=0, out_shardings=(shardings, replicated(mesh))
     )
     losses, alphas = [], []
-    for batch in batches(count, shapes):
-        state, metrics = update(state, Batch(*to_devices(mesh, batch)))
-        losses += [float(metrics.loss), float(metrics.grad_norm)]
-        alphas.append(float(metrics.alpha))
+    with jax.set_mesh(mesh):
+        for batch in batches(count, shapes):
+            state, metrics = update(state, Batch(*rows.put(rows.take(batch))))
+            losses += [float(metrics.loss), float(metrics.grad_norm)]
+            alphas.append(float(metrics.alpha))
     return RunResult(losses, alphas, jax.device_get(metrics.layers), state, update._cache_size())
 
 
@@ -115,9 +118,9 @@ def test_checksums_depend_on_every_bit_and_its_position() -> None:
 
 
 def test_digest_covers_parameters_and_optimiser() -> None:
-    mesh = make_mesh(ParallelConfig(), 8)
+    mesh = make_mesh(ParallelConfig())
     model, optimizer = Transformer(CONFIG.model, 40, 40), make_optimizer(CONFIG.train)
-    first = Batch(*to_devices(mesh, batches(1)[0]))
+    first = Batch(*map(jnp.asarray, batches(1)[0]))
     state = init_state(model, optimizer, mesh, 0, first)
     assert sha256(state) == sha256(init_state(model, optimizer, mesh, 0, first))
     assert sha256(state) != sha256(init_state(model, optimizer, mesh, 1, first))
@@ -138,15 +141,17 @@ import jax
 from branchnorm_jax.options import ParallelConfig
 from tests.training.test_step import IN_BLOCKS, MANY_WORDS, run
 assert jax.device_count() == 8
-ran = run(dataclasses.replace(IN_BLOCKS, parallel=ParallelConfig(data=4, model=2)), words=MANY_WORDS)
-split = len(ran.state.params["encoder"]["ffn"]["fc1"]["kernel"].addressable_shards[0].data.ravel())
+ran = run(dataclasses.replace(IN_BLOCKS, parallel=ParallelConfig(data=2, fsdp=2, model=2)), words=MANY_WORDS)
+states = ran.state.params, ran.state.opt_state
+moments = jax.tree.map(lambda leaf: leaf.addressable_shards[0].data.size / leaf.size, states)
+matrices = {share for leaf, share in zip(jax.tree.leaves(states), jax.tree.leaves(moments)) if leaf.ndim == 3}
 layers = jax.tree.map(lambda leaf: leaf.tolist(), ran.layers)
-print(json.dumps({"losses": ran.losses, "layers": layers, "compiled": ran.compiled, "shard": split}))
+print(json.dumps({"losses": ran.losses, "layers": layers, "compiled": ran.compiled, "shares": list(matrices)}))
 """
 
 
 def test_eight_devices_equal_one_device() -> None:
-    """Uses a 4 x 2 mesh of data and model parallelism, with dropout, accumulation and the loss in blocks."""
+    """Uses a 2 x 2 x 2 mesh of data, fsdp and model, with dropout, accumulation and the loss in blocks."""
     environment = os.environ | {
         "JAX_PLATFORMS": "cpu",
         "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
@@ -164,8 +169,8 @@ def test_eight_devices_equal_one_device() -> None:
         {stack: {name: list(values) for name, values in by_name.items()} for stack, by_name in one.layers.items()},
     )
     assert eight["compiled"] == one.compiled == 1
-    # Each device holds half of the feed-forward columns.
-    assert eight["shard"] == 2 * 8 * 16 // 2
+    # Each device holds a quarter of every matrix and of its moments: half over model, and half of that over fsdp.
+    assert eight["shares"] == [0.25]
 
 
 @pytest.mark.parametrize(("floor", "grows"), [(0.0, True), (1.0, False)])
@@ -197,7 +202,7 @@ def test_float16_stream_keeps_the_gradients_of_large_batches() -> None:
         model = dataclasses.replace(deep, carry_dtype=carry)
         config = dataclasses.replace(PLAIN, model=model)
         network, optimizer = Transformer(model, 40, 40), make_optimizer(config.train)
-        state = init_state(network, optimizer, make_mesh(ParallelConfig(), 0), 0, many)
+        state = init_state(network, optimizer, make_mesh(ParallelConfig()), 0, many)
         after, _ = jax.jit(make_train_step(network, optimizer, config))(state, many)
         # After the first update, the first moments equal the gradient times 1 - b1.
         moments = jax.tree.leaves(optax.tree.get(after.opt_state, "mu")["encoder"])

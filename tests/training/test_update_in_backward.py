@@ -29,7 +29,7 @@ def compiled(model: ModelConfig, train: TrainConfig) -> tuple[Any, TrainState]:
     """Returns the compiled update and the state before the first update."""
     config = Config(model=model, train=train)
     network, optimizer = Transformer(model, 60, 60), make_optimizer(train)
-    state = init_state(network, optimizer, make_mesh(ParallelConfig(), 0), 0, BATCH)
+    state = init_state(network, optimizer, make_mesh(ParallelConfig()), 0, BATCH)
     return jax.jit(make_train_step(network, optimizer, config), donate_argnums=0).lower(state, BATCH).compile(), state
 
 
@@ -133,7 +133,7 @@ def test_updates_in_the_backward_pass_are_exact_in_float64() -> None:
                 train=dataclasses.replace(TRAIN, update_in_backward=backward),
             )
             network, optimizer = Transformer(config.model, 60, 60), make_optimizer(config.train)
-            state = init_state(network, optimizer, make_mesh(ParallelConfig(), 0), 0, BATCH)
+            state = init_state(network, optimizer, make_mesh(ParallelConfig()), 0, BATCH)
             double = jax.tree.map(lambda x: x.astype(jnp.float64) if x.dtype == jnp.float32 else x, state)
             step = jax.jit(make_train_step(network, optimizer, config))
             for _ in range(20):

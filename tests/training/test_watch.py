@@ -43,7 +43,7 @@ def with_train(**changes: Any) -> Config:
 def one_update(config: Config) -> tuple[Any, Any, Any, Transformer]:
     """Returns (state before, state after, metrics, model) of the first update."""
     model, optimizer = Transformer(config.model, 12, 12), make_optimizer(config.train)
-    state = init_state(model, optimizer, make_mesh(ParallelConfig(), 0), 0, BATCH)
+    state = init_state(model, optimizer, make_mesh(ParallelConfig()), 0, BATCH)
     after, metrics = jax.jit(make_train_step(model, optimizer, config))(state, BATCH)
     return state, after, metrics, model
 
@@ -138,7 +138,7 @@ def test_layer_updates_are_multiplied_by_a_power_of_alpha() -> None:
     model = dataclasses.replace(MODEL, method="branchnorm", alpha_steps=8, alpha_order="linear")
     network = Transformer(model, 12, 12)
     optimizer = make_optimizer(CONFIG.train)
-    state = init_state(network, optimizer, make_mesh(ParallelConfig(), 0), 0, BATCH)
+    state = init_state(network, optimizer, make_mesh(ParallelConfig()), 0, BATCH)
     state = dataclasses.replace(state, clock=jnp.int32(2))
     alpha = {"encoder": [2 / 8 * 3, 2 / 8 * 3 / 2, 2 / 8], "decoder": [2 / 8 * 2, 2 / 8]}
 
@@ -198,7 +198,7 @@ class Poisoned(Transformer):
 def test_skipped_updates_change_only_the_step() -> None:
     config = with_train(nonfinite="skip")
     model, optimizer = Poisoned(config.model, 12, 12), make_optimizer(config.train)
-    state = init_state(model, optimizer, make_mesh(ParallelConfig(), 0), 0, BATCH)
+    state = init_state(model, optimizer, make_mesh(ParallelConfig()), 0, BATCH)
     step = jax.jit(make_train_step(model, optimizer, config))
     good, metrics = step(state, BATCH)
     assert np.isfinite(float(metrics.grad_norm))

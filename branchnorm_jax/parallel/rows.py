@@ -1,0 +1,73 @@
+"""The rows of a batch on the devices: each process makes the rows of its own devices, and no others."""
+
+import dataclasses
+import functools
+from typing import Any, TypeVar
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from branchnorm_jax.axes import MESH, ROWS
+from branchnorm_jax.parallel.mesh import by_rows
+
+B = TypeVar("B")
+"""A tree of arrays [rows, ...]."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """Splits the rows of batches over a mesh. Empty rows make their number divisible.
+
+    Attributes:
+      mesh: the device mesh.
+      parts: number of parts into which each device divides its rows (`train.accumulation`).
+    """
+
+    mesh: Mesh
+    parts: int = 1
+
+    @functools.cached_property
+    def shards(self) -> int:
+        """Number of devices that share the rows."""
+        return int(np.prod([self.mesh.shape[axis] for axis in ROWS]))
+
+    @functools.cached_property
+    def own(self) -> list[int]:
+        """Which of the `shards` are on devices of this process."""
+        devices = self.mesh.devices.reshape(self.shards, self.mesh.shape[MESH[-1]])
+        here = jax.process_index()
+        return [index for index, group in enumerate(devices) if any(device.process_index == here for device in group)]
+
+    def total(self, rows: int) -> int:
+        """Returns the number of rows with the empty ones, for a batch of `rows`."""
+        multiple = self.shards * self.parts
+        return -(-rows // multiple) * multiple
+
+    def numbers(self, rows: int) -> np.ndarray:
+        """Returns the numbers of this process' rows of a batch with `rows` rows; numbers from `rows` on are empty."""
+        return np.arange(self.total(rows)).reshape(self.shards, -1)[self.own].ravel()
+
+    def take(self, batch: B) -> B:
+        """Returns this process' rows of a whole batch."""
+
+        def of(array: np.ndarray) -> np.ndarray:
+            empty = np.zeros((self.total(len(array)) - len(array), *array.shape[1:]), array.dtype)
+            return np.concatenate([array, empty])[self.numbers(len(array))]
+
+        return jax.tree.map(of, batch)
+
+    def put(self, own: Any) -> Any:
+        """Makes global arrays from this process' rows of a batch."""
+        split = by_rows(self.mesh)
+
+        def of(array: np.ndarray) -> jax.Array:
+            each = len(array) // len(self.own)
+
+            def shard(index: Any) -> np.ndarray:
+                first = each * self.own.index((index[0].start or 0) // each)
+                return array[first : first + each]
+
+            return jax.make_array_from_callback((each * self.shards, *array.shape[1:]), split, shard)
+
+        return jax.tree.map(of, own)

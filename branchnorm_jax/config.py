@@ -317,7 +317,11 @@ def to_json(config: Config) -> str:
     return json.dumps(dataclasses.asdict(config), indent=2) + "\n"
 
 
-RENAMED = {("model", "alpha_order", "uniform"): "equal"}
+RENAMED: dict[tuple[str, str, Any], Any] = {
+    ("model", "alpha_order", "uniform"): "equal",
+    ("plan", "compile", True): "here",
+    ("plan", "compile", False): "none",
+}
 """(section, option, value) saved by earlier versions -> the current name of the value."""
 
 DROPPED = (("model", "scan"), ("train", "prefetch"), ("serve", "max_body_bytes"))
@@ -331,7 +335,7 @@ def load(path: Path) -> Config:
         if not isinstance(values, dict) or not values.keys() >= {"model", "data", "train"}:
             raise ValueError("not the options of a run")
         for (section, option, old), new in RENAMED.items():
-            if values[section].get(option) == old:
+            if values.get(section, {}).get(option) == old:
                 values[section][option] = new
         for section, option in DROPPED:
             values.get(section, {}).pop(option, None)

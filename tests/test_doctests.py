@@ -6,6 +6,9 @@ import importlib
 import pytest
 
 MODULES = (
+    "branchnorm_jax.analysis.collectives",
+    "branchnorm_jax.analysis.program",
+    "branchnorm_jax.analysis.topologies",
     "branchnorm_jax.model.coefficients",
     "branchnorm_jax.model.depth_rules",
     "branchnorm_jax.model.growth",

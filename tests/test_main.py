@@ -80,7 +80,7 @@ def test_default_workdir_is_named_after_the_config(tmp_path: Path, monkeypatch: 
     code = "import sys, main; sys.exit(main.main(sys.argv))"
     for argument, folder in (("configs/numerals.py", "numerals"), ("configs/numerals.py:4L-4L", "numerals-4L-4L")):
         done = subprocess.run(
-            [sys.executable, "-c", code, "--mode=plan", f"--config={argument}", "--config.plan.compile=False"],
+            [sys.executable, "-c", code, "--mode=plan", f"--config={argument}", "--config.plan.compile=none"],
             cwd=tmp_path, capture_output=True, text=True,
         )  # fmt: skip
         assert done.returncode == 0, done.stderr

@@ -90,7 +90,7 @@ def test_installed_command_finds_configs_by_name_and_by_file(wheel: zipfile.ZipF
     code = "from branchnorm_jax.cli import command; command()"
     for config, folder, width in (("numerals:1L-2L", "numerals-1L-2L", 128), ("mine.py:1L-2L", "mine-1L-2L", 34)):
         done = subprocess.run(
-            [sys.executable, "-P", "-c", code, "--mode=plan", f"--config={config}", "--config.plan.compile=False"],
+            [sys.executable, "-P", "-c", code, "--mode=plan", f"--config={config}", "--config.plan.compile=none"],
             cwd=tmp_path, env={"PYTHONPATH": str(tmp_path / "site"), "JAX_PLATFORMS": "cpu"},
             capture_output=True, text=True,
         )  # fmt: skip

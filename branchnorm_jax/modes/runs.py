@@ -7,7 +7,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 
-from branchnorm_jax.analysis import devices, estimate, figures, methods_table, signal
+from branchnorm_jax.analysis import compiled, devices, estimate, figures, methods_table, signal, topologies
 from branchnorm_jax.analysis import plan as planning
 from branchnorm_jax.analysis import preflight as flight
 from branchnorm_jax.analysis import sweep as sweeping
@@ -59,13 +59,32 @@ def methods(config: Config, workdir: Workdir) -> None:
 
 
 def plan(config: Config, workdir: Workdir) -> None:
-    """Predicts the cost of the run, prints it and writes it to plan.json."""
-    check_names(config)
+    """Predicts the cost of the run, prints it and writes it to plan.json.
+
+    If `plan.compile` names absent devices, it compiles the update for them. `plan.program` names the file for the
+    program.
+    """
+    absent = None
+    if config.plan.compile not in (topologies.HERE, topologies.NONE):
+        config, absent = compiled.planned_for(config, topologies.parse(config.plan.compile))
+    elif config.plan.program:
+        raise UserError("config: plan.program needs absent devices in plan.compile, such as v5p:4x4x4 or h200:8")
+    if not (folder := Path(config.plan.program).parent).is_dir():
+        raise UserError(f"config: plan.program={config.plan.program}: there is no folder {folder}")
+    check_names(config, absent.devices if absent else None)
     with logs.progress_bar(len(estimate.remat_choices(config)), 0, "choice", "plan") as bar:
         costs = planning.make_plan(config, bar.update)
-    if config.plan.compile and not config.plan.device and config.parallel.model == 1:
-        costs["compiled_bytes"] = estimate.compiled_bytes(estimate.with_remat(config, costs["chosen_remat"]))
+    chosen = estimate.with_remat(config, costs["chosen_remat"])
+    if config.plan.compile == topologies.HERE and not config.plan.device and config.parallel.model == 1:
+        costs["compiled_bytes"] = estimate.compiled_bytes(chosen)
     print(planning.format_plan(config, costs))
+    if absent is not None:
+        logs.say(f"compiling the update for {absent.target.text}; this takes minutes")
+        costs["compiled"], text = compiled.compile_update(chosen, absent)
+        print(compiled.format_report(costs["compiled"], costs["peak_bytes"]))
+        if config.plan.program and text:
+            write_atomically(Path(config.plan.program), text)
+            print(config.plan.program)
     workdir.create()
     write_atomically(workdir / "plan.json", planning.to_json(costs))
 

@@ -393,7 +393,7 @@ class TrainConfig:
     step_timeout: float = option(
         20.0,
         "end the run if an update takes this many times the usual (median) time, and at least 5 minutes; the same for "
-        "a validation, a save and the first updates, but at least an hour; 0: never",
+        "the first updates and, from the second one on, validations and saves, but at least an hour; 0: never",
         unit="usual durations",
         minimum=0,
         maximum=1e6,

@@ -85,6 +85,7 @@ def free_port() -> int:
 def environment_of(index: int, count: int, address: str, arguments: argparse.Namespace) -> dict[str, str]:
     """Returns the environment variables that process `index` gets in addition to those of this process."""
     variables = {
+        **({} if arguments.hosts or arguments.coordinator else {"JAX_COORDINATOR_BIND_ADDRESS": address}),
         "JAX_COORDINATOR_ADDRESS": address,
         "JAX_NUM_PROCESSES": str(count),
         "JAX_PROCESS_ID": str(index),
@@ -121,8 +122,10 @@ def copy(index: int, stream: IO[bytes] | None) -> None:
 
 def show(index: int, line: str) -> None:
     """Prints a line of process `index`."""
+    # One write, because several threads print: `print` would write the end of the line separately.
     with contextlib.suppress(BrokenPipeError):
-        print(f"[{index}] {line}", flush=True)
+        sys.stdout.write(f"[{index}] {line}\n")
+        sys.stdout.flush()
 
 
 def wait(processes: list[subprocess.Popen[bytes]], grace: float) -> int:

@@ -6,13 +6,13 @@
 #   launch/tpu_vm.sh create | setup | run <options> | delete       # the steps of train, one at a time
 #   launch/tpu_vm.sh --dry-run train <options>                     # prints the commands, runs nothing
 #
-# The options are those of main.py. `train` starts again by the rule in launch/exit_codes.sh, on a new slice if this one
-# was taken away, and deletes the slice at the end (KEEP=1 keeps it). Ctrl-C, SIGTERM and SIGUSR1 make the run save and
-# stop; the slice stays. Needs gcloud (a project, ssh keys: `ssh-add ~/.ssh/google_compute_engine`), and an NFS share,
-# for example of Filestore, which setup mounts at /mnt/share on all workers. Variables: SHARE (host:/path of it), RUNTIME
-# (software of the slice, chosen from ACCELERATOR), CREATE_FLAGS (--spot; or --reserved, --network=... and so on; empty
-# for on demand), PYTHON (3.11), MAX_RETRIES (after lost hosts in a row, 3), DELAY (seconds between starts and between
-# polls, 60).
+# The options are those of main.py. `train` starts again by the rule in launch/exit_codes.sh, on a new slice if this
+# one was taken away, and deletes the slice at the end, also after an error (KEEP=1 keeps it). Ctrl-C, SIGTERM and
+# SIGUSR1 make the run save and stop; the slice stays. Needs gcloud (a project, ssh keys: `ssh-add
+# ~/.ssh/google_compute_engine`), and an NFS share, for example of Filestore, which setup mounts at /mnt/share on all
+# workers. Variables: SHARE (host:/path of it), RUNTIME (software of the slice, chosen from ACCELERATOR), CREATE_FLAGS
+# (--spot; or --reserved, --network=... and so on; empty for on demand), PYTHON (3.11), MAX_RETRIES (after lost hosts
+# in a row, 3), DELAY (seconds between starts and between polls, 60).
 
 set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)

@@ -203,7 +203,8 @@ def _executed(program: Program, name: str, times: int, loops: tuple[str, ...], k
             for branch in branches:
                 yield from _executed(program, branch, times, loops, kernel)
         elif called := _called(instruction):
-            yield from _executed(program, called, times, loops, kernel or called * (instruction.op == "fusion"))
+            inside = kernel or (called if instruction.op == "fusion" else "")
+            yield from _executed(program, called, times, loops, inside)
 
 
 def trip_count(program: Program, loop: Instruction, computation: Computation) -> int | None:

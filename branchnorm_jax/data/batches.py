@@ -36,10 +36,6 @@ class TextBatch(NamedTuple):
         rows, source = self.source.shape
         return Shape(rows, source, self.target.shape[1])
 
-    def digest(self) -> str:
-        """Returns a CRC-32 of the batch as eight hex digits, to identify it in logs."""
-        return f"{zlib.crc32(self.target.tobytes(), zlib.crc32(self.source.tobytes())):08x}"
-
 
 class Sentences(Protocol):
     """The part of a token store's interface that batching uses."""
@@ -118,6 +114,12 @@ class BatchPlan:
         pairs, batches = self._epoch(epoch)
         rows, packing = batches[index], self.packing
         return self.shapes[packing.shape[rows[0]]], [pairs[packing.starts[r] : packing.starts[r + 1]] for r in rows]
+
+    def digest_at(self, step: int) -> str:
+        """Returns a CRC-32 of the pair ids of each row as eight hex digits, to identify the batch in logs."""
+        _, rows = self.ids_at(step)
+        sizes = np.array([len(row) for row in rows], np.int64)
+        return f"{zlib.crc32(np.concatenate(rows).astype(np.int64).tobytes(), zlib.crc32(sizes.tobytes())):08x}"
 
     def batch_at(self, step: int, numbers: Callable[[int], np.ndarray] = np.arange) -> TextBatch:
         """Returns the batch at `step`, or some of its rows.

@@ -4,6 +4,7 @@ import contextlib
 import itertools
 import json
 import os
+import re
 import signal
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -67,7 +68,9 @@ def start(parallel: ParallelConfig) -> None:
             heartbeat_timeout_seconds=NEVER,
             shutdown_timeout_seconds=NEVER,
         )
-    except (RuntimeError, ValueError) as error:
+    except ValueError as error:
+        raise UserError(f"the processes of the run are described wrongly: {error}") from error
+    except RuntimeError as error:
         raise HostError(f"cannot join the other processes of the run: {error}") from error
 
 
@@ -181,9 +184,17 @@ def blame_lost_process() -> Iterator[None]:
 
 
 def _comes_from_runtime(error: BaseException | None) -> bool:
-    while error is not None and not isinstance(error, jax.errors.JaxRuntimeError):
+    """Returns whether an error, or one that caused it, is a status of the runtime, such as "UNKNOWN: Gloo ...".
+
+    Some functions of the runtime raise it as a `ValueError`.
+    """
+    seen: list[BaseException] = []
+    while error is not None and error not in seen:
+        if isinstance(error, jax.errors.JaxRuntimeError) or re.match(r"[A-Z_]{5,}: ", str(error)):
+            return True
+        seen.append(error)
         error = error.__cause__ or error.__context__
-    return error is not None
+    return False
 
 
 def end_stuck(what: str) -> None:

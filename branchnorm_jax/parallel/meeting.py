@@ -21,6 +21,9 @@ PATIENCE = 10
 PAUSE = 1.0
 """Seconds between two messages, and between two attempts to connect."""
 
+LONGEST = 1 << 16
+"""Bytes of a message."""
+
 MOST_NAMES = 10
 """Number of missing processes that a message lists."""
 
@@ -53,8 +56,8 @@ class Link:
         """Yields the messages that have arrived. Closes a connection that carries anything else."""
         try:
             data = self.connection.recv(1 << 16)
-            self.closed = not data
             *lines, self._rest = (self._rest + data).split(b"\n")
+            self.closed = not data or len(self._rest) > LONGEST
             yield from [list(json.loads(line)) for line in lines]
         except BlockingIOError:
             pass
@@ -115,7 +118,7 @@ def gather_links(count: int, address: str, timeout: float) -> list[Link]:
 
 def _welcome(link: Link, message: list[Any], count: int, joined: dict[int, Link]) -> None:
     """Adds a newcomer to `joined`, unless its numbers do not fit this run."""
-    if len(message) != 4 or message[0] != "hello":
+    if list(map(type, message)) != [str, int, int, str] or message[0] != "hello":
         link.closed = True
         return
     _, link.index, its_count, link.host = message
@@ -169,7 +172,8 @@ def join_first(index: int, count: int, address: str, timeout: float) -> Link:
 def _wait_for_all(link: Link, index: int, begin: float, told: bool) -> bool:
     """Waits until process 0 reports that all processes have come. Returns False if the connection breaks first."""
     while not link.closed and select.select([link], [], [], PATIENCE)[0]:
-        for kind, text in link.receive():
+        for kind, *content in link.receive():
+            text = str(content[0]) if content else ""
             if kind == "go":
                 link.host = text
                 return True

@@ -41,7 +41,8 @@ def make_mesh(config: ParallelConfig, devices: Sequence[jax.Device] | None = Non
 def _arranged(devices: list[jax.Device], sizes: tuple[int, int, int]) -> np.ndarray:
     """Returns the devices as an array of the mesh's shape."""
     data, *inner = sizes
-    slices = len({getattr(device, "slice_index", 0) for device in devices})
+    # On GPUs, slice_index is the number of the host. There the order of the devices puts data between hosts.
+    slices = len({getattr(device, "slice_index", 0) for device in devices if device.platform == "tpu"} or {0})
     if slices == 1:
         return mesh_utils.create_device_mesh(sizes, devices, allow_split_physical_axes=True)
     if data % slices:
@@ -89,15 +90,15 @@ def from_processes(mesh: Mesh, value: int) -> jax.Array:
 
 
 def local_copy(mesh: Mesh, tree: Any) -> Any:
-    """Returns global arrays as arrays on the first device of this process. All processes must call it together."""
+    """Returns global arrays as arrays on one device of this process. All processes must call it together."""
     if not all(leaf.is_fully_replicated for leaf in jax.tree.leaves(tree)):
         tree = jax.jit(lambda tree: tree, out_shardings=replicated(mesh))(tree)
     return jax.tree.map(lambda leaf: leaf.addressable_data(0), tree)
 
 
-def local_mesh() -> Mesh:
-    """Returns a mesh of the first device of this process."""
-    return make_mesh(ParallelConfig(), jax.local_devices()[:1])
+def local_mesh(mesh: Mesh) -> Mesh:
+    """Returns a mesh of the device of `local_copy`, the first of this process in the order of `mesh`."""
+    return make_mesh(ParallelConfig(), mesh.local_devices[:1])
 
 
 def describe_shardings(mesh: Mesh, state: Any) -> str:

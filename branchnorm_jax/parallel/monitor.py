@@ -108,6 +108,12 @@ class Monitor:
                 list(link.receive())
 
     def _run(self) -> None:
+        try:
+            self._watch()
+        except Exception as error:  # Without its monitor, a process would wait for lost processes for ever.
+            end_process(f"the connection to the other processes failed ({error!r}); {ADVICE}")
+
+    def _watch(self) -> None:
         sent, last = 0.0, time.monotonic()
         while True:
             links = {peer.link: peer for peer in self.peers if not peer.link.closed}

@@ -32,7 +32,8 @@ class Watchdog:
     """Context manager that calls a function if an update, a validation or a save takes far longer than usual.
 
     The limit is `multiple` times the median duration of the recent activities of the same kind, and at least `SHORT` or
-    `LONG`. The time in which the process itself is stopped does not count.
+    `LONG`. The first activity of a kind has no limit, except for the first update. The time in which the process itself
+    is stopped does not count.
     """
 
     def __init__(self, multiple: float, end: Callable[[str], None]) -> None:
@@ -74,10 +75,12 @@ class Watchdog:
             activity.seconds += min(now - last, 2 * TICK)
             last = now
             durations = self._durations.get(activity.kind)
+            if not activity.kind or not (durations or activity.kind == "update"):
+                continue
             usual = statistics.median(durations) if durations else 0.0
             short = activity.kind == "update" and len(durations or ()) >= FIRST
             limit = max(SHORT if short else LONG, self._multiple * usual)
-            if activity.kind and activity.seconds > limit:
+            if activity.seconds > limit:
                 compared = f", usually {usual:.2g} s" if usual else ""
                 self._end(f"{activity.kind} {activity.where} has taken {activity.seconds:.0f} s{compared}")
                 return

@@ -319,7 +319,7 @@ class Run:
         loop_state.count_update(seconds, int(metrics.target_tokens), decision.kind, skipped)
         always = step == self.total - 1 or bool(decision.kind)
         if c.log_every and (step % c.log_every == 0 or always):
-            recorder.log_update(step, metrics, batch, seconds)
+            recorder.log_update(step, metrics, self.plan.digest_at(step), seconds)
         if c.watch_every and (step % c.watch_every == 0 or always):
             layers = jax.device_get(layers)
             recorder.log_layers(step, layers)

@@ -14,7 +14,6 @@ from typing import Any
 
 import jax
 
-from branchnorm_jax.data.batches import TextBatch
 from branchnorm_jax.files import write_atomically
 from branchnorm_jax.parallel import hosts
 from branchnorm_jax.training import logs
@@ -59,13 +58,13 @@ class Recorder:
         self.restart_clock()
         return seconds
 
-    def log_update(self, step: int, metrics: Metrics, batch: TextBatch, seconds: float) -> None:
+    def log_update(self, step: int, metrics: Metrics, batch: str, seconds: float) -> None:
         """Writes the metrics of an update to metrics.jsonl and TensorBoard. `metrics` has Python numbers."""
         if not self.open_files:
             return
         scalars = metrics._asdict()
         del scalars["layers"]
-        line = {"step": step, **scalars, "seconds": seconds, "batch": batch.digest()}
+        line = {"step": step, **scalars, "seconds": seconds, "batch": batch}
         line["target_tokens"] = int(metrics.target_tokens)
         self.metrics.write(line)
         self.tensorboard.write(step, scalars)

@@ -39,7 +39,9 @@ def restore_model(config: Config, workdir: Workdir, model: Transformer, which: s
       UserError: if there is no such checkpoint.
     """
     checkpoints, name = open_checkpoints(config, workdir, which)
-    return checkpoints.restore_params(name, abstract_params(model, make_mesh(config.parallel)))
+    # The run may have had other devices. Only `model` splits a trained network.
+    mesh = make_mesh(dataclasses.replace(config.parallel, data=0, fsdp=1))
+    return checkpoints.restore_params(name, abstract_params(model, mesh))
 
 
 def open_checkpoints(config: Config, workdir: Workdir, which: str) -> tuple[Checkpoints, str]:

@@ -57,7 +57,7 @@ class Validator:
         parameters. All processes return the same values.
         """
         params, alpha = local_copy(self.rows.mesh, (state.eval_params, self.alpha(state.clock)))
-        with jax.set_mesh(local_mesh()):
+        with jax.set_mesh(local_mesh(self.rows.mesh)):
             return {direction.pair: self._bleu(params, alpha, direction, count) for direction in self.corpus.validated}
 
     def _loss_sums(self, state: TrainState, plan: BatchPlan) -> LossSums:

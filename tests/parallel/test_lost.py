@@ -81,6 +81,7 @@ def check_loss(
         assert (read_status(workdir)["status"], read_status(workdir)["reason"]) == ("failed", reason)
 
 
+@pytest.mark.slow
 def test_run_survives_the_death_of_a_process(tmp_path: Path) -> None:
     check_loss(tmp_path, 1, signal.SIGKILL, in_update(tmp_path))
     check_resume(tmp_path)

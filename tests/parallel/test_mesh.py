@@ -1,15 +1,16 @@
 """Shardings of the parameters, and rejected meshes. tests/training/ tests training on 8 devices."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AbstractMesh, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
-from branchnorm_jax.axes import RULES, partition
+from branchnorm_jax.axes import MESH, RULES, partition
 from branchnorm_jax.errors import UserError
 from branchnorm_jax.model.transformer import Transformer
 from branchnorm_jax.options import ModelConfig, ParallelConfig
-from branchnorm_jax.parallel.mesh import make_mesh, shard_tree
+from branchnorm_jax.parallel.mesh import local_copy, local_mesh, make_mesh, replicated, shard_tree
 from branchnorm_jax.parallel.rows import Rows
 
 
@@ -68,3 +69,9 @@ def test_rows_reach_the_devices_in_order_after_filling_up(parts: int) -> None:
     assert len(whole) == rows.total(7) == len(rows.numbers(7))
     np.testing.assert_array_equal(whole[:7], batch[0])
     assert not whole[7:].any()
+
+
+def test_local_copy_and_local_mesh_have_the_same_device() -> None:
+    reordered = Mesh(np.array(jax.devices()[::-1]).reshape(-1, 1, 1), MESH)
+    copy = local_copy(reordered, jax.device_put(jnp.ones(3), replicated(reordered)))
+    assert copy.devices() == set(local_mesh(reordered).devices.flat)

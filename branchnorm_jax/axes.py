@@ -117,7 +117,7 @@ def replica() -> jax.Array | int:
         return 0
 
 
-def row_devices() -> int:
-    """Returns the number of devices that share the rows of an array."""
+def row_shards() -> int:
+    """Returns the number of devices that share the rows of an array, in the program that is traced."""
     sizes = mesh_sizes()
     return sizes["fsdp"] * (sizes["data"] if isinstance(replica(), int) else 1)

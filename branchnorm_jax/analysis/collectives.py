@@ -143,7 +143,7 @@ def _rows(array: np.ndarray) -> Groups:
     return tuple(tuple(map(int, row)) for row in array.reshape(-1, array.shape[-1]))
 
 
-def sent(collective: Collective, rooms: Sequence[int]) -> Sent:
+def sent(collective: Collective, domains: Sequence[int]) -> Sent:
     """Returns the bytes that a device sends in one execution; the largest number over all devices.
 
     Each collective counts as a ring of its n = s i devices, in two levels: i devices inside each of s slices or hosts,
@@ -160,24 +160,24 @@ def sent(collective: Collective, rooms: Sequence[int]) -> Sent:
 
     Args:
       collective: the collective.
-      rooms: number of the slice or host of each device, in the order of the mesh.
+      domains: the domain of each device, in the order of the mesh; see `topologies.domains`.
     """
     if collective.groups is None:
-        slices = len(set(rooms))
+        slices = len(set(domains))
         factor = {"all-reduce": 2 / slices, "all-gather": 1.0}.get(collective.kind, 1 / slices)
         return Sent(0.0, factor * (slices - 1) * collective.payload)
-    groups = collective.groups or (tuple(range(len(rooms))),)
+    groups = collective.groups or (tuple(range(len(domains))),)
     if collective.kind == "collective-permute":
-        crosses = any(rooms[source] != rooms[target] for source, target in groups)
+        crosses = any(domains[source] != domains[target] for source, target in groups)
         return Sent(0.0, collective.payload) if crosses else Sent(collective.payload, 0.0)
-    both = [_by_ring(collective, [rooms[device] for device in group]) for group in groups]
+    both = [_by_ring(collective, [domains[device] for device in group]) for group in groups]
     return Sent(max(part.inside for part in both), max(part.between for part in both))
 
 
-def _by_ring(collective: Collective, rooms: list[int]) -> Sent:
-    count, payload = len(rooms), collective.payload
-    inner = max(Counter(rooms).values())
-    outer = len(set(rooms))
+def _by_ring(collective: Collective, domains: list[int]) -> Sent:
+    count, payload = len(domains), collective.payload
+    inner = max(Counter(domains).values())
+    outer = len(set(domains))
     match collective.kind:
         case "all-gather":
             return Sent(outer * (inner - 1) * payload, (outer - 1) * payload)
@@ -189,7 +189,7 @@ def _by_ring(collective: Collective, rooms: list[int]) -> Sent:
             return Sent((inner - 1) / count * payload, (count - inner) / count * payload)
 
 
-def traffic(found: Sequence[Collective], rooms: Sequence[int]) -> dict[str, dict[str, float]]:
+def traffic(found: Sequence[Collective], domains: Sequence[int]) -> dict[str, dict[str, float]]:
     """Sums the collectives by kind.
 
     Returns:
@@ -199,7 +199,7 @@ def traffic(found: Sequence[Collective], rooms: Sequence[int]) -> dict[str, dict
     sums: dict[str, dict[str, float]] = {}
     for collective in found:
         total = sums.setdefault(collective.kind, {"executions": 0, "inside_bytes": 0.0, "between_bytes": 0.0})
-        part = sent(collective, rooms)
+        part = sent(collective, domains)
         total["executions"] += collective.times
         total["inside_bytes"] += collective.times * part.inside
         total["between_bytes"] += collective.times * part.between

@@ -7,19 +7,19 @@ from importlib import metadata
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh
 
 from branchnorm_jax.analysis import collectives, program, topologies
 from branchnorm_jax.analysis.estimate import lengths, rows_of, update_costs
 from branchnorm_jax.analysis.topologies import Target
+from branchnorm_jax.data.packing import Shape
 from branchnorm_jax.errors import UserError
 from branchnorm_jax.model.transformer import Transformer
 from branchnorm_jax.options import Config
-from branchnorm_jax.parallel.mesh import by_rows, make_mesh, replicated, row_devices
+from branchnorm_jax.parallel.mesh import make_mesh, row_devices
+from branchnorm_jax.training.lower import lower_update
 from branchnorm_jax.training.optimizer import make_optimizer
-from branchnorm_jax.training.state import Batch, TrainState, abstract_state
-from branchnorm_jax.training.step import Metrics, make_train_step
+from branchnorm_jax.training.state import abstract_state
 
 LARGEST, PRINTED = 20, 8
 """Number of kinds of arrays and of collectives that a report lists, and that it prints."""
@@ -73,26 +73,6 @@ def largest_batch(config: Config) -> tuple[int, int]:
     return rows * count, length
 
 
-def lower_update(config: Config, mesh: Mesh, rows: int, length: int) -> jax.stages.Lowered:
-    """Lowers the update as the training loop does, for a batch of `rows` x `length` tokens on both sides."""
-    model = Transformer(config.model, config.data.vocab_size, config.data.vocab_size)
-    optimizer = make_optimizer(config.train)
-    train_step = make_train_step(model, optimizer, config)
-
-    def step(state: TrainState, batch: Batch, signals: jax.Array) -> tuple[TrainState, Metrics, jax.Array]:
-        return *train_step(state, batch), signals.max()
-
-    state = abstract_state(model, optimizer, mesh, bool(config.train.ema_decay))
-    by_leaf, whole = jax.tree.map(lambda leaf: leaf.sharding, state), replicated(mesh)
-    tokens: Any = jax.ShapeDtypeStruct((rows, length), jnp.int32, sharding=by_rows(mesh))
-    by_device = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
-    signals = jax.ShapeDtypeStruct((mesh.size,), jnp.int32, sharding=by_device)
-    update = jax.jit(step, donate_argnums=0, out_shardings=(by_leaf, whole, whole))
-    # Only around the tracing: with this mesh, JAX would put new arrays on the absent devices.
-    with jax.set_mesh(mesh):
-        return update.lower(state, Batch(tokens, tokens), signals)
-
-
 def compile_update(config: Config, absent: Absent) -> tuple[dict[str, Any], str]:
     """Compiles the update of a run.
 
@@ -102,7 +82,10 @@ def compile_update(config: Config, absent: Absent) -> tuple[dict[str, Any], str]
     """
     target = absent.target
     rows, length = largest_batch(config)
-    lowered = lower_update(config, absent.mesh, rows, length)
+    model = Transformer(config.model, config.data.vocab_size, config.data.vocab_size)
+    optimizer = make_optimizer(config.train)
+    state = abstract_state(model, optimizer, absent.mesh, bool(config.train.ema_decay))
+    lowered = lower_update(config, model, optimizer, absent.mesh, state, Shape(rows, length, length))
     report: dict[str, Any] = {
         "target": target.text,
         "mesh": dict(absent.mesh.shape),
@@ -139,25 +122,25 @@ def memory_of(compiled: jax.stages.Compiled) -> dict[str, float]:
 
 def read(text: str, absent: Absent) -> dict[str, Any]:
     """Returns the collectives and the largest arrays of a program."""
-    parsed, rooms = program.parse(text), topologies.rooms(absent.devices)
+    parsed, domains = program.parse(text), topologies.domains(absent.devices)
     found = collectives.collectives(parsed)
     inside, between = absent.target.networks
 
     def bytes_of(collective: collectives.Collective) -> float:
-        return collective.times * sum(collectives.sent(collective, rooms))
+        return collective.times * sum(collectives.sent(collective, domains))
 
     ranked = sorted(found, key=bytes_of, reverse=True)[:LARGEST]
     return {
         "networks": {"inside": inside, "between": between},
-        "collectives": collectives.traffic(found, rooms),
+        "collectives": collectives.traffic(found, domains),
         "largest_collectives": [
             {
                 "kind": collective.kind,
                 "operand_bytes": collective.payload,
                 "executions": collective.times,
                 "loops": list(collective.loops),
-                "inside_bytes": collective.times * collectives.sent(collective, rooms).inside,
-                "between_bytes": collective.times * collectives.sent(collective, rooms).between,
+                "inside_bytes": collective.times * collectives.sent(collective, domains).inside,
+                "between_bytes": collective.times * collectives.sent(collective, domains).between,
                 "name": collective.name,
             }
             for collective in ranked

@@ -140,7 +140,7 @@ def prepare(target: Target) -> None:
             raise ImportError(f"the package {found[0]} is not installed")
     # Otherwise libtpu asks the metadata server of Google Cloud, and waits for it.
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
-    # Otherwise libtpu prints that it does not know them. The target replaces the type.
+    # Without these two, libtpu prints warnings. The compiler does not use their values.
     os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
     os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-4")
     # The compiler needs no GPU of this machine, so none has to match the versions of the CUDA libraries.
@@ -184,8 +184,8 @@ def _description(target: Target) -> topologies.TopologyDescription:
     return topologies.get_topology_desc(f"{target.device}:{sizes}", "tpu", **options)
 
 
-def rooms(devices: list[Any]) -> list[int]:
-    """Returns the number of the slice (TPU) or host (GPU) of each device."""
+def domains(devices: list[Any]) -> list[int]:
+    """Returns the domain of each device, within which the fast network connects it: its slice (TPU) or host (GPU)."""
     if devices[0].platform == "tpu":
         return [getattr(device, "slice_index", None) or 0 for device in devices]
     return [device.process_index for device in devices]

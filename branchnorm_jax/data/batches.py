@@ -121,26 +121,27 @@ class BatchPlan:
         sizes = np.array([len(row) for row in rows], np.int64)
         return f"{zlib.crc32(np.concatenate(rows).astype(np.int64).tobytes(), zlib.crc32(sizes.tobytes())):08x}"
 
-    def batch_at(self, step: int, numbers: Callable[[int], np.ndarray] = np.arange) -> TextBatch:
+    def batch_at(self, step: int, select_rows: Callable[[int], np.ndarray] = np.arange) -> TextBatch:
         """Returns the batch at `step`, or some of its rows.
 
         Unused rows in the last batch of a shape contain only padding.
 
         Args:
           step: the step, counted from 0.
-          numbers: maps the number of rows to the rows to return; rows beyond the last contain only padding.
+          select_rows: maps the number of rows to the indices of the rows to return; rows beyond the last contain only
+            padding.
         """
         shape, rows = self.ids_at(step)
-        wanted = numbers(shape.rows)
+        wanted = select_rows(shape.rows)
         return fill_rows(
             self.sentences,
             [rows[row] if row < len(rows) else NO_PAIRS for row in wanted],
             shape._replace(rows=len(wanted)),
         )
 
-    def in_order(self, numbers: Callable[[int], np.ndarray] = np.arange) -> Iterator[TextBatch]:
-        """Yields batches that contain each pair once, for validation. `numbers` is as in `batch_at`."""
-        return (self.batch_at(step, numbers) for step in range(self.batches_per_epoch))
+    def in_order(self, select_rows: Callable[[int], np.ndarray] = np.arange) -> Iterator[TextBatch]:
+        """Yields batches that contain each pair once, for validation. `select_rows` is as in `batch_at`."""
+        return (self.batch_at(step, select_rows) for step in range(self.batches_per_epoch))
 
     def single(self, count: int) -> TextBatch:
         """Returns a batch of the first `count` pairs of the corpus, one pair per row."""

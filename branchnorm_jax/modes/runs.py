@@ -75,7 +75,8 @@ def plan(config: Config, workdir: Workdir) -> None:
     with logs.progress_bar(len(estimate.remat_choices(config)), 0, "choice", "plan") as bar:
         costs = planning.make_plan(config, bar.update)
     chosen = estimate.with_remat(config, costs["chosen_remat"])
-    if config.plan.compile == topologies.HERE and not config.plan.device and config.parallel.model == 1:
+    undivided = config.parallel.fsdp == config.parallel.model == 1
+    if config.plan.compile == topologies.HERE and not config.plan.device and undivided:
         costs["compiled_bytes"] = estimate.compiled_bytes(chosen)
     print(planning.format_plan(config, costs))
     if absent is not None:

@@ -115,9 +115,13 @@ def gather(text: str, what: str = "") -> list[str]:
         return [text]
     client: Any = distributed.global_state.client
     # All processes make the same calls, so the number of the call identifies it.
-    call = f"branchnorm_jax/{next(_calls)}"
-    client.key_value_set(f"{call}/{jax.process_index()}", text)
-    return [_wait_for(client, f"{call}/{index}", index, what) for index in range(jax.process_count())]
+    number, own = next(_calls), jax.process_index()
+    client.key_value_set(f"branchnorm_jax/{number}/{own}", text)
+    keys = [f"branchnorm_jax/{number}/{index}" for index in range(jax.process_count())]
+    texts = [_wait_for(client, key, index, what) for index, key in enumerate(keys)]
+    if number:  # All processes have made this call, so they have read the texts of the one before.
+        client.key_value_delete(f"branchnorm_jax/{number - 1}/{own}")
+    return texts
 
 
 def _wait_for(client: Any, key: str, index: int, what: str) -> str:

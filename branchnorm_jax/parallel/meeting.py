@@ -6,12 +6,12 @@ The connections stay open; see `monitor.py`.
 
 import contextlib
 import json
-import select
+import selectors
 import socket
 import sys
 import time
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, TypeVar, cast
 
 from branchnorm_jax.errors import HostError, UserError
 
@@ -26,6 +26,10 @@ LONGEST = 1 << 16
 
 MOST_NAMES = 10
 """Number of missing processes that a message lists."""
+
+
+S = TypeVar("S")
+"""A socket or a `Link`."""
 
 
 class Link:
@@ -63,6 +67,14 @@ class Link:
             pass
         except (OSError, ValueError, TypeError):
             self.closed = True
+
+
+def readable(sources: Iterable[S], timeout: float) -> list[S]:
+    """Waits until data has arrived at some of the sockets, at most `timeout` seconds. Returns these sockets."""
+    with selectors.DefaultSelector() as selector:
+        for source in sources:
+            selector.register(cast(Any, source), selectors.EVENT_READ, source)
+        return [key.data for key, _ in selector.select(timeout)]
 
 
 def parse_address(address: str) -> tuple[str, int]:
@@ -103,14 +115,14 @@ def gather_links(count: int, address: str, timeout: float) -> list[Link]:
                 _send_all(joined.values(), "missing", _names(missing))
             links = [*newcomers, *joined.values()]
             sources: list[socket.socket | Link] = [listener, *links]
-            ready = select.select(sources, [], [], PAUSE)[0]
+            arrived = readable(sources, PAUSE)
             for link in links:
-                if link in ready:
+                if link in arrived:
                     for message in link.receive():
                         _welcome(link, message, count, joined)
             newcomers = [link for link in newcomers if not link.closed and link not in joined.values()]
             joined = {index: link for index, link in joined.items() if not link.closed}
-            if listener in ready:
+            if listener in arrived:
                 newcomers.append(Link(listener.accept()[0]))
     _send_all(joined.values(), "go", socket.gethostname())
     return list(joined.values())
@@ -171,7 +183,7 @@ def join_first(index: int, count: int, address: str, timeout: float) -> Link:
 
 def _wait_for_all(link: Link, index: int, begin: float, told: bool) -> bool:
     """Waits until process 0 reports that all processes have come. Returns False if the connection breaks first."""
-    while not link.closed and select.select([link], [], [], PATIENCE)[0]:
+    while not link.closed and readable([link], PATIENCE):
         for kind, *content in link.receive():
             text = str(content[0]) if content else ""
             if kind == "go":

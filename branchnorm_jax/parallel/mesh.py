@@ -70,6 +70,11 @@ def by_rows(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec(ROWS))
 
 
+def by_device(mesh: Mesh) -> NamedSharding:
+    """Returns the sharding of an array with one element for each device."""
+    return NamedSharding(mesh, PartitionSpec(mesh.axis_names))
+
+
 def shard_tree(mesh: Mesh, tree: Any, logical: Any) -> Any:
     """Returns the sharding of each parameter of `tree`; see `axes.partition`.
 
@@ -85,8 +90,7 @@ def shard_tree(mesh: Mesh, tree: Any, logical: Any) -> Any:
 
 def from_processes(mesh: Mesh, value: int) -> jax.Array:
     """Returns int32 [devices] with the `value` of the process that each device belongs to."""
-    split = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
-    return jax.make_array_from_callback((mesh.size,), split, lambda _: np.full(1, value, np.int32))
+    return jax.make_array_from_callback((mesh.size,), by_device(mesh), lambda _: np.full(1, value, np.int32))
 
 
 def local_copy(mesh: Mesh, tree: Any) -> Any:

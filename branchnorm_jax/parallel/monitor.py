@@ -8,14 +8,13 @@ host or network is down, is silent. Process 0 tells the others about a lost proc
 import contextlib
 import math
 import os
-import select
 import socket
 import sys
 import threading
 import time
 
 from branchnorm_jax.parallel.ending import end_process
-from branchnorm_jax.parallel.meeting import PATIENCE, PAUSE, Link
+from branchnorm_jax.parallel.meeting import PATIENCE, PAUSE, Link, readable
 
 ADVICE = "start the run again, it resumes from its last checkpoint"
 
@@ -104,7 +103,7 @@ class Monitor:
             links = [peer.link for peer in self.peers if not peer.link.closed]
             if not links:
                 return
-            for link in select.select(links, [], [], PAUSE)[0]:
+            for link in readable(links, PAUSE):
                 list(link.receive())
 
     def _run(self) -> None:
@@ -118,7 +117,7 @@ class Monitor:
         while True:
             links = {peer.link: peer for peer in self.peers if not peer.link.closed}
             if links:
-                for link in select.select(list(links), [], [], PAUSE)[0]:
+                for link in readable(links, PAUSE):
                     self._receive(links[link])
             else:
                 time.sleep(PAUSE)
@@ -164,7 +163,7 @@ class Monitor:
             self.end_all(f"process {peer.link.index} on host {peer.link.host} was lost: {why}; {ADVICE}")
 
     def _heard(self) -> float:
-        """Returns a time at which all processes that have not finished were alive."""
+        """Returns the latest time at which every process that has not finished is known to have been alive."""
         return min((peer.heard - peer.age for peer in self.peers if peer.code is None), default=math.inf)
 
     def _failed(self) -> Failed | None:

@@ -44,8 +44,8 @@ class Rows:
         multiple = self.shards * self.parts
         return -(-rows // multiple) * multiple
 
-    def numbers(self, rows: int) -> np.ndarray:
-        """Returns the numbers of this process' rows of a batch with `rows` rows; numbers from `rows` on are empty."""
+    def indices(self, rows: int) -> np.ndarray:
+        """Returns the indices of this process' rows of a batch with `rows` rows. Rows from that index on are empty."""
         return np.arange(self.total(rows)).reshape(self.shards, -1)[self.own].ravel()
 
     def take(self, batch: B) -> B:
@@ -53,7 +53,7 @@ class Rows:
 
         def of(array: np.ndarray) -> np.ndarray:
             empty = np.zeros((self.total(len(array)) - len(array), *array.shape[1:]), array.dtype)
-            return np.concatenate([array, empty])[self.numbers(len(array))]
+            return np.concatenate([array, empty])[self.indices(len(array))]
 
         return jax.tree.map(of, batch)
 
@@ -62,12 +62,7 @@ class Rows:
         split = by_rows(self.mesh)
 
         def of(array: np.ndarray) -> jax.Array:
-            each = len(array) // len(self.own)
-
-            def shard(index: Any) -> np.ndarray:
-                first = each * self.own.index((index[0].start or 0) // each)
-                return array[first : first + each]
-
-            return jax.make_array_from_callback((each * self.shards, *array.shape[1:]), split, shard)
+            total = len(array) // len(self.own) * self.shards
+            return jax.make_array_from_process_local_data(split, array, (total, *array.shape[1:]))
 
         return jax.tree.map(of, own)

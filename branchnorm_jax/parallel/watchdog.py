@@ -72,7 +72,7 @@ class Watchdog:
         last = time.monotonic()
         while not self._left.wait(TICK):
             now, activity = time.monotonic(), self._activity
-            activity.seconds += min(now - last, 2 * TICK)
+            activity.seconds += min(now - max(last, activity.start), 2 * TICK)
             last = now
             durations = self._durations.get(activity.kind)
             if not activity.kind or not (durations or activity.kind == "update"):

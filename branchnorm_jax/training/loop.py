@@ -28,7 +28,7 @@ from branchnorm_jax.model.methods import get_recipe
 from branchnorm_jax.model.stack import size_of
 from branchnorm_jax.options import Config
 from branchnorm_jax.parallel import ending, hosts
-from branchnorm_jax.parallel.mesh import by_rows, describe_shardings, from_processes, make_mesh, replicated
+from branchnorm_jax.parallel.mesh import describe_shardings, from_processes, make_mesh, replicated
 from branchnorm_jax.parallel.rows import Rows
 from branchnorm_jax.parallel.watchdog import Watchdog
 from branchnorm_jax.training import logs, schedules, trouble
@@ -36,12 +36,13 @@ from branchnorm_jax.training.checkpoint import Checkpoints
 from branchnorm_jax.training.digests import sha256
 from branchnorm_jax.training.finetune import parents_parameters
 from branchnorm_jax.training.loop_state import LoopState
+from branchnorm_jax.training.lower import lower_update
 from branchnorm_jax.training.network import make_model
 from branchnorm_jax.training.optimizer import make_optimizer
 from branchnorm_jax.training.record import Recorder, write_event, write_status
 from branchnorm_jax.training.shared import shared_corpus
 from branchnorm_jax.training.state import Batch, TrainState, abstract_state, init_state, state_from
-from branchnorm_jax.training.step import Metrics, make_train_step
+from branchnorm_jax.training.step import Metrics
 from branchnorm_jax.training.trouble import Decision
 from branchnorm_jax.training.validation import Validator, per_token
 from branchnorm_jax.training.watch import collapsed, vanishing
@@ -255,7 +256,7 @@ class Run:
         if start < self.total and not self.compiled:
             self._compile()
         recorder = Recorder(self.workdir, self.loop_state.evaluated, start, self.total)
-        batches = prefetch(functools.partial(self.plan.batch_at, numbers=self.rows.numbers), start, self.total)
+        batches = prefetch(functools.partial(self.plan.batch_at, select_rows=self.rows.indices), start, self.total)
         with contextlib.closing(recorder), contextlib.closing(batches):
             self._advance(start, batches, recorder, preemption)
 
@@ -361,21 +362,11 @@ class Run:
     def _compile(self) -> None:
         """Compiles the update for every batch shape, before the first update."""
         begin = time.perf_counter()
-        train_step = make_train_step(self.model, self.optimizer, self.config)
-        state_shardings = jax.tree.map(lambda leaf: leaf.sharding, self.abstract)
-        whole, split = replicated(self.mesh), by_rows(self.mesh)
-
-        def step(state: TrainState, batch: Batch, signals: jax.Array) -> tuple[TrainState, Metrics, jax.Array]:
-            return *train_step(state, batch), signals.max()
-
-        update = jax.jit(step, donate_argnums=0, out_shardings=(state_shardings, whole, whole))
-        signals = from_processes(self.mesh, 0)
         for shape in self._shapes():
-            rows = self.rows.total(shape.rows)
-            source, target = ((rows, length) for length in (shape.source, shape.target))
-            tokens: Any = [jax.ShapeDtypeStruct(side, jnp.int32, sharding=split) for side in (source, target)]
-            own = shape._replace(rows=len(self.rows.numbers(shape.rows)))
-            self.compiled[own] = update.lower(self.abstract, Batch(*tokens), signals).compile()
+            whole = shape._replace(rows=self.rows.total(shape.rows))
+            own = shape._replace(rows=len(self.rows.indices(shape.rows)))
+            lowered = lower_update(self.config, self.model, self.optimizer, self.mesh, self.abstract, whole)
+            self.compiled[own] = lowered.compile()
         seconds = time.perf_counter() - begin
         self.loop_state.compile_seconds, self.loop_state.compiled_shapes = seconds, len(self.compiled)
         logs.say(f"compiled {len(self.compiled)} batch shapes in {seconds:.1f} s")

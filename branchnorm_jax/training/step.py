@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from branchnorm_jax.axes import REPLICA, mesh_sizes, row_devices
+from branchnorm_jax.axes import REPLICA, mesh_sizes, row_shards
 from branchnorm_jax.model import growth
 from branchnorm_jax.model.coefficients import Alpha
 from branchnorm_jax.model.losses import Blocks, LossSums, smoothed_cross_entropy
@@ -167,7 +167,7 @@ def make_part_loss(model: Transformer, config: Config, alpha: Alpha, tokens: jax
         params: Params, part: Batch, part_key: jax.Array, updates: Mapping[str, LayerUpdate] | None = None
     ) -> tuple[jax.Array, Any]:
         taps = Taps(record="watch" if train.watch_every else "", updates=updates or {})
-        sums, by_layer = loss_sums(model, params, part, alpha, train.label_smoothing, part_key, taps, row_devices())
+        sums, by_layer = loss_sums(model, params, part, alpha, train.label_smoothing, part_key, taps, row_shards())
         loss, nll = sums.loss * (scale / tokens), sums.nll / tokens
         return loss, (nll, jax.tree.map(lambda x: x / train.accumulation, by_layer))
 

@@ -61,7 +61,7 @@ class Validator:
             return {direction.pair: self._bleu(params, alpha, direction, count) for direction in self.corpus.validated}
 
     def _loss_sums(self, state: TrainState, plan: BatchPlan) -> LossSums:
-        sums = [self.eval_step(state, Batch(*self.rows.put(own))) for own in plan.in_order(self.rows.numbers)]
+        sums = [self.eval_step(state, Batch(*self.rows.put(own))) for own in plan.in_order(self.rows.indices)]
         return jax.tree.map(lambda *parts: float(sum(parts)), *jax.device_get(sums))
 
     def _source_gain(self, state: TrainState, plan: BatchPlan) -> float:

@@ -178,7 +178,7 @@ def test_both_levels_of_a_ring_send_as_much_as_one_ring(kind: str) -> None:
     assert one == (whole, 0)
     assert two.inside + two.between == pytest.approx(whole)
     assert two.inside > 0 < two.between
-    # With one device in each room, everything is sent between the rooms.
+    # With one device in each domain, everything is sent between domains.
     assert sent(collective, [*range(8), *range(8)]) == pytest.approx((0, whole))
 
 

@@ -33,6 +33,7 @@ def scores(workdir: Path) -> list[float]:
     return [json.loads(line)["bleu"] for line in (workdir / "validation.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.slow
 def test_two_processes_train_like_one(single: Path, tmp_path: Path) -> None:
     code, output = run_hosts(*OPTIONS, f"--workdir={tmp_path}")
     assert code == 0, output

@@ -136,6 +136,7 @@ def test_run_without_progress_ends_with_stacks(tmp_path: Path, processes: int) -
     check_resume(tmp_path)
 
 
+@pytest.mark.slow
 def test_missing_process_is_named(tmp_path: Path) -> None:
     code, output = run_hosts(
         *HASTY,
@@ -233,11 +234,11 @@ def test_watchdog_allows_several_usual_durations(monkeypatch: pytest.MonkeyPatch
 def test_paused_process_is_not_stuck() -> None:
     """The time in which a process is stopped, as by Ctrl-Z, does not count as time without progress."""
     program = (
-        "import time\nfrom branchnorm_jax.parallel import watchdog\nwatchdog.SHORT = 3.0\n"
+        "import time\nfrom branchnorm_jax.parallel import watchdog\nwatchdog.SHORT, watchdog.TICK = 3.0, 0.1\n"
         "with watchdog.Watchdog(1, print) as dog:\n"
         "    for step in range(3):\n        dog.begin('update', f'{step}')\n        print('next', flush=True)\n"
         "        time.sleep(0.5)\n"
-        "    dog.begin('update', '3')\n    print('paused', flush=True)\n    time.sleep(2)\n"
+        "    dog.begin('update', '3')\n    print('paused', flush=True)\n    time.sleep(1)\n"
     )
     process = subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None

@@ -66,7 +66,7 @@ def test_rows_reach_the_devices_in_order_after_filling_up(parts: int) -> None:
     rows = Rows(make_mesh(ParallelConfig()), parts)
     batch = (1 + np.arange(14).reshape(7, 2),)
     whole = np.asarray(rows.put(rows.take(batch))[0])
-    assert len(whole) == rows.total(7) == len(rows.numbers(7))
+    assert len(whole) == rows.total(7) == len(rows.indices(7))
     np.testing.assert_array_equal(whole[:7], batch[0])
     assert not whole[7:].any()
 

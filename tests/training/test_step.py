@@ -150,6 +150,7 @@ print(json.dumps({"losses": ran.losses, "layers": layers, "compiled": ran.compil
 """
 
 
+@pytest.mark.slow
 def test_eight_devices_equal_one_device() -> None:
     """Uses a 2 x 2 x 2 mesh of data, fsdp and model, with dropout, accumulation and the loss in blocks."""
     environment = os.environ | {
@@ -192,6 +193,7 @@ def test_loss_scale_is_a_power_of_two(tokens: int) -> None:
     assert float(loss_scale(jnp.float32(tokens))) == 2 ** (tokens.bit_length() - 1)
 
 
+@pytest.mark.slow
 def test_float16_stream_keeps_the_gradients_of_large_batches() -> None:
     """Compares the deep encoder's gradients in float16 and float32 streams, for one batch repeated 64 times."""
     deep = dataclasses.replace(PLAIN.model, encoder_layers=40, decoder_layers=40, method="deepnorm")

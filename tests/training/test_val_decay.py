@@ -34,6 +34,7 @@ CONFIG = Config(
 )
 
 
+@pytest.mark.slow
 def test_rate_decays_after_the_warm_up_and_run_stops_below_the_minimum(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

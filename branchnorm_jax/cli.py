@@ -48,7 +48,9 @@ CONFIGS = HERE / "configs" if (HERE / "configs").is_dir() else HERE.parent / "co
 FLAGS = flags.FLAGS
 flags.DEFINE_enum("mode", "train", list(MODES), "; ".join(f"{name}: {text}" for name, text in MODES.items()))
 flags.DEFINE_string(
-    "workdir", None, "folder of the run (runs/<name of the config>): config, checkpoints, logs, results"
+    "workdir",
+    None,
+    "folder of the run, or gs://bucket/folder (runs/<name of the config>): config, checkpoints, logs, results",
 )
 config_flags.DEFINE_config_file(
     "config", None, "config file, or name of one of the project's, with the depth: my/x.py:18L-18L", lock_config=True
@@ -177,7 +179,8 @@ def parse(argv: list[str]) -> tuple[Config, Workdir]:
     source = find_config(file) if file is not None else None
     if workdir is None and source is not None:
         workdir = str(Path("runs", re.sub(r"\.py(:|$)", "-", Path(source).name).rstrip("-")))
-    saved = Path(workdir, "config.json") if workdir else None
+    folder = Workdir.open(workdir or ".")
+    saved = folder / "config.json" if workdir else None
     if file is None and saved and saved.exists():
         source = f"{CONFIGS / 'saved.py'}:{saved}"
     elif file is None and early.mode == "compare":
@@ -211,7 +214,7 @@ def parse(argv: list[str]) -> tuple[Config, Workdir]:
         ) from error
     if len(rest) > 1:
         raise UserError(f"unknown argument {rest[1]!r}; write options as --name=value")
-    return config, Workdir(Path(workdir or "."))
+    return config, folder
 
 
 def find_config(given: str) -> str:
@@ -292,5 +295,5 @@ def run(mode: str, config: Config, workdir: Workdir) -> None:
                 why = f"  (same as {leader})"
             print(f"  {line}{why}", file=sys.stderr)
 
-    with hosts.blame_lost_process():
+    with hosts.blame_lost_process(), workdir.published() if hosts.is_first() else contextlib.nullcontext():
         getattr(modes, mode)(config, workdir)

@@ -160,7 +160,7 @@ class DataConfig:
     )
     path: str = option(
         "",
-        "text: the folder of the files; tfds: builder name such as wmt17_translate/de-en or .../{pair}",
+        "text: the folder of the files, or its URL; tfds: builder name such as wmt17_translate/de-en or .../{pair}",
         free=True,
         common=True,
     )

@@ -4,15 +4,17 @@ import contextlib
 import dataclasses
 import json
 import os
-import re
 import shutil
 import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from etils import epath
+
 from branchnorm_jax import config as configs
-from branchnorm_jax.errors import UserError
+from branchnorm_jax.bucket import MARK, Bucket, is_url
+from branchnorm_jax.errors import BranchNormError, UserError
 from branchnorm_jax.files import lock, write_atomically
 from branchnorm_jax.options import Config
 
@@ -23,20 +25,55 @@ class Workdir:
 
     config.json, status.json, metrics.jsonl, layers.jsonl, validation.jsonl, events.jsonl, results.json; vocabulary/,
     corpus/, checkpoints/, evaluation/, average/, export/, tensorboard/, compile_cache/.
+
+    Attributes:
+      path: the folder. If the workdir is in a bucket, its local copy.
+      bucket: the bucket, or None.
     """
 
     path: Path
+    bucket: Bucket | None = None
+
+    @classmethod
+    def open(cls, name: str) -> "Workdir":
+        """Returns the workdir with this path or URL. Raises `UserError` if it is a URL that cannot be read."""
+        if not is_url(name):
+            return cls(Path(name))
+        bucket = Bucket(name)
+        return cls(bucket.folder, bucket)
 
     def __truediv__(self, name: str) -> Path:
         return self.path / name
 
+    def child(self, name: str) -> "Workdir":
+        """Returns the workdir of a run of this sweep."""
+        return dataclasses.replace(self, path=self.path / name)
+
+    def stored(self, name: str) -> epath.Path:
+        """Returns the path of a file or folder in the bucket, if any, and otherwise in the folder."""
+        path = self.path.absolute() / name
+        if not self.bucket:
+            return epath.Path(path)
+        return epath.Path(self.bucket.url, path.relative_to(self.bucket.folder).as_posix())
+
+    def publish(self) -> None:
+        """Uploads what has changed to the bucket, if any; see `Bucket.publish`."""
+        if self.bucket:
+            self.bucket.publish()
+
+    @contextlib.contextmanager
+    def published(self) -> Iterator[None]:
+        """Uploads at the end of the context, also after an error."""
+        try:
+            yield
+        except BaseException:
+            with contextlib.suppress(BranchNormError, OSError):
+                self.publish()
+            raise
+        self.publish()
+
     def create(self) -> None:
         """Creates the folder. Raises `UserError` if it cannot be created or written to."""
-        if re.match("[a-z][a-z0-9+.-]+:/", str(self.path)):
-            raise UserError(
-                f"{self.path}: --workdir must be a folder, not a URL; mount the bucket or share on every host and give "
-                "the folder"
-            )
         probe = self.path / f".probe.{os.getpid()}"
         try:
             self.path.mkdir(parents=True, exist_ok=True)
@@ -55,9 +92,12 @@ class Workdir:
     @property
     def last_step(self) -> int:
         """Step of the newest finished checkpoint; -1 if there is none."""
-        folder = self / "checkpoints"
+        folder = self.stored("checkpoints")
         entries = folder.iterdir() if folder.is_dir() else ()
-        return max((int(entry.name) for entry in entries if entry.name.isdecimal()), default=-1)
+        steps = (entry for entry in entries if entry.name.isdecimal())
+        # Buckets cannot rename folders. There, this file is the last one of a checkpoint.
+        finished = (step for step in steps if not self.bucket or (step / "commit_success.txt").exists())
+        return max((int(step.name) for step in finished), default=-1)
 
     @property
     def has_checkpoints(self) -> bool:
@@ -65,7 +105,9 @@ class Workdir:
         return self.last_step >= 0
 
     def need_space(self, needed: int) -> None:
-        """Raises `UserError` unless `needed` bytes are free."""
+        """Raises `UserError` unless `needed` bytes are free. Buckets have no limit."""
+        if self.bucket:
+            return
         free = shutil.disk_usage(self.path).free
         if free < needed:
             raise UserError(
@@ -80,15 +122,31 @@ class Workdir:
             lock(file, f"{self.path}: another process is training in this workdir")
             yield
 
+    def fetch(self, name: str) -> None:
+        """Fetches the folder "corpus" or "average" from the bucket, if any; all smaller files are there already."""
+        if self.bucket:
+            self.bucket.fetch(self / name)
+
+    def set_mark(self, mark: str) -> None:
+        """Writes `mark`, which identifies this start of the run, and publishes the workdir.
+
+        In a bucket, where nothing can be locked, an earlier process that still trains notices the new mark and ends.
+        """
+        if self.bucket:
+            self.bucket.set_mark(self.path, mark)
+        else:
+            write_atomically(self / MARK, mark)
+        self.publish()
+
     def check_mark(self, mark: str) -> None:
-        """Raises `UserError` unless the file .run contains `mark`, which another process wrote at its start."""
-        path = self / ".run"
+        """Raises `UserError` unless the workdir has this `mark`, which process 0 wrote at its start."""
+        path = self.stored(MARK)
         for _ in range(20):  # Network file systems may show a new file late.
             if path.exists() and path.read_text() == mark:
                 return
             time.sleep(0.5)
         raise UserError(
-            f"{self.path.absolute()} on {socket.gethostname()} is not the workdir of process 0; --workdir must be a "
+            f"{path.parent} on {socket.gethostname()} is not the workdir of process 0; --workdir must be a "
             "folder that all processes share"
         )
 

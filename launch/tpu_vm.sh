@@ -1,16 +1,16 @@
 #!/usr/bin/env bash
 # Trains on a Cloud TPU slice: queued resource, installation, run on all workers, new start after a preemption.
 #
-#   export TPU_NAME=bn ZONE=us-east5-b ACCELERATOR=v6e-16 SHARE=10.0.0.2:/share
-#   launch/tpu_vm.sh train --config=configs/text.py:100L-100L --workdir=/mnt/share/run --config.data.path=/mnt/share/text
+#   export TPU_NAME=bn ZONE=us-east5-b ACCELERATOR=v6e-16
+#   launch/tpu_vm.sh train --config=configs/text.py:100L-100L --workdir=gs://bucket/run --config.data.path=gs://bucket/text
 #   launch/tpu_vm.sh create | setup | run <options> | delete       # the steps of train, one at a time
 #   launch/tpu_vm.sh --dry-run train <options>                     # prints the commands, runs nothing
 #
 # The options are those of main.py. `train` starts again by the rule in launch/exit_codes.sh, on a new slice if this
 # one was taken away, and deletes the slice at the end, also after an error (KEEP=1 keeps it). Ctrl-C, SIGTERM and
 # SIGUSR1 make the run save and stop; the slice stays. Needs gcloud (a project, ssh keys: `ssh-add
-# ~/.ssh/google_compute_engine`), and an NFS share, for example of Filestore, which setup mounts at /mnt/share on all
-# workers. Variables: SHARE (host:/path of it), RUNTIME (software of the slice, chosen from ACCELERATOR), CREATE_FLAGS
+# ~/.ssh/google_compute_engine`), and a bucket, or an NFS share that setup mounts at /mnt/share on all workers.
+# Variables: SHARE (host:/path of the NFS share), RUNTIME (software of the slice, chosen from ACCELERATOR), CREATE_FLAGS
 # (--spot; or --reserved, --network=... and so on; empty for on demand), PYTHON (3.11), MAX_RETRIES (after lost hosts
 # in a row, 3), DELAY (seconds between starts and between polls, 60).
 
@@ -105,7 +105,7 @@ setup() {
   ssh_to all "mkdir -p branchnorm && cd branchnorm && tar -xzf ../branchnorm.tar.gz && \
 python3 -m pip install --quiet --user uv && \
 python3 -m uv venv --quiet --allow-existing --python ${PYTHON:-3.11} .venv && \
-python3 -m uv pip install --quiet --python .venv/bin/python --constraint requirements-lock.txt '.[tpu]'"
+python3 -m uv pip install --quiet --python .venv/bin/python --constraint requirements-lock.txt '.[tpu,gs]'"
 }
 
 # Runs main.py on all workers. Before, it stops what an interrupted connection has left running.

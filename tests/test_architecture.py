@@ -23,9 +23,10 @@ MAY_IMPORT = {
     "axes": set(),
     "config": set(),
     "files": set(),
-    "workdir": {"config", "files"},
+    "bucket": {"files"},
+    "workdir": {"bucket", "config", "files"},
     "model": {"axes"},
-    "data": {"files"},
+    "data": {"bucket", "files"},
     "parallel": {"axes"},
     "export": {"model"},
     "decoding": {"model", "data"},
@@ -36,7 +37,7 @@ MAY_IMPORT = {
     # Only cli.py may import the modes.
     "modes": {
         *("analysis", "training", "evaluation", "decoding", "model", "data", "parallel", "export", "serving"),
-        *("config", "files", "workdir"),
+        *("bucket", "config", "files", "workdir"),
     },
     "cli": {"modes", "model", "parallel", "config", "workdir"},
 }

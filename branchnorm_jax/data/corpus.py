@@ -12,8 +12,11 @@ import re
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
+from upath import UPath
+
+from branchnorm_jax.bucket import is_url, open_url
 from branchnorm_jax.data import numerals
 from branchnorm_jax.errors import UserError, needs_extra
 from branchnorm_jax.options import DataConfig
@@ -42,7 +45,7 @@ def read_pairs(config: DataConfig, split: str) -> Iterator[Pair]:
     return {"numerals": _numerals_pairs, "text": _text_pairs, "tfds": _tfds_pairs}[config.source](config, split)
 
 
-def text_lines(path: Path) -> Iterator[str]:
+def text_lines(path: Path | UPath) -> Iterator[str]:
     """Yields the lines of a plain or compressed text file.
 
     Only a line feed ends a line; other line separators such as U+2028 are part of the line. A byte-order mark at the
@@ -71,8 +74,9 @@ def text_lines(path: Path) -> Iterator[str]:
 def corpus_key(config: DataConfig, split: str) -> dict[str, Any]:
     """Returns a cache key, of JSON values, that changes when the corpus changes.
 
-    The text itself is not read. Text files are identified by resolved path, size and modification time; numerals by
-    parameters, generator code and library versions; TFDS data sets by full name with version, folder and size.
+    The text itself is not read. Text files are identified by resolved path, size and modification time, in a bucket by
+    URL and what the bucket says about the version; numerals by parameters, generator code and library versions; TFDS
+    data sets by full name with version, folder and size.
 
     Raises:
       UserError: if the text is missing.
@@ -88,8 +92,7 @@ def corpus_key(config: DataConfig, split: str) -> dict[str, Any]:
             "versions": [importlib.metadata.version(name) for name in ("num2words", "babel")],
         }
     if config.source == "text":
-        stats = [(path.resolve(), path.stat()) for files in _text_files(config, split) for path in files]
-        return key | {"files": [[str(path), stat.st_size, stat.st_mtime_ns] for path, stat in stats]}
+        return key | {"files": [_version(path) for files in _text_files(config, split) for path in files]}
     builder, name = _tfds_split(config, split)
     return key | {
         "split": name,
@@ -148,15 +151,21 @@ def _text_pairs(config: DataConfig, split: str) -> Iterator[Pair]:
         )
 
 
-def _text_files(config: DataConfig, split: str) -> list[tuple[Path, Path]]:
+def _version(path: Path | UPath) -> list[str | int]:
+    """Returns values that change when a text file changes."""
+    if isinstance(path, Path):
+        stat = path.stat()
+        return [str(path.resolve()), stat.st_size, stat.st_mtime_ns]
+    return [str(path), path.stat().st_size, path.fs.ukey(path.path)]
+
+
+def _text_files(config: DataConfig, split: str) -> list[tuple[Path | UPath, Path | UPath]]:
     """Returns the (source, target) files of a split in reading order."""
     if not config.path:
         raise UserError("config: data.source=text needs data.path, the folder of the text files")
     if "{lang}" not in config.files or "{split}" not in config.files:
         raise UserError(f"config: data.files={config.files!r} must contain {{split}} and {{lang}}")
-    folder = os.path.expanduser(config.path)
-    if not os.path.isdir(folder):
-        raise UserError(f"data.path={config.path}: no such folder")
+    folder = _folder(config.path)
     patterns = [
         config.files.replace("{split}", _split_name(config, split)).replace("{pair}", pair)
         for pair in (config.pair, _reversed(config))
@@ -173,7 +182,21 @@ def _text_files(config: DataConfig, split: str) -> list[tuple[Path, Path]]:
     return [(sources[key], targets[key]) for key in sorted(sources)]
 
 
-def _glob_files(folder: str, pattern: str, lang: str) -> dict[Path, Path]:
+def _folder(name: str) -> Path | UPath:
+    """Returns the folder `data.path`: a path, or a URL of any scheme that fsspec can read."""
+    folder: Path | UPath = Path(name).expanduser()
+    if is_url(name):
+        open_url(name)
+        folder = UPath(name)
+    try:
+        if folder.is_dir():
+            return folder
+    except Exception as error:  # The libraries of buckets have no common class of exceptions.
+        raise UserError(f"data.path={name}: cannot be read ({error})") from error
+    raise UserError(f"data.path={name}: no such folder")
+
+
+def _glob_files(folder: Path | UPath, pattern: str, lang: str) -> dict[Path, Path | UPath]:
     """Finds the files of a language that match the glob, as {key: path}.
 
     Files may be plain or compressed. The key of a file is its path below the folder, without the compression suffix and
@@ -182,11 +205,15 @@ def _glob_files(folder: str, pattern: str, lang: str) -> dict[Path, Path]:
     both plain and compressed, the plain one is used.
     """
     name_pattern = re.compile(re.escape(lang).join(f"({_matcher(part)})" for part in pattern.split("{lang}")))
-    paths: dict[Path, Path] = {}
+    paths: dict[Path, Path | UPath] = {}
     for suffix in ("", *_COMPRESSED):
         suffixed = pattern.replace("{lang}", glob.escape(lang)) + suffix
-        for name in sorted(glob.glob(suffixed, root_dir=folder, recursive=True)):
-            path, match = Path(folder, name), name_pattern.fullmatch(name.removesuffix(suffix))
+        if isinstance(folder, Path):
+            names = glob.glob(suffixed, root_dir=folder, recursive=True)
+        else:
+            names = [path.relative_to(folder).as_posix() for path in folder.glob(suffixed)]
+        for name in sorted(names):
+            path, match = folder / name, name_pattern.fullmatch(name.removesuffix(suffix))
             if path.is_file() and match:
                 key = Path("{lang}".join(match.groups()))
                 paths.setdefault(key.with_suffix("") if key.suffix in _COMPRESSED else key, path)
@@ -200,12 +227,12 @@ def _matcher(pattern: str) -> str:
     return "".join(wildcards.get(part, "[^/]") if index % 2 else re.escape(part) for index, part in parts)
 
 
-def _matching_files(folder: str, pattern: str, lang: str) -> dict[Path, Path]:
+def _matching_files(folder: Path | UPath, pattern: str, lang: str) -> dict[Path, Path | UPath]:
     """Like `_glob_files`, but raises `UserError` if no file matches."""
     paths = _glob_files(folder, pattern, lang)
     if not paths:
         try:
-            names = sorted(os.listdir(folder))
+            names = sorted(path.name for path in folder.iterdir())
         except OSError as error:
             raise UserError(f"{folder}: cannot be read ({error.strerror})") from error
         names_shown = ", ".join(names[:_NAMES_SHOWN]) or "nothing"
@@ -229,18 +256,19 @@ def _split_lines(chunks: Iterator[bytes]) -> Iterator[bytes]:
         yield last
 
 
-def _chunks(path: Path) -> Iterator[bytes]:
+def _chunks(path: Path | UPath) -> Iterator[bytes]:
     """Yields the decompressed content of a file in chunks."""
-    if path.suffix == ".zst":
-        yield from _zstandard_chunks(path)
-        return
-    openers: dict[str, Any] = {".gz": gzip.open, ".xz": lzma.open}
-    with openers.get(path.suffix, open)(path, "rb") as file:
+    with path.open("rb") as raw:
+        if path.suffix == ".zst":
+            yield from _zstandard_chunks(raw)
+            return
+        openers: dict[str, Any] = {".gz": gzip.open, ".xz": lzma.open}
+        file = openers[path.suffix](raw) if path.suffix in openers else raw
         while chunk := file.read(_CHUNK_BYTES):
             yield chunk
 
 
-def _zstandard_chunks(path: Path) -> Iterator[bytes]:
+def _zstandard_chunks(file: IO[bytes]) -> Iterator[bytes]:
     """Yields the decompressed content of a zstandard file, frame by frame.
 
     zstandard's own file object does not detect truncated files.
@@ -251,16 +279,15 @@ def _zstandard_chunks(path: Path) -> Iterator[bytes]:
         return zstandard.ZstdDecompressor(max_window_size=1 << 31).decompressobj()
 
     frame = new_frame()
-    with open(path, "rb") as file:
-        while data := file.read(_CHUNK_BYTES):
-            while data:
-                if frame.eof:
-                    frame = new_frame()
-                try:
-                    yield frame.decompress(data)
-                except zstandard.ZstdError as error:
-                    raise OSError(str(error)) from error
-                data = frame.unused_data if frame.eof else b""
+    while data := file.read(_CHUNK_BYTES):
+        while data:
+            if frame.eof:
+                frame = new_frame()
+            try:
+                yield frame.decompress(data)
+            except zstandard.ZstdError as error:
+                raise OSError(str(error)) from error
+            data = frame.unused_data if frame.eof else b""
     if not frame.eof:
         raise EOFError("the compressed file is truncated")
 

@@ -20,7 +20,7 @@ def average(config: Config, workdir: Workdir) -> None:
     """
     workdir.check_config(config)
     _, model = network(config, workdir)
-    checkpoints = Checkpoints(workdir / "checkpoints", config.train, logs.say, read_only=True)
+    checkpoints = Checkpoints(workdir.stored("checkpoints"), config.train, logs.say, read_only=True)
     steps = checkpoints.several(config.average.checkpoints)
     total: Any = None
     for step in steps:

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from branchnorm_jax.bucket import is_url
 from branchnorm_jax.config import load as load_config
 from branchnorm_jax.data.corpus import read_pairs, text_lines
 from branchnorm_jax.errors import UserError
@@ -21,9 +22,9 @@ def compare(config: Config, workdir: Workdir) -> None:
     for name, path in config.compare.named():
         if name in systems:
             raise UserError(f"compare: two systems are called {name!r}; write name=path")
-        if Path(path).is_dir():
-            systems[name] = written(Path(path), split, "hypothesis")
-            evaluated.append(Path(path))
+        if is_url(path) or Path(path).is_dir():
+            evaluated.append(Workdir.open(path).path)
+            systems[name] = written(evaluated[-1], split, "hypothesis")
         else:
             systems[name] = list(text_lines(Path(path)))
     references = list(text_lines(Path(reference))) if reference else None

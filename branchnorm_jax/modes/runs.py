@@ -184,7 +184,7 @@ def sweep(config: Config, workdir: Workdir) -> None:
     memory, runs = devices.memory(), {}
     for name, (run, chosen) in sweeping.plan_runs(config).items():
         check_names(chosen)
-        folder = Workdir(workdir / name)
+        folder = workdir.child(name)
         if chosen.train.finetune_from and not folder.has_checkpoints:
             try:
                 parent_of(chosen, folder)
@@ -202,7 +202,7 @@ def sweep(config: Config, workdir: Workdir) -> None:
             next(iter(read_pairs(direction, split)), None)
     workdir.create()
     write_atomically(workdir / "config.json", to_json(config))
-    folders = {name: (run, Workdir(workdir / name)) for name, (run, _) in runs.items()}
+    folders = {name: (run, workdir.child(name)) for name, (run, _) in runs.items()}
     for number, (name, (run, chosen)) in enumerate(runs.items(), start=1):
         folder = folders[name][1]
         status = sweeping.ended(folder, chosen)

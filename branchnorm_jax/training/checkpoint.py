@@ -17,13 +17,13 @@ import errno
 import logging
 import math
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
+from etils import epath
 from orbax.checkpoint.checkpoint_managers import preservation_policy
 
 from branchnorm_jax.errors import BranchNormError, StorageError, UserError
@@ -46,7 +46,7 @@ class Checkpoints:
     """The checkpoints of one workdir."""
 
     def __init__(
-        self, directory: Path, train: TrainConfig, warn: Callable[[str], None], *, read_only: bool = False
+        self, directory: epath.PathLike, train: TrainConfig, warn: Callable[[str], None], *, read_only: bool = False
     ) -> None:
         """Opens `directory`.
 
@@ -60,7 +60,8 @@ class Checkpoints:
         # Orbax logs hundreds of lines about a damaged file through these loggers. `warn` gets the relevant line.
         for name in ("absl", "asyncio"):
             logging.getLogger(name).setLevel(logging.CRITICAL)
-        self._directory = directory.absolute()
+        folder = epath.Path(directory)
+        self._directory = folder if folder.is_absolute() else folder.absolute()  # A URL is absolute.
         self._warn = warn
         keep = [preservation_policy.LatestN(train.keep_last)]
         if train.keep_best:

@@ -147,7 +147,7 @@ class Run:
         self.abstract = abstract_state(self.model, self.optimizer, self.mesh, bool(train.ema_decay))
         self.validator = Validator(config, self.model, self.rows, corpus, valid_plans)
         self.compiled: dict[Shape, Any] = {}
-        self.checkpoints = Checkpoints(workdir / "checkpoints", train, logs.say)
+        self.checkpoints = Checkpoints(workdir.stored("checkpoints"), train, logs.say)
         if not self.checkpoints.steps():
             workdir.need_space(2 * size_of(self.abstract))
         self.alpha = jax.jit(growth.alpha(config.model))
@@ -418,6 +418,8 @@ class Run:
         self._halt_if_needed(trouble.decide_about_state(self.step, "norm of the parameters", norm, self.config.train))
         score = self.loop_state.score if self.loop_state.evaluated == self.step else None
         saved = dataclasses.asdict(self.loop_state)
+        if hosts.is_first():
+            self.workdir.publish()
         self.checkpoints.save(self.state, self.alpha(self.state.clock), saved, score)
         recorder.restart_clock()
 

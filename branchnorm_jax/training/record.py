@@ -37,6 +37,7 @@ class Recorder:
           start: first step of the run, also after a restart or a rollback.
           total: number of updates of the whole run.
         """
+        self.workdir = workdir
         self.bar = logs.progress_bar(total, start, "update", "train")
         self.open_files: list[Any] = []
         if hosts.is_first():
@@ -78,6 +79,7 @@ class Recorder:
         """Writes the results of a validation. The key "pairs" of `line` has the results of each language pair."""
         if self.open_files:
             self._write_validation(line, best)
+            self.workdir.publish()
         self.restart_clock()
 
     def _write_validation(self, line: Mapping[str, Any], best: bool) -> None:
@@ -140,6 +142,7 @@ def write_status(workdir: Workdir, fields: Mapping[str, Any], loop_state: LoopSt
     }
     content = {**fields, **costs, **logs.environment()}
     write_atomically(workdir / "status.json", json.dumps(content, indent=2) + "\n")
+    workdir.publish()
 
 
 def to_json_numbers(values: jax.Array) -> list[float | None]:

@@ -4,7 +4,6 @@ import contextlib
 import uuid
 
 from branchnorm_jax.data.prepare import Corpus, prepare
-from branchnorm_jax.files import write_atomically
 from branchnorm_jax.options import Config
 from branchnorm_jax.parallel import hosts
 from branchnorm_jax.training import logs
@@ -27,13 +26,16 @@ def shared_corpus(config: Config, workdir: Workdir, stack: contextlib.ExitStack)
         workdir.create()
         stack.enter_context(workdir.locked())
         workdir.agree_on_config(config)
+        workdir.fetch("corpus")
         corpus = corpus_of(config, workdir)
         workdir.agree_on_data(corpus.identity())
-        write_atomically(workdir / ".run", mark)
+        workdir.set_mark(mark)
         return corpus
 
     def read() -> Corpus:
         workdir.check_mark(mark)
+        workdir.fetch(".")
+        workdir.fetch("corpus")
         return prepare(config.data, workdir.path, logs.say, keep=True)
 
     corpus = hosts.first_then_others(prepare_first, read, "which prepares the data")

@@ -1,7 +1,6 @@
 """Loading a trained run: its vocabulary, network and parameters."""
 
 import dataclasses
-from pathlib import Path
 
 from branchnorm_jax import config as configs
 from branchnorm_jax.data.tokenizer import Tokenizer, load_tokenizer
@@ -54,7 +53,9 @@ def open_checkpoints(config: Config, workdir: Workdir, which: str) -> tuple[Chec
       UserError: if `which` is "average" and there is no average.
     """
     averaged = which == "average"
-    folder = workdir / ("average" if averaged else "checkpoints")
+    if averaged:
+        workdir.fetch("average")
+    folder = workdir / "average" if averaged else workdir.stored("checkpoints")
     if averaged and not folder.exists():
         raise UserError(f"{workdir.path}: no average of checkpoints; make it with --mode=average")
     return Checkpoints(folder, config.train, logs.say, read_only=True), "last" if averaged else which
@@ -70,10 +71,12 @@ def find_run(option: str, name: str, config: Config) -> tuple[Config, Workdir, s
     Raises:
       UserError: if the option names no run, or if the folder has no run.
     """
-    folder, _, which = name.partition(":")
+    folder, colon, which = name.rpartition(":")
+    if not colon or "/" in which:  # The colon of a URL separates nothing.
+        folder, which = name, ""
     if not folder:
         raise UserError(f"{option}={name}: no workdir given; write workdir or workdir:checkpoint")
-    workdir = Workdir(Path(folder))
+    workdir = Workdir.open(folder)
     if not (workdir / "config.json").exists():
         raise UserError(f"{option}: {folder}: no training run in this folder")
     theirs = dataclasses.replace(configs.load(workdir / "config.json"), parallel=config.parallel)

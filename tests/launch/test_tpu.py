@@ -67,7 +67,7 @@ def test_setup_copies_the_checkout_and_installs_the_extra(stubs: Stubs) -> None:
     assert scp[1:5] == ["compute", "tpus", "tpu-vm", "scp"]
     assert scp[6:] == ["bn:branchnorm.tar.gz", "--worker=all", "--zone=z"]
     assert ssh[4:7] == ["ssh", "bn", "--worker=all"]
-    assert "--constraint requirements-lock.txt '.[tpu]'" in ssh[7]
+    assert "--constraint requirements-lock.txt '.[tpu,gs]'" in ssh[7]
 
 
 def test_run_starts_main_on_all_workers(stubs: Stubs) -> None:

@@ -1,5 +1,6 @@
 """Prepares the vocabulary and the token stores of a run, once per workdir."""
 
+import functools
 import hashlib
 import itertools
 import json
@@ -43,7 +44,9 @@ INGREDIENTS = "vocab_size", "vocab_type", "shared_vocab", "byte_fallback", "voca
 """Options that a vocabulary depends on, in addition to the text."""
 
 
-def prepare(config: DataConfig, directory: Path, say: Callable[[str], None], keep: bool = False) -> Corpus:
+def prepare(
+    config: DataConfig, directory: Path, say: Callable[[str], None], keep: bool = False, trust: bool = False
+) -> Corpus:
     """Loads or creates `vocabulary/` and `corpus/` under `directory`.
 
     With several language pairs, each pair has its own folder under `corpus/`. The vocabulary is trained again if its
@@ -55,16 +58,17 @@ def prepare(config: DataConfig, directory: Path, say: Callable[[str], None], kee
       directory: parent folder, usually the workdir.
       say: called with one line per completed step.
       keep: whether to keep an existing vocabulary even if its text or options have changed.
+      trust: whether to open existing stores without looking at the text, which another process has just tokenised.
     """
     vocabulary, directions = directory / "vocabulary", config.directions()
+    build = functools.partial(build_store, trust=trust)
     validated = [direction for direction in directions if direction in config.validated()]
-    origin = origin_of(config)
-    if vocabulary.exists() and (keep or reusable(vocabulary, origin, say)):
+    if vocabulary.exists() and (keep or reusable(vocabulary, origin_of(config), say)):
         tokenizer = load_tokenizer(vocabulary)
     else:
         say(f"training a vocabulary of {config.vocab_size} pieces")
         text = itertools.chain.from_iterable(read_pairs(direction, "train") for direction in directions)
-        tokenizer = train_tokenizer(config, text, vocabulary, origin)
+        tokenizer = train_tokenizer(config, text, vocabulary, origin_of(config))
     train: list[TokenStore] = []
     valid: list[TokenStore] = []
     for direction in directions:
@@ -75,10 +79,10 @@ def prepare(config: DataConfig, directory: Path, say: Callable[[str], None], kee
             parent, label = folder, name
             if sample is not None:
                 parent, label = folder / f"sample-{sample}", f"{name}, tokenisation {sample + 1}"
-            train.append(build_store(direction, tokenizer, "train", parent, filter=True, tags=tags, sample=sample))
+            train.append(build(direction, tokenizer, "train", parent, filter=True, tags=tags, sample=sample))
             say(describe_counts(label, train[-1]))
         if direction in validated:
-            valid.append(build_store(direction, tokenizer, "valid", folder, filter=False, tags=tags))
+            valid.append(build(direction, tokenizer, "valid", folder, filter=False, tags=tags))
             say(describe_counts(name.replace("train", "valid"), valid[-1]))
     if not (vocabulary / UNUSED).exists() or not all(store.reused for store in train):
         used = np.unique(np.concatenate([np.unique(store.target_tokens) for store in train]))

@@ -97,6 +97,7 @@ def build_store(
     filter: bool,
     tags: Tags = NO_TAGS,
     sample: int | None = None,
+    trust: bool = False,
 ) -> TokenStore:
     """Tokenises a split into `directory/split`, or opens the existing store.
 
@@ -113,11 +114,14 @@ def build_store(
       filter: whether to apply the ratio filter, as in training.
       tags: language tags prepended to every sentence; they count towards its length.
       sample: index of a sampled tokenisation, see `sampling.py`; None for the best one.
+      trust: whether to reuse an existing store without looking at the text.
 
     Raises:
       UserError: if the text cannot be read (see `read_pairs`), or no pair is left.
       StorageError: if the files cannot be written.
     """
+    if trust and (store := open_store(directory / split, None)):
+        return store
     filters: dict[str, Any] = {"max_length": config.max_length, "max_ratio": config.max_ratio if filter else 0.0}
     key: dict[str, Any] = {"corpus": corpus_key(config, split), "tokenizer": tokenizer.sha256, "filters": filters}
     # Without tags the key has no entry for them, so stores built before tags were introduced stay valid.
@@ -147,14 +151,15 @@ def build_store(
         return _opened(temporary, meta, reused=False)
 
 
-def open_store(path: Path, key: dict[str, Any]) -> TokenStore | None:
+def open_store(path: Path, key: dict[str, Any] | None) -> TokenStore | None:
     """Opens the store at `path`, or returns None.
 
-    The result is None if the store is incomplete or its key differs.
+    The result is None if the store is incomplete or its key differs. If `key` is None, the store may have any key.
     """
     try:
         meta = json.loads((path / "meta.json").read_text(encoding="utf-8"))
-        if meta["key"] != key or any((path / name).stat().st_size != size for name, size in meta["bytes"].items()):
+        other = key is not None and meta["key"] != key
+        if other or any((path / name).stat().st_size != size for name, size in meta["bytes"].items()):
             return None
         return _opened(path, meta, reused=True)
     except (OSError, ValueError, KeyError, TypeError, AttributeError):  # missing, incomplete or not a token store

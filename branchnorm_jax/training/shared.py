@@ -36,7 +36,7 @@ def shared_corpus(config: Config, workdir: Workdir, stack: contextlib.ExitStack)
         workdir.check_mark(mark)
         workdir.fetch(".")
         workdir.fetch("corpus")
-        return prepare(config.data, workdir.path, logs.say, keep=True)
+        return prepare(config.data, workdir.path, logs.say, keep=True, trust=True)
 
     corpus = hosts.first_then_others(prepare_first, read, "which prepares the data")
     hosts.agree({f"hash of {name}": value for name, value in corpus.identity().items()})

@@ -3,8 +3,11 @@
 import dataclasses
 from pathlib import Path
 
+import pytest
+
 from branchnorm_jax.data.prepare import prepare
 from branchnorm_jax.data.tokenizer import ORIGIN
+from branchnorm_jax.errors import UserError
 from branchnorm_jax.options import DataConfig
 
 CONFIG = DataConfig(numerals_pairs=200, vocab_size=200)
@@ -46,3 +49,20 @@ def test_unknown_characters_are_reported(tmp_path: Path) -> None:
     share = unknown / len(corpus.train.stores[0].target_tokens)
     assert share > 0.01
     assert f"; {share:.1%} of the target's tokens are unknown to the vocabulary" in train
+
+
+def test_other_processes_do_not_need_the_text(tmp_path: Path) -> None:
+    text = tmp_path / "text"
+    text.mkdir()
+    for name in ("train", "valid"):
+        for lang in ("en", "de"):
+            (text / f"{name}.{lang}").write_text("".join(f"{lang} {number}\n" for number in range(100)))
+    config = DataConfig(source="text", path=str(text), files="{split}.{lang}", vocab_size=24, byte_fallback=False)
+    first = prepare(config, tmp_path / "run", lambda line: None)
+    for file in text.iterdir():
+        file.unlink()
+    other = prepare(config, tmp_path / "run", lambda line: None, keep=True, trust=True)
+    assert other.identity() == first.identity()
+    assert all(store.reused for store in (*other.train.stores, *other.valid))
+    with pytest.raises(UserError, match="no file matches"):
+        prepare(config, tmp_path / "run", lambda line: None, keep=True)

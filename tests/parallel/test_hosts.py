@@ -122,6 +122,51 @@ def test_processes_with_different_options_are_rejected(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_processes_with_different_code_are_rejected(tmp_path: Path) -> None:
+    """Process 1 runs in a copy of the checkout with another commit."""
+    copy = tmp_path / "copy"
+    git = "git -c user.name=x -c user.email=x@example.com"
+    subprocess.run(["git", "clone", "--quiet", ROOT, copy], check=True)
+    subprocess.run(f"{git} commit --quiet --allow-empty -m other", shell=True, cwd=copy, check=True)
+    code, output = run_hosts(
+        *OPTIONS, f"--workdir={tmp_path / 'run'}", before=f"test $JAX_PROCESS_ID = 0 || cd {copy}", devices=1
+    )
+    assert code == 2, output
+    revisions = [
+        subprocess.run(["git", "rev-parse", "HEAD"], cwd=folder, capture_output=True, text=True).stdout.strip()
+        for folder in (copy, ROOT)
+    ]
+    line = rf"UserError: git revision is '{revisions[0]}' in process 1 on \S+, but '{revisions[1]}\+?' in process 0 on"
+    assert len(re.findall(line, output)) == 2, output
+
+
+@pytest.mark.slow
+def test_processes_with_different_vocabularies_are_rejected(tmp_path: Path) -> None:
+    """Process 1 sees another file in place of the vocabulary of the workdir, as with a stale network file system."""
+    if subprocess.run(["unshare", "--mount", "true"], capture_output=True).returncode:
+        pytest.skip("mounting needs root")
+    for name, size in (("run", 300), ("other", 290)):
+        options = (
+            *OPTIONS,
+            f"--config.data.vocab_size={size}",
+            "--config.train.steps=1",
+            f"--workdir={tmp_path / name}",
+        )
+        assert run_main(*options).returncode == 0
+    file = "vocabulary/vocab.model"
+    mount = f"mount --bind {tmp_path / 'other' / file} {tmp_path / 'run' / file}"
+    code, output = run_hosts(
+        *OPTIONS,
+        f"--workdir={tmp_path / 'run'}",
+        before=f'test $JAX_PROCESS_ID = 0 || exec unshare --mount sh -c \'{mount} && exec "$@"\' sh "$@"',
+        devices=1,
+    )
+    assert code == 2, output
+    line = r"UserError: hash of vocabulary is '[0-9a-f]+' in process 1 on \S+, but '[0-9a-f]+' in process 0 on"
+    assert len(re.findall(line, output)) == 2, output
+
+
+@pytest.mark.slow
 def test_workdirs_that_are_not_shared_are_rejected(tmp_path: Path) -> None:
     code, output = run_hosts(*OPTIONS, flags=f"--workdir={tmp_path}/$JAX_PROCESS_ID")
     assert code == 2, output

@@ -1,16 +1,18 @@
 """A run's folder in a bucket, such as gs://bucket/run.
 
 The checkpoints are in the bucket only: every process writes its part of them there. All other files are in a local
-folder, because they grow line by line or are mapped into memory. They are fetched from the bucket when the folder is
-opened, and published in it before each checkpoint, after each validation and at the end. So a checkpoint in the bucket
-is never ahead of the logs in the bucket.
+folder, because they grow line by line or are mapped into memory. They are downloaded when the folder is opened, and
+uploaded before each checkpoint, after each validation and at the end. So a checkpoint in the bucket is never ahead of
+the logs in the bucket.
 """
 
 import contextlib
+import datetime
 import logging
 import os
 import re
 import shutil
+import socket
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 from typing import IO, Any
@@ -27,13 +29,16 @@ NEVER = {"checkpoints", "compile_cache"}
 """Folders that are either in the bucket only or on this machine only."""
 
 LARGE = {"average", "corpus", "export", "tensorboard"}
-"""Folders that are published, but fetched only on request."""
+"""Folders that are fetched only on request. `corpus` is uploaded only after that, because the local copy may be old."""
 
 KEPT = {"compile_cache", "corpus"}
 """Folders whose local copies remain for the next start on this machine."""
 
 MARK = ".run"
 """File with the identity of the process that trains in a workdir."""
+
+Stamp = tuple[int, int]
+"""Size of a file in bytes and its modification time in nanoseconds, in whole seconds for a file in the bucket."""
 
 
 def is_url(name: str) -> bool:
@@ -48,12 +53,17 @@ def open_url(url: str) -> tuple[Any, str]:
       UserError: if the scheme is unknown.
       MissingExtraError: if the package that reads it is not installed.
     """
-    # It warns at each access if the account may not ask for the type of the bucket, which does not matter.
-    logging.getLogger("gcsfs").setLevel(logging.ERROR)
+    # gcsfs logs a traceback for every failed request, and a warning if the account cannot read the bucket's metadata.
+    logging.getLogger("gcsfs").setLevel(logging.CRITICAL)
+    options: dict[str, Any] = {"use_listings_cache": False}
+    scheme = url.partition("://")[0]
     try:
-        return fsspec.core.url_to_fs(url, use_listings_cache=False)
+        if scheme == "gs":
+            import aiohttp  # Comes with gcsfs, whose requests otherwise have no time limit.
+
+            options["requests_timeout"] = aiohttp.ClientTimeout(sock_connect=30, sock_read=120)
+        return fsspec.core.url_to_fs(url, **options)
     except ImportError as error:
-        scheme = url.partition("://")[0]
         if scheme in SCHEMES:
             raise MissingExtraError(
                 f'{url}: needs {SCHEMES[scheme]}; run: pip install "branchnorm_jax[{scheme}]"'
@@ -64,7 +74,7 @@ def open_url(url: str) -> tuple[Any, str]:
 
 
 class Bucket:
-    """The bucket's folder `url`, and its local copy `folder`."""
+    """The bucket's folder `url`, and its local copy `folder`, which belongs to this process while the object exists."""
 
     def __init__(self, url: str) -> None:
         """Opens the folder, which need not exist, and fetches its files.
@@ -79,7 +89,8 @@ class Bucket:
         self._files, root = open_url(self.url)
         self._root = PurePosixPath(root)
         self.folder, self._lock = _own_folder(self.url)
-        self._published: dict[Path, tuple[int, int]] = {}
+        self._same: dict[Path, Stamp] = {}
+        """Files that are the same here and in the bucket, unless their stamp has changed."""
         self._marks: dict[str, str] = {}
         self._skipped = NEVER | {"corpus"}
         for entry in self.folder.iterdir():
@@ -90,30 +101,38 @@ class Bucket:
         except StorageError as error:
             raise UserError(str(error)) from error
 
-    def close(self) -> None:
-        """Lets other processes use the local copy."""
-        self._lock.close()
-
     def fetch(self, folder: Path) -> None:
-        """Fetches the files below `folder`, a part of the local copy, that are new or have changed in the bucket.
+        """Makes the files below `folder`, a part of the local copy, equal to those in the bucket.
 
-        Raises `StorageError` if the bucket cannot be read.
+        Files that were never in the bucket remain.
+
+        Raises:
+          StorageError: if the bucket cannot be read.
         """
         below = folder.relative_to(self.folder)
         self._skipped -= set(below.parts)
         skipped = self._skipped | (LARGE - set(below.parts))
+        found = set()
         with self._reaching("cannot be read"):
-            for remote in self._files.find((self._root / below).as_posix()):
-                name = Path(remote).relative_to(self._root)
-                path = self.folder / name
-                if skipped & set(name.parts) or path.name == MARK:
+            for remote, info in self._files.find((self._root / below).as_posix(), detail=True).items():
+                name = PurePosixPath(remote).relative_to(self._root)
+                path, stamp = self.folder / name, (info["size"], _nanoseconds(info["mtime"]))
+                # A folder that was created by hand is an empty object whose name ends with a slash.
+                if remote.endswith("/") or skipped & set(name.parts) or path.name == MARK:
                     continue
-                if not path.exists() or _stamp(path) != (self._files.size(remote), self._modified(remote)):
+                if not path.exists() or _stamp(path) != stamp:
                     path.parent.mkdir(parents=True, exist_ok=True)
                     partial = path.with_name(f".{path.name}.part")
                     self._files.get_file(remote, str(partial))
+                    os.utime(partial, ns=(stamp[1], stamp[1]))
                     os.replace(partial, path)
-                self._note(path)
+                self._same[path] = _stamp(path)
+                found.add(path)
+        for path in self._same.keys() - found:
+            # Another process has deleted it in the bucket.
+            if path.is_relative_to(folder) and not skipped & set(path.relative_to(self.folder).parts):
+                path.unlink(missing_ok=True)
+                del self._same[path]
 
     def set_mark(self, folder: Path, mark: str) -> None:
         """Writes `mark` into the file .run of `folder`. From now on, `publish` checks that it is still there."""
@@ -136,34 +155,40 @@ class Bucket:
                         f"{self.url}: another process has started to train in this workdir, so this one ends"
                     )
             found = set(self._local())
-            for path in found:
-                if self._published.get(path) != _stamp(path):
-                    self._files.put_file(str(path), self._remote(path))
-                    self._note(path)
-            for path in self._published.keys() - found:
+            # An upload can be interrupted. In this order, a vocabulary precedes the note of its origin, and the tokens
+            # of a store precede its description.
+            for path in sorted(found, reverse=True):
+                if self._same.get(path) != _stamp(path):
+                    self._upload(path)
+            for path in self._same.keys() - found:
                 with contextlib.suppress(FileNotFoundError):
                     self._files.rm_file(self._remote(path))
-                del self._published[path]
+                del self._same[path]
+
+    def _upload(self, path: Path) -> None:
+        stamp = _stamp(path)
+        # A copy, because TensorBoard's thread may append to the file during the upload.
+        partial = path.with_name(f".{path.name}.part")
+        shutil.copyfile(path, partial)
+        self._files.put_file(str(partial), self._remote(path))
+        partial.unlink()
+        if _stamp(path) == stamp:
+            # With equal times, the next start on this machine recognises the file.
+            modified = _nanoseconds(self._files.modified(self._remote(path)))
+            os.utime(path, ns=(modified, modified))
+            stamp = _stamp(path)
+        self._same[path] = stamp
 
     def _local(self) -> Iterator[Path]:
         """Yields the local files that belong into the bucket."""
         for path in self.folder.rglob("*"):
-            below = path.relative_to(self.folder)
-            if path.is_file() and not path.name.startswith(".") and not self._skipped & set(below.parts):
+            parts = path.relative_to(self.folder).parts
+            # A killed `atomic_directory` leaves a hidden folder.
+            if path.is_file() and not self._skipped & set(parts) and not any(part[0] == "." for part in parts):
                 yield path
-
-    def _note(self, path: Path) -> None:
-        """Notes that a file is the same here and in the bucket; both have the same time from now on."""
-        modified = self._modified(self._remote(path))
-        os.utime(path, ns=(modified, modified))
-        self._published[path] = _stamp(path)
 
     def _remote(self, path: Path) -> str:
         return (self._root / path.relative_to(self.folder)).as_posix()
-
-    def _modified(self, remote: str) -> int:
-        """Returns the time of a file in the bucket: nanoseconds, rounded to what every file system stores."""
-        return int(self._files.modified(remote).timestamp()) * 10**9
 
     @contextlib.contextmanager
     def _reaching(self, failure: str) -> Iterator[None]:
@@ -178,24 +203,37 @@ class Bucket:
 
 
 def _own_folder(url: str) -> tuple[Path, IO[str]]:
-    """Returns a local folder for `url` that no other process uses, and the lock that reserves it."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "branchnorm_jax"
+    """Returns a local folder for `url` that no other process uses, and the lock that reserves it.
+
+    Raises:
+      UserError: if no folder can be created.
+    """
     name = re.sub("[^A-Za-z0-9._-]+", "+", url)
     number = 0
-    while True:
-        folder = cache / (f"{name}~{number}" if number else name)
-        folder.mkdir(parents=True, exist_ok=True)
-        file = (folder / ".in_use").open("w")
-        try:
-            lock(file, "in use")
-        except UserError:
-            file.close()
-            number += 1
-        else:
-            return folder, file
+    try:
+        home = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
+        while True:
+            # Hosts may share a home without file locks.
+            folder = home / "branchnorm_jax" / socket.gethostname() / (f"{name}~{number}" if number else name)
+            folder.mkdir(parents=True, exist_ok=True)
+            file = (folder / ".in_use").open("w")
+            try:
+                lock(file, "in use")
+            except UserError:
+                file.close()
+                number += 1
+            else:
+                return folder, file
+    except (OSError, RuntimeError) as error:
+        raise UserError(
+            f"{url}: no folder for the local copy ({error}); set XDG_CACHE_HOME to a folder that can be written to"
+        ) from error
 
 
-def _stamp(path: Path) -> tuple[int, int]:
-    """Returns the size of a file in bytes and its modification time in nanoseconds."""
+def _stamp(path: Path) -> Stamp:
     stat = path.stat()
     return stat.st_size, stat.st_mtime_ns
+
+
+def _nanoseconds(time: datetime.datetime) -> int:
+    return int(time.timestamp()) * 10**9

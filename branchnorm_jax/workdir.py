@@ -123,12 +123,15 @@ class Workdir:
             yield
 
     def fetch(self, name: str) -> None:
-        """Fetches the folder "corpus" or "average" from the bucket, if any; all smaller files are there already."""
+        """Fetches a folder that is not fetched by itself ("corpus", "average", "export/...") from the bucket, if any.
+
+        "." fetches again what has changed in the others.
+        """
         if self.bucket:
             self.bucket.fetch(self / name)
 
     def set_mark(self, mark: str) -> None:
-        """Writes `mark`, which identifies this start of the run, and publishes the workdir.
+        """Writes `mark`, which identifies this start of the run.
 
         In a bucket, where nothing can be locked, an earlier process that still trains notices the new mark and ends.
         """
@@ -136,7 +139,6 @@ class Workdir:
             self.bucket.set_mark(self.path, mark)
         else:
             write_atomically(self / MARK, mark)
-        self.publish()
 
     def check_mark(self, mark: str) -> None:
         """Raises `UserError` unless the workdir has this `mark`, which process 0 wrote at its start."""

@@ -65,7 +65,10 @@ def text_lines(path: Path | UPath) -> Iterator[str]:
             f"{path}, line {number}: not valid UTF-8 (byte 0x{error.object[error.start]:02x} at position "
             f"{error.start}); convert the file to UTF-8"
         ) from error
-    except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:
+    except Exception as error:
+        # The libraries of buckets have no common class of exceptions.
+        if isinstance(path, Path) and not isinstance(error, OSError | EOFError | zlib.error | lzma.LZMAError):
+            raise
         reason = getattr(error, "strerror", None) or error
         where = f" beyond line {number}" if number else ""
         raise UserError(f"{path}: cannot be read{where} ({reason})") from error
@@ -74,9 +77,9 @@ def text_lines(path: Path | UPath) -> Iterator[str]:
 def corpus_key(config: DataConfig, split: str) -> dict[str, Any]:
     """Returns a cache key, of JSON values, that changes when the corpus changes.
 
-    The text itself is not read. Text files are identified by resolved path, size and modification time, in a bucket by
-    URL and what the bucket says about the version; numerals by parameters, generator code and library versions; TFDS
-    data sets by full name with version, folder and size.
+    The text itself is not read. Text files are identified by resolved path, size and modification time; files at
+    URLs by URL, size and version (generation or ETag); numerals by parameters, generator code and library versions;
+    TFDS data sets by full name with version, folder and size.
 
     Raises:
       UserError: if the text is missing.
@@ -156,7 +159,9 @@ def _version(path: Path | UPath) -> list[str | int]:
     if isinstance(path, Path):
         stat = path.stat()
         return [str(path.resolve()), stat.st_size, stat.st_mtime_ns]
-    return [str(path), path.stat().st_size, path.fs.ukey(path.path)]
+    info = path.fs.info(path.path)
+    version = info.get("generation") or info.get("ETag") or path.fs.ukey(path.path)
+    return [str(path), info["size"], str(version)]
 
 
 def _text_files(config: DataConfig, split: str) -> list[tuple[Path | UPath, Path | UPath]]:

@@ -19,6 +19,7 @@ def average(config: Config, workdir: Workdir) -> None:
     `decode.checkpoint=average` selects the result. BranchNorm's alpha is averaged in the same way.
     """
     workdir.check_config(config)
+    workdir.fetch("average")  # In a bucket, the files of an earlier average would otherwise remain.
     _, model = network(config, workdir)
     checkpoints = Checkpoints(workdir.stored("checkpoints"), config.train, logs.say, read_only=True)
     steps = checkpoints.several(config.average.checkpoints)

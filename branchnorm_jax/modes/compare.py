@@ -18,12 +18,12 @@ def compare(config: Config, workdir: Workdir) -> None:
     if not config.compare.systems:
         raise UserError("compare: nothing to compare; give compare.systems=runs/a,runs/b, or files of translations")
     systems: dict[str, list[str]] = {}
-    evaluated: list[Path] = []
+    evaluated: list[Workdir] = []
     for name, path in config.compare.named():
         if name in systems:
             raise UserError(f"compare: two systems are called {name!r}; write name=path")
         if is_url(path) or Path(path).is_dir():
-            evaluated.append(Workdir.open(path).path)
+            evaluated.append(Workdir.open(path))
             systems[name] = written(evaluated[-1], split, "hypothesis")
         else:
             systems[name] = list(text_lines(Path(path)))
@@ -35,13 +35,14 @@ def compare(config: Config, workdir: Workdir) -> None:
         for other in others:
             if written(other, split, "reference") != theirs:
                 raise UserError(
-                    f"compare: the references of {other} differ from those of {first}; evaluate both on one test set"
+                    f"compare: the references of {other.path} differ from those of {first.path}; evaluate both on one "
+                    "test set"
                 )
         references = theirs if references is None else references
         # With several pairs, the split is named like test.en-de. That pair may not be a trained one.
         data = load_config(first / "config.json").data.directions(split.partition(".")[2])[0]
         language = data.target_lang
-        logs.say(f"counting the words of the training text of {first}")
+        logs.say(f"counting the words of the training text of {first.path}")
         try:
             frequencies = comparing.word_counts((target for _, target in read_pairs(data, "train")), language)
         except UserError as error:
@@ -53,7 +54,7 @@ def compare(config: Config, workdir: Workdir) -> None:
     print(*comparing.write(comparison, workdir.path), sep="\n")
 
 
-def written(workdir: Path, split: str, side: str) -> list[str]:
+def written(workdir: Workdir, split: str, side: str) -> list[str]:
     """Returns the lines that `evaluate` wrote; side is "source", "reference" or "hypothesis".
 
     Raises:

@@ -39,6 +39,8 @@ def export(config: Config, workdir: Workdir) -> None:
         raise UserError("config: export.quantization needs export.format=ctranslate2")
     if e.path and folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
         raise UserError(f"export.path={folder}: it exists and is not an empty folder; choose a new folder")
+    if not e.path:
+        workdir.fetch(f"export/{e.name}")  # In a bucket, the files of an earlier export would otherwise remain.
     trained = load(config, workdir)
     model, tokenizer = trained.translator.model, trained.translator.tokenizer
     if config.decode.length_penalty_kind != "fairseq":

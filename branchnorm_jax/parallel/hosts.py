@@ -14,7 +14,7 @@ from typing import Any, Self, TypeVar
 import jax
 from jax._src import clusters, distributed  # The public API has no access to the key-value store of the coordinator.
 
-from branchnorm_jax.errors import BranchNormError, HostError, StorageError, UserError
+from branchnorm_jax.errors import BranchNormError, HostError, MissingExtraError, StorageError, UserError
 from branchnorm_jax.options import ParallelConfig
 from branchnorm_jax.parallel.ending import end_process
 from branchnorm_jax.parallel.meeting import PATIENCE, gather_links, join_first, parse_address, say
@@ -161,7 +161,9 @@ def first_then_others(first: Callable[[], T], others: Callable[[], T], what: str
     if not is_first():
         outcome = json.loads(gather("", what)[0])
         if outcome:
-            kinds = {kind.__name__: kind for kind in BranchNormError.__subclasses__()}
+            kinds: dict[str, type[BranchNormError]] = {
+                kind.__name__: kind for kind in (UserError, MissingExtraError, StorageError)
+            }
             raise kinds.get(outcome["error"], HostError)(f"process 0: {outcome['message']}")
         return others()
     try:

@@ -28,7 +28,7 @@ class Peer:
     Attributes:
       heard: when its last message came.
       silent: seconds since then, without the time in which this process itself was stopped.
-      age: process 0: how long before `heard` it had last heard from all processes; 0 for the others.
+      age: seconds before `heard` since process 0 had last heard from all processes; 0 if the peer is not process 0.
       code: the exit code with which it ends, or None.
       failed: process 0: the first process that it knows to end with an exit code other than 0.
     """

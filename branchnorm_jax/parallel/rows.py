@@ -17,7 +17,7 @@ B = TypeVar("B")
 
 @dataclasses.dataclass(frozen=True)
 class Rows:
-    """Splits the rows of batches over a mesh. Empty rows make their number divisible.
+    """Splits the rows of batches over a mesh. Adds empty rows up to a multiple of `shards` x `parts`.
 
     Attributes:
       mesh: the device mesh.

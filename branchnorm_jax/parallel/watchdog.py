@@ -37,10 +37,11 @@ class Watchdog:
     """
 
     def __init__(self, multiple: float, end: Callable[[str], None]) -> None:
-        """Arguments.
+        """Sets the limit.
 
-        multiple: the limit, in usual durations; 0: no limit.
-        end: receives a text that says what takes too long.
+        Args:
+          multiple: the limit, in usual durations; 0: no limit.
+          end: receives a text that says what takes too long.
         """
         self._multiple, self._end = multiple, end
         self._durations: dict[str, deque[float]] = {}

@@ -39,7 +39,7 @@ def parent_of(config: Config, workdir: Workdir) -> Workdir:
         vocabulary options or language tags differ from `config`.
     """
     theirs, parent, which = find_run("train.finetune_from", config.train.finetune_from, config)
-    if parent.path.resolve() == workdir.path.resolve():
+    if parent.stored(".").resolve() == workdir.stored(".").resolve():
         raise UserError("train.finetune_from: this is the --workdir of the new run; choose another --workdir")
     if theirs.data.pairs and not config.data.pairs:
         raise UserError(
@@ -74,11 +74,12 @@ def take_vocabulary(parent: Workdir, workdir: Workdir) -> None:
         # The unused pieces depend on the text of the new run.
         shutil.copytree(parent / "vocabulary", temporary, ignore=shutil.ignore_patterns(UNUSED), dirs_exist_ok=True)
         # The origin matches no text, so a later run here without a parent trains its own vocabulary.
-        (temporary / ORIGIN).write_text(json.dumps({"run": str(parent.path)}) + "\n", encoding="utf-8")
+        (temporary / ORIGIN).write_text(json.dumps({"run": str(parent.stored("."))}) + "\n", encoding="utf-8")
 
 
 def corpus_of(config: Config, workdir: Workdir) -> Corpus:
     """Prepares the corpus of the run, with its existing vocabulary, its parent's vocabulary or a new one."""
+    workdir.fetch("corpus")
     if config.train.finetune_from and not workdir.has_checkpoints:
         take_vocabulary(parent_of(config, workdir), workdir)
     # data.json shows that training has started, even if there is no checkpoint yet.

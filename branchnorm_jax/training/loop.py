@@ -82,8 +82,8 @@ def train(config: Config, workdir: Workdir) -> None:
             if isinstance(error, OSError):
                 failure = StorageError(f"{workdir.path}: {error.strerror or error}; earlier checkpoints are kept")
             status = failure.status if isinstance(failure, BranchNormError | Preempted) else "failed"
-            # If the disk is full, writing the status may fail, too. Report the first error, not the second.
-            with contextlib.suppress(OSError):
+            # If the disk is full or the bucket fails, writing the status may fail, too. Report the first error.
+            with contextlib.suppress(OSError, BranchNormError):
                 run.write_status(status, str(failure) or type(failure).__name__)
             raise failure from error
     if signal_number:
@@ -215,7 +215,7 @@ class Run:
                         text = f"diverged: {decision.reason}; {trouble.ADVICE}"
                         raise DivergedError(text, decision.step, decision.kind) from None
                     self._roll_back(decision)
-            self.watchdog.begin("the end of the last save")
+            self.watchdog.begin("the save", f"at step {self.step}")
             self.checkpoints.close()
             self.write_status("done", self.stop_reason or f"reached {self.total} updates")
         return max(map(int, hosts.gather(str(preemption.signal))))
@@ -290,7 +290,7 @@ class Run:
                 self.watchdog.begin("the save", f"at step {self.step}")
                 self._save(recorder)
             if signal_number and not at_end:
-                self.watchdog.begin("the end of the last save")
+                self.watchdog.begin("the save", f"at step {self.step}")
                 self.checkpoints.wait()
                 raise Preempted(f"stopped by signal {signal_number}, saved at step {self.step}", signal_number)
             if at_end:

@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 
+from branchnorm_jax.errors import StorageError
 from branchnorm_jax.files import write_atomically
 from branchnorm_jax.parallel import hosts
 from branchnorm_jax.training import logs
@@ -79,7 +80,10 @@ class Recorder:
         """Writes the results of a validation. The key "pairs" of `line` has the results of each language pair."""
         if self.open_files:
             self._write_validation(line, best)
-            self.workdir.publish()
+            try:
+                self.workdir.publish()
+            except StorageError as error:
+                logs.say(f"{error}; the next checkpoint tries again")
         self.restart_clock()
 
     def _write_validation(self, line: Mapping[str, Any], best: bool) -> None:

@@ -25,11 +25,14 @@ def shared_corpus(config: Config, workdir: Workdir, stack: contextlib.ExitStack)
     def prepare_first() -> Corpus:
         workdir.create()
         stack.enter_context(workdir.locked())
-        workdir.agree_on_config(config)
-        workdir.fetch("corpus")
+        workdir.agree_on_config(config)  # Before the mark: a mistake must not end a run that goes on in a bucket.
+        workdir.set_mark(mark)
+        if workdir.bucket:
+            workdir.fetch(".")  # The earlier process may have written until it lost its mark.
+            workdir.agree_on_config(config)
         corpus = corpus_of(config, workdir)
         workdir.agree_on_data(corpus.identity())
-        workdir.set_mark(mark)
+        workdir.publish()
         return corpus
 
     def read() -> Corpus:

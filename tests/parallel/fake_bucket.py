@@ -39,7 +39,7 @@ class Refused(Exception):
 
 
 class FakeBucket(ThreadingHTTPServer):
-    """The server. `objects` maps names to contents; while `broken` is set, every request fails."""
+    """The server. `objects` maps names to contents; every request fails with the status `broken`, if it is not 0."""
 
     daemon_threads = True
     request_queue_size = 256
@@ -48,13 +48,17 @@ class FakeBucket(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), Handler)
         self.objects: dict[str, Stored] = {}
         self.uploads: dict[str, tuple[str, bytes]] = {}
-        self.broken = False
+        self.broken = 0
         self.lock = threading.Lock()
         self.url = f"http://127.0.0.1:{self.server_port}"
         threading.Thread(target=self.serve_forever, daemon=True).start()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Says nothing: the tests kill clients."""
+
+    def put(self, name: str, content: bytes) -> None:
+        stored = Stored(content, time.time_ns(), datetime.now(UTC).isoformat().replace("+00:00", "Z"))
+        self.objects[name] = stored
 
     def text(self, name: str) -> str:
         return self.objects[name].content.decode()
@@ -71,7 +75,7 @@ class Handler(BaseHTTPRequestHandler):
         body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
         try:
             if self.server.broken:
-                raise Refused(403)
+                raise Refused(self.server.broken)
             status, headers, content = self.answer(self.command, self.path, dict(self.headers.items()), body)
         except Refused as refused:
             status, headers, content = refused.status, {}, b"" if refused.status == 304 else b"{}"
@@ -153,9 +157,8 @@ class Handler(BaseHTTPRequestHandler):
                     return 308, {"Range": f"bytes=0-{len(body) - 1}"}, b""
         with self.server.lock:
             self.check(name, query)
-            stored = Stored(body, time.time_ns(), datetime.now(UTC).isoformat().replace("+00:00", "Z"))
-            self.server.objects[name] = stored
-        return 200, {}, json.dumps(describe(name, stored)).encode()
+            self.server.put(name, body)
+            return 200, {}, json.dumps(describe(name, self.server.objects[name])).encode()
 
     def batch(self, body: bytes) -> Answer:
         answers = []

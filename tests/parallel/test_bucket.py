@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from branchnorm_jax.bucket import Bucket
 from branchnorm_jax.data import corpus
 from branchnorm_jax.errors import StorageError, UserError
+from branchnorm_jax.files import atomic_directory
 from branchnorm_jax.options import Config, DataConfig
 from branchnorm_jax.training.trained import find_run
 from branchnorm_jax.workdir import Workdir
@@ -48,11 +48,6 @@ def opened(name: str = "run") -> Workdir:
     return Workdir.open(f"gs://{NAME}/{name}")
 
 
-def bucket_of(workdir: Workdir) -> Bucket:
-    assert workdir.bucket
-    return workdir.bucket
-
-
 def test_files_are_published_and_fetched(bucket: FakeBucket) -> None:
     workdir = opened()
     (workdir / "log").write_text("1\n")
@@ -83,10 +78,10 @@ def test_unchanged_files_are_neither_uploaded_nor_fetched_again(bucket: FakeBuck
     stored = dict(bucket.objects)
     workdir.publish()
     assert bucket.objects == stored
-    inode = (workdir / "corpus" / "tokens").stat().st_ino
-    bucket_of(workdir).close()
+    inode, path = (workdir / "corpus" / "tokens").stat().st_ino, workdir.path
+    del workdir
     again = opened()
-    assert again.path == workdir.path, "the next process on this machine finds the token store"
+    assert again.path == path, "the next process on this machine finds the token store"
     again.fetch("corpus")
     assert (again / "corpus" / "tokens").stat().st_ino == inode
     again.publish()
@@ -117,12 +112,79 @@ def test_old_local_copies_are_not_revived(bucket: FakeBucket) -> None:
     workdir = opened()
     (workdir / "metrics.jsonl").write_text("{}\n")
     workdir.publish()
-    bucket_of(workdir).close()
+    path = workdir.path
+    del workdir
     bucket.objects.clear()
     again = opened()
     again.publish()
-    assert again.path == workdir.path
+    assert again.path == path
     assert not (again / "metrics.jsonl").exists() and not bucket.objects
+
+
+def test_files_that_another_process_deleted_are_deleted_here(bucket: FakeBucket) -> None:
+    """Process 0 replaces a shared vocabulary by two, and the others load what they see."""
+    first = opened()
+    (first / "vocabulary").mkdir()
+    (first / "vocabulary" / "vocab.model").write_text("shared")
+    first.publish()
+    other = opened()
+    (first / "vocabulary" / "vocab.model").rename(first / "vocabulary" / "source.model")
+    first.publish()
+    other.fetch(".")
+    assert [path.name for path in (other / "vocabulary").iterdir()] == ["source.model"]
+    assert (other / "vocabulary" / "source.model").read_text() == "shared"
+
+
+def test_new_average_replaces_the_old_one(bucket: FakeBucket) -> None:
+    """As --mode=average does: the folder is fetched before it is replaced."""
+    for step in ("200", "100"):
+        workdir = opened()
+        workdir.fetch("average")
+        with atomic_directory(workdir / "average") as folder:
+            (folder / step).mkdir()
+            (folder / step / "params").write_text(step)
+        workdir.publish()
+    assert list(bucket.objects) == ["run/average/100/params"]
+
+
+def test_lines_added_during_an_upload_are_uploaded_next_time(
+    bucket: FakeBucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    workdir = opened()
+    log = workdir / "log"
+    log.write_text("1\n")
+    put = bucket.put
+
+    def append(name: str, content: bytes) -> None:
+        with log.open("a") as file:
+            file.write("2\n")
+        put(name, content)
+
+    monkeypatch.setattr(bucket, "put", append)
+    workdir.publish()
+    monkeypatch.setattr(bucket, "put", put)
+    assert bucket.text("run/log") == "1\n"
+    workdir.publish()
+    assert bucket.text("run/log") == "1\n2\n"
+
+
+def test_leftovers_and_folders_made_by_hand_are_ignored(bucket: FakeBucket) -> None:
+    bucket.put("run/", b"")
+    bucket.put("run/corpus/", b"")
+    workdir = opened()
+    workdir.fetch("corpus")
+    (workdir / "corpus" / ".train.12ab.tmp").mkdir(parents=True)
+    (workdir / "corpus" / ".train.12ab.tmp" / "tokens").write_text("1")
+    (workdir / ".lock").touch()
+    workdir.publish()
+    assert list(bucket.objects) == ["run/", "run/corpus/"]
+
+
+def test_unwritable_cache_is_reported(bucket: FakeBucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    with pytest.raises(UserError, match=rf"gs://{NAME}/run: no folder for the local copy .*; set XDG_CACHE_HOME to a"):
+        opened()
 
 
 def test_process_that_was_replaced_ends(bucket: FakeBucket) -> None:
@@ -138,17 +200,19 @@ def test_process_that_was_replaced_ends(bucket: FakeBucket) -> None:
     second.publish()
 
 
-def test_failing_bucket_gives_one_line(bucket: FakeBucket) -> None:
+@pytest.mark.parametrize("status", [400, 403])
+def test_failing_bucket_gives_one_line(bucket: FakeBucket, status: int, capfd: pytest.CaptureFixture[str]) -> None:
     workdir = opened()
     (workdir / "log").write_text("1\n")
-    bucket.broken = True
+    bucket.broken = status
     try:
         with pytest.raises(StorageError, match=f"^gs://{NAME}/run: cannot be written "):
             workdir.publish()
         with pytest.raises(UserError, match=f"^gs://{NAME}/other: cannot be read "):
             opened("other")
     finally:
-        bucket.broken = False
+        bucket.broken = 0
+    assert capfd.readouterr() == ("", "")
 
 
 def test_unknown_schemes_are_rejected() -> None:

@@ -8,6 +8,7 @@ the logs in the bucket.
 
 import contextlib
 import datetime
+import hashlib
 import logging
 import os
 import re
@@ -43,7 +44,7 @@ Stamp = tuple[int, int]
 
 def is_url(name: str) -> bool:
     """Returns whether a name is a URL instead of a path."""
-    return re.match("[a-z][a-z0-9+.-]*://", name) is not None
+    return re.match("[A-Za-z][A-Za-z0-9+.-]*://", name) is not None
 
 
 def open_url(url: str) -> tuple[Any, str]:
@@ -85,6 +86,8 @@ class Bucket:
         if url.partition("://")[0] not in SCHEMES:
             known = " or ".join(f"{scheme}://" for scheme in SCHEMES)
             raise UserError(f"{url}: a workdir is a folder or begins with {known}; mount other storage as a folder")
+        if not re.match("[a-z]+://[^/]+/+[^/]", url):
+            raise UserError(f"{url}: name a folder in a bucket, such as gs://bucket/run")
         self.url = url.rstrip("/")
         self._files, root = open_url(self.url)
         self._root = PurePosixPath(root)
@@ -95,7 +98,7 @@ class Bucket:
         self._skipped = NEVER | {"corpus"}
         for entry in self.folder.iterdir():
             if entry.name not in KEPT and not entry.name.startswith("."):
-                shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+                shutil.rmtree(entry) if entry.is_dir() and not entry.is_symlink() else entry.unlink()
         try:
             self.fetch(self.folder)
         except StorageError as error:
@@ -208,7 +211,8 @@ def _own_folder(url: str) -> tuple[Path, IO[str]]:
     Raises:
       UserError: if no folder can be created.
     """
-    name = re.sub("[^A-Za-z0-9._-]+", "+", url)
+    readable = re.sub("[^A-Za-z0-9._-]+", "+", url)[-100:]
+    name = f"{readable}-{hashlib.sha256(url.encode()).hexdigest()[:8]}"
     number = 0
     try:
         home = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()

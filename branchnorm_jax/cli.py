@@ -13,7 +13,7 @@ import traceback
 from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType, ModuleType
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TextIO, cast
 
 from absl import flags
 from ml_collections import config_flags
@@ -57,8 +57,37 @@ config_flags.DEFINE_config_file(
 )
 
 
+class LastingStream:
+    """stderr that discards its text once nobody reads it any more, so that a run outlives its terminal or pipe."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        """Writes text, or discards it."""
+        with self._lasting():
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        """Writes what is buffered, or discards it."""
+        with self._lasting():
+            self._stream.flush()
+
+    @contextlib.contextmanager
+    def _lasting(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
+
+
 def command() -> NoReturn:
     """Runs `main` on the command line and ends the process with its exit code."""
+    sys.stderr = cast(TextIO, LastingStream(sys.stderr))
     try:
         code = main(sys.argv)
     except Exception:
@@ -179,14 +208,15 @@ def parse(argv: list[str]) -> tuple[Config, Workdir]:
     source = find_config(file) if file is not None else None
     if workdir is None and source is not None:
         workdir = str(Path("runs", re.sub(r"\.py(:|$)", "-", Path(source).name).rstrip("-")))
-    folder = Workdir.open(workdir or ".")
+    needless = early.mode in ("help", "methods")
+    folder = Workdir.open(workdir if workdir and not needless else ".")
     saved = folder / "config.json" if workdir else None
     if file is None and saved and saved.exists():
         source = f"{CONFIGS / 'saved.py'}:{saved}"
     elif file is None and early.mode == "compare":
         source = str(CONFIGS / "default.py")
     elif file is None and early.mode not in ("help", "methods"):
-        where = f"and no {saved} of an earlier run" if saved else "and no --workdir of an earlier run"
+        where = f"and no config.json of an earlier run in {workdir}" if saved else "and no --workdir of an earlier run"
         raise UserError(f"no --config {where}; give --config=<file or name>; {config_names()}")
     chosen = {"config": source, "workdir": workdir, "mode": early.mode}
     argv = [argv[0], *(f"--{name}={value}" for name, value in chosen.items() if value is not None), *rest]

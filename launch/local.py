@@ -14,6 +14,7 @@ they are killed. The exit code is that of the process that failed first: 128 + n
 
 import argparse
 import contextlib
+import ctypes
 import os
 import shlex
 import signal
@@ -24,7 +25,13 @@ import threading
 import time
 from typing import IO
 
-FORWARDED = signal.SIGTERM, signal.SIGINT, signal.SIGUSR1
+FORWARDED = {
+    signal.SIGTERM: signal.SIGTERM,
+    signal.SIGINT: signal.SIGINT,
+    signal.SIGUSR1: signal.SIGUSR1,
+    signal.SIGHUP: signal.SIGTERM,
+}
+"""Signals to this process, and what it sends to the processes of the run."""
 
 
 def main() -> int:
@@ -42,11 +49,18 @@ def main() -> int:
         return 0
     processes = [
         # Each process is in a session of its own, so that Ctrl-C in the terminal reaches them only through this one.
-        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True)
+        subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True, preexec_fn=follow
+        )
         for command in commands
     ]
+
+    def forward(number: int, frame: object) -> None:
+        for process in processes:
+            process.send_signal(FORWARDED[signal.Signals(number)])
+
     for number in FORWARDED:
-        signal.signal(number, lambda number, _: processes[0].send_signal(number))
+        signal.signal(number, forward)
     readers = []
     for index, process in enumerate(processes):
         show(index, f"started as process {process.pid}")
@@ -72,7 +86,17 @@ def parse(argv: list[str]) -> argparse.Namespace:
     arguments = parser.parse_args(argv)
     if arguments.processes < 1:
         parser.error("-n must be at least 1")
+    if min(arguments.cpu_devices, arguments.gpus) < 0:
+        parser.error("--cpu-devices and --gpus must not be negative")
+    if not all(arguments.hosts.split(",")) and arguments.hosts:
+        parser.error("--hosts contains an empty name")
     return arguments
+
+
+def follow() -> None:
+    """Makes Linux send this process SIGTERM when the launcher dies, so that it saves and stops."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGTERM)
 
 
 def free_port() -> int:

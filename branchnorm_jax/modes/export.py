@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
+from branchnorm_jax.bucket import is_url
 from branchnorm_jax.data.corpus import read_pairs
 from branchnorm_jax.decoding.translate import Translator
 from branchnorm_jax.errors import MismatchError, UserError
@@ -32,6 +33,8 @@ def export(config: Config, workdir: Workdir) -> None:
     """
     workdir.check_config(config)
     e = config.export
+    if is_url(e.path):
+        raise UserError(f"export.path={e.path}: this must be a folder; a workdir in a bucket exports into the bucket")
     folder = Path(e.path).absolute() if e.path else workdir / "export" / e.name
     if config.decode.ensemble:
         raise UserError("config: an ensemble cannot be exported; leave decode.ensemble empty")

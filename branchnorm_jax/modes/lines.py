@@ -48,7 +48,7 @@ def check_files(source: Path, target: Path) -> None:
     if not source.is_file():
         raise UserError("config: decode.output needs a regular file as decode.input, because a restart reads it again")
     if not target.absolute().parent.is_dir():
-        raise UserError(f"decode.output={target}: its folder does not exist")
+        raise UserError(f"decode.output={target}: its folder does not exist; the output cannot be a URL")
     if target.exists() and not target.is_file():
         # The finished file would replace whatever is at this path, even a device.
         raise UserError(f"decode.output={target}: not a regular file; leave decode.output empty to write to stdout")

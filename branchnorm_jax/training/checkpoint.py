@@ -16,6 +16,7 @@ import dataclasses
 import errno
 import logging
 import math
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -26,17 +27,24 @@ import orbax.checkpoint as ocp
 from etils import epath
 from orbax.checkpoint.checkpoint_managers import preservation_policy
 
-from branchnorm_jax.errors import BranchNormError, StorageError, UserError
+from branchnorm_jax.errors import StorageError, UserError
 from branchnorm_jax.model.coefficients import Alpha
 from branchnorm_jax.model.parameters import Params
 from branchnorm_jax.model.recipe import STACKS
 from branchnorm_jax.model.stack import depth_of
 from branchnorm_jax.options import TrainConfig
+from branchnorm_jax.parallel import hosts
 from branchnorm_jax.training.digests import checksums
 from branchnorm_jax.training.state import TrainState
 
 NAMES_ON_DISK = {"hold_steps": "held", "running_stats": "usual"}
 """Fields of `TrainState` that have another name in checkpoints, so that older checkpoints can be restored."""
+
+_UNREACHABLE = re.compile(
+    r"PERMISSION_DENIED|UNAUTHENTICATED|UNAVAILABLE|DEADLINE_EXCEEDED|RESOURCE_EXHAUSTED|^(Permission|Connection|Timeout)"
+    rf"|\[(?:OS error|Errno) (?:{errno.EIO}|{errno.EACCES}|{errno.EPERM}|{errno.ESTALE}|{errno.ETIMEDOUT})\b"
+)
+"""Errors of a file system or network, by the status codes of the storage library and of the operating system."""
 
 SavedLoopState = dict[str, Any]
 """`LoopState` as JSON."""
@@ -203,19 +211,29 @@ class Checkpoints:
         Returns:
           The train state and the saved loop state, or None if there is no checkpoint.
 
+        If a checkpoint is damaged, all processes of the run restore the previous one, even if only one has noticed.
+
         Raises:
           UserError: if there are checkpoints but all of them are damaged.
+          StorageError: if a checkpoint may be intact but cannot be read.
         """
         steps = [step for step in self.steps() if step <= until]
         for step in reversed(steps):
+            restored, fault = None, ""
             try:
-                return self._restore(step, abstract)
-            except BranchNormError:
-                raise
+                restored = self._read(step, abstract)
             except Exception as error:
-                self._warn(
-                    f"checkpoint {step} in {self._directory} is damaged ({_summary(error)}); trying the previous one"
-                )
+                fault = self._fault(step, error)
+            # All processes have to go on in the same way, and a collective operation follows.
+            faults = hosts.gather(fault)
+            if restored is None or any(faults):
+                fault = next(filter(None, faults))
+            else:
+                try:
+                    return _checked(restored, abstract)
+                except ValueError as error:
+                    fault = _summary(error)
+            self._warn(f"checkpoint {step} in {self._directory} is damaged ({fault}); trying the previous one")
         if steps:
             raise UserError(
                 f"{self._directory}: none of the checkpoints {steps} can be read; delete them to start over"
@@ -248,6 +266,7 @@ class Checkpoints:
 
         Raises:
           UserError: if there is no such checkpoint, or if it is damaged and there is no other one to fall back to.
+          StorageError: if it may be intact but cannot be read.
         """
         for place, step in enumerate(self.named(which)):
             try:
@@ -257,7 +276,7 @@ class Checkpoints:
                 )
                 _check("parameters", restored["params"], restored["memory"]["checksums"]["params"])
             except Exception as error:
-                self._warn(f"checkpoint {step} in {self._directory} is damaged ({_summary(error)})")
+                self._warn(f"checkpoint {step} in {self._directory} is damaged ({self._fault(step, error)})")
                 continue
             if place:
                 self._warn(f"using checkpoint {step} instead")
@@ -268,8 +287,9 @@ class Checkpoints:
             return restored["params"], alpha, step
         raise UserError(f"{self._directory}: checkpoint {which!r} cannot be read")
 
-    def _restore(self, step: int, abstract: TrainState) -> tuple[TrainState, SavedLoopState]:
-        restored = self._manager.restore(
+    def _read(self, step: int, abstract: TrainState) -> Any:
+        """Returns the items of a checkpoint. Their checksums are not checked yet."""
+        return self._manager.restore(
             step,
             args=ocp.args.Composite(
                 params=ocp.args.StandardRestore(abstract.eval_params),
@@ -277,13 +297,19 @@ class Checkpoints:
                 memory=ocp.args.JsonRestore(),
             ),
         )
-        saved = restored["memory"]
-        _check("parameters", restored["params"], saved["checksums"]["params"])
-        _check("optimiser state", restored["training"], saved["checksums"]["training"])
-        used = {"params" if abstract.ema is None else "ema": restored["params"]}
-        fields = {field: name for name, field in NAMES_ON_DISK.items()}
-        training = {fields.get(name, name): value for name, value in restored["training"].items()}
-        return TrainState(**training, **used), saved["memory"]
+
+    def _fault(self, step: int, error: Exception) -> str:
+        """Returns what is wrong with a damaged checkpoint.
+
+        Raises:
+          StorageError: if the error says nothing about the content. Another attempt may succeed, so the checkpoint must
+            neither be deleted nor replaced by another one.
+        """
+        if _UNREACHABLE.search(f"{type(error).__name__}: {error}"):
+            raise StorageError(
+                f"{self._directory}: checkpoint {step} cannot be read ({_summary(error)}); it is not deleted"
+            ) from error
+        return _summary(error)
 
     def forget_after(self, step: int) -> None:
         """Deletes the checkpoints newer than `step`, so that the run can write them again.
@@ -305,6 +331,17 @@ def _rest(state: TrainState) -> dict[str, Any]:
     fields = {field.name: getattr(state, field.name) for field in dataclasses.fields(state)}
     rest = {name: value for name, value in fields.items() if value is not None and value is not state.eval_params}
     return {NAMES_ON_DISK.get(name, name): value for name, value in rest.items()}
+
+
+def _checked(restored: Any, abstract: TrainState) -> tuple[TrainState, SavedLoopState]:
+    """Returns the items of a checkpoint as train state and loop state. Raises `ValueError` if a checksum is wrong."""
+    saved = restored["memory"]
+    _check("parameters", restored["params"], saved["checksums"]["params"])
+    _check("optimiser state", restored["training"], saved["checksums"]["training"])
+    used = {"params" if abstract.ema is None else "ema": restored["params"]}
+    fields = {field: name for name, field in NAMES_ON_DISK.items()}
+    training = {fields.get(name, name): value for name, value in restored["training"].items()}
+    return TrainState(**training, **used), saved["memory"]
 
 
 def _check(what: str, tree: Any, expected: list[int]) -> None:

@@ -367,6 +367,7 @@ class Run:
             own = shape._replace(rows=len(self.rows.indices(shape.rows)))
             lowered = lower_update(self.config, self.model, self.optimizer, self.mesh, self.abstract, whole)
             self.compiled[own] = lowered.compile()
+        hosts.gather("", "which compiles the update")  # A process does not wait long for the first message of another.
         seconds = time.perf_counter() - begin
         self.loop_state.compile_seconds, self.loop_state.compiled_shapes = seconds, len(self.compiled)
         logs.say(f"compiled {len(self.compiled)} batch shapes in {seconds:.1f} s")

@@ -218,6 +218,9 @@ def test_failing_bucket_gives_one_line(bucket: FakeBucket, status: int, capfd: p
 def test_unknown_schemes_are_rejected() -> None:
     with pytest.raises(UserError, match=r"^ftp://host/run: a workdir is a folder or begins with gs://"):
         Workdir.open("ftp://host/run")
+    for url in ("gs://", "gs://bucket", "gs://bucket/", "gs:///run"):
+        with pytest.raises(UserError, match=f"^{url}: name a folder in a bucket"):
+            Workdir.open(url)
     with pytest.raises(UserError, match=r"^nowhere://host/text: Protocol not known"):
         list(corpus.read_pairs(DataConfig(source="text", path="nowhere://host/text"), "train"))
 

@@ -113,6 +113,28 @@ def test_a_signal_at_one_process_stops_all_at_the_same_step(
 
 
 @pytest.mark.slow
+def test_resumed_processes_equal_uninterrupted_ones_bit_for_bit(tmp_path: Path) -> None:
+    for workdir, stops in ((tmp_path / "once", [12]), (tmp_path / "twice", [7, 12])):
+        for steps in stops:
+            code, output = run_hosts(*OPTIONS, f"--workdir={workdir}", f"--config.train.steps={steps}")
+            assert code == 0, output
+    assert losses(tmp_path / "twice") == losses(tmp_path / "once")
+    assert read_status(tmp_path / "twice")["state_sha256"] == read_status(tmp_path / "once")["state_sha256"]
+
+
+@pytest.mark.slow
+def test_runs_that_resume_on_other_devices_equal_an_uninterrupted_one(single: Path, tmp_path: Path) -> None:
+    """4, 2, 1 and 8 devices in turn, with another mesh each time."""
+    meshes = ((3, 2, 2, 2), (6, 2, 1, 1), (9, 1, 1, 1), (12, 2, 4, 4))
+    for steps, processes, devices, fsdp in meshes:
+        options = (f"--workdir={tmp_path}", f"--config.train.steps={steps}", f"--config.parallel.fsdp={fsdp}")
+        code, output = run_hosts(*OPTIONS, *options, processes=processes, devices=devices)
+        assert code == 0, output
+    assert [line["step"] for line in read_metrics(tmp_path)] == list(range(12))
+    np.testing.assert_allclose(losses(tmp_path), losses(single), rtol=1e-5)
+
+
+@pytest.mark.slow
 def test_processes_with_different_options_are_rejected(tmp_path: Path) -> None:
     flags = "--config.train.learning_rate=0.00$((JAX_PROCESS_ID + 1))"
     code, output = run_hosts(*OPTIONS, f"--workdir={tmp_path}", flags=flags)
@@ -164,6 +186,50 @@ def test_processes_with_different_vocabularies_are_rejected(tmp_path: Path) -> N
     assert code == 2, output
     line = r"UserError: hash of vocabulary is '[0-9a-f]+' in process 1 on \S+, but '[0-9a-f]+' in process 0 on"
     assert len(re.findall(line, output)) == 2, output
+
+
+@pytest.mark.slow
+def test_all_processes_restore_the_checkpoint_that_all_can_read(tmp_path: Path) -> None:
+    """Process 1 sees rubbish in place of the newest checkpoint."""
+    if subprocess.run(["unshare", "--mount", "true"], capture_output=True).returncode:
+        pytest.skip("mounting needs root")
+    run, rubbish = tmp_path / "run", tmp_path / "rubbish"
+    rubbish.write_text("rubbish")
+    assert run_main(*OPTIONS, f"--workdir={run}", devices=2).returncode == 0
+    mount = f"for file in {run}/checkpoints/12/training/d/*; do mount --bind {rubbish} $file; done"
+    code, output = run_hosts(
+        *OPTIONS,
+        f"--workdir={run}",
+        "--config.train.steps=15",
+        before=f'test $JAX_PROCESS_ID = 0 || exec unshare --mount sh -c \'{mount}; exec "$@"\' sh "$@"',
+        devices=1,
+    )
+    assert code == 0, output
+    assert re.search(r"checkpoint 12 in .* is damaged \(.*\); trying the previous one\n", output), output
+    assert "training from step 6 to 15" in output
+    assert [line["step"] for line in read_metrics(run)] == list(range(15))
+
+
+@pytest.mark.slow
+def test_processes_save_and_stop_when_the_launcher_dies(tmp_path: Path) -> None:
+    """Their output goes nowhere from then on."""
+    process = start_hosts(*HASTY, f"--workdir={tmp_path}", "--config.train.steps=100000", devices=1)
+    assert process.stdout is not None
+    pids = []
+    while not (tmp_path / "metrics.jsonl").exists() or len(losses(tmp_path)) < 5:
+        pids += re.findall(r"started as process (\d+)", process.stdout.readline()) if len(pids) < 2 else []
+        time.sleep(0.1)
+    process.kill()
+    process.wait()
+    process.stdout.close()
+    for _ in range(600):
+        if not any(Path("/proc", pid).exists() for pid in pids):
+            break
+        time.sleep(0.1)
+    assert len(pids) == 2 and not any(Path("/proc", pid).exists() for pid in pids)
+    status = read_status(tmp_path)
+    assert status["status"] == "preempted"
+    assert (tmp_path / "checkpoints" / str(status["step"])).is_dir()
 
 
 @pytest.mark.slow

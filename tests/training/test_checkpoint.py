@@ -10,6 +10,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 
+from branchnorm_jax.errors import StorageError
 from branchnorm_jax.model.recipe import STACKS
 from branchnorm_jax.model.transformer import Transformer
 from branchnorm_jax.options import ModelConfig, TrainConfig
@@ -128,3 +129,31 @@ def test_checkpoints_of_an_older_revision_are_restored(tmp_path: Path) -> None:
     np.testing.assert_array_equal(loaded.params["embedding"]["shared"], 7)
     loop_state = LoopState(**saved)
     assert (loop_state.target_tokens, loop_state.left_out, loop_state.rollbacks) == (99, [[2, 3]], 0)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ValueError('PERMISSION_DENIED: Error reading "embedding" [OS error 13: EACCES Permission denied]'),
+        ValueError("INTERNAL: Error reading params/d/1 [OS error 5: EIO Input/output error]"),
+        OSError(116, "Stale file handle"),
+        ConnectionResetError("Connection reset by peer"),
+    ],
+    ids=lambda error: str(error)[:12],
+)
+def test_checkpoints_that_cannot_be_read_are_not_given_up(
+    tmp_path: Path, error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They may be intact. So training must not start from an older one and write over them."""
+    save(opened(tmp_path), {1: 0.5, 2: 0.1})
+    checkpoints = opened(tmp_path)
+
+    def restore(self: Any, step: int, *args: Any, **kwargs: Any) -> Any:
+        raise error
+
+    monkeypatch.setattr(ocp.CheckpointManager, "restore", restore)
+    with pytest.raises(StorageError, match=r"checkpoint 2 cannot be read .*; it is not deleted"):
+        checkpoints.restore_latest(state(0))
+    with pytest.raises(StorageError, match="checkpoint 2 cannot be read"):
+        checkpoints.restore_params("last", MODEL.abstract_params())
+    assert checkpoints.steps() == [1, 2]

@@ -1,21 +1,27 @@
-"""Compares the plan's prediction of the peak memory with the compilers of TPUs and GPUs, without the hardware.
+"""Asks the compilers of TPUs and GPUs about updates on devices that are absent, and compares the plan with them.
 
     python -m benchmarks.compilers v5e:1x1 6L-6L:none 6L-6L:full 50L-50L:full
     python -m benchmarks.compilers v5p:2x2x1 100L-100L:full --config.parallel.fsdp=4
+    python -m benchmarks.compilers
 
 Each program has width 512, a vocabulary of 32,000, bfloat16 products, a float16 residual stream and float32 Adam. More
-options of the project can follow. The results are rows of benchmarks/results/compilers.csv; a program that is compiled
-again replaces its row. A program takes minutes on two cores.
+options of the project can follow. The results are rows of benchmarks/results/compilers.csv, and the collectives of a
+program are rows of benchmarks/results/collectives.csv. A program that is compiled again replaces its rows. A program
+takes minutes on two cores. Without arguments, the command predicts the memory of all programs again, without compilers,
+and prints a table.
 """
 
 import argparse
 import csv
+import dataclasses
 import time
+from collections import Counter
+from pathlib import Path
 from typing import Any
 
 from benchmarks.measure import RESULTS
 from branchnorm_jax import config as configs
-from branchnorm_jax.analysis import compiled, estimate, topologies
+from branchnorm_jax.analysis import collectives, compiled, estimate, program, topologies
 from branchnorm_jax.errors import UserError
 from branchnorm_jax.options import Config
 from branchnorm_jax.training.logs import git_revision
@@ -33,10 +39,10 @@ SHAPE = {
 KEY = ("target", "options", "depth", "remat")
 """Columns that identify a program."""
 
-TABLE = RESULTS / "compilers.csv"
+TABLE, COLLECTIVES = RESULTS / "compilers.csv", RESULTS / "collectives.csv"
 
 
-def program(depth: str, remat: str, options: dict[str, str]) -> Config:
+def config_of(depth: str, remat: str, options: dict[str, str]) -> Config:
     """Returns the config of a program; `options` replace those of `SHAPE`."""
     values = configs.default_config(depth)
     with values.unlocked():
@@ -46,54 +52,119 @@ def program(depth: str, remat: str, options: dict[str, str]) -> Config:
     return configs.from_config_dict(values)
 
 
-def compare(config: Config, target: topologies.Target) -> dict[str, Any]:
-    """Compiles a program; returns the peak memory that the compiler reports and the plan predicts."""
+def predicted(config: Config, target: topologies.Target) -> float:
+    """Returns the peak memory of each device according to the plan, in bytes; needs no compiler."""
+    parallel = config.parallel
+    data = target.count // (parallel.fsdp * parallel.model)
+    plan = dataclasses.replace(config.plan, device=target.device, devices=target.count)
+    changed = dataclasses.replace(config, plan=plan, parallel=dataclasses.replace(parallel, data=data))
+    return estimate.peak_bytes(changed, target.count // parallel.model)
+
+
+def compare(config: Config, target: topologies.Target) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Compiles a program; returns the row of the comparison, and the rows of the collectives."""
     config, absent = compiled.planned_for(config, target)
-    rows, length = compiled.largest_batch(config)
-    predicted = estimate.peak_bytes(config, absent.mesh.size // config.parallel.model)
-    report, _ = compiled.compile_update(config, absent)
-    peak = report.get("peak_bytes")
-    sums = report.get("collectives", {}).values()
+    report, text = compiled.compile_update(config, absent)
+    return columns(report, predicted(config, target)), communication(text, absent.devices)
+
+
+def columns(report: dict[str, Any], plan_bytes: float) -> dict[str, Any]:
+    """Returns the columns of a program's row, from the report of its compiler."""
+    peak, sums = report.get("peak_bytes"), report.get("collectives", {}).values()
     return {
-        "tokens": rows * length,
-        "compiler_bytes": peak,
-        "plan_bytes": round(predicted),
-        "plan_over_compiler": peak and round(predicted / peak, 4),
+        "tokens": report["rows"] * report["row_length"],
+        "compiler_bytes": peak and round(peak),
+        "plan_bytes": round(plan_bytes),
+        "plan_over_compiler": peak and round(plan_bytes / peak, 4),
         "inside_bytes": round(sum(part["inside_bytes"] for part in sums)),
         "between_bytes": round(sum(part["between_bytes"] for part in sums)),
+        "between_in_loops_bytes": round(report.get("between_in_loops_bytes", 0)),
+        "cycles": report.get("cycles", 0),
         "error": report.get("error", ""),
         "seconds": round(report["seconds"]),
         "versions": " ".join(f"{name}={version}" for name, version in report["versions"].items()),
     }
 
 
-def add(row: dict[str, Any]) -> None:
-    """Adds a row to the table, in place of an earlier row of the same program."""
-    rows = []
-    if TABLE.exists():
-        with TABLE.open(newline="", encoding="utf-8") as file:
-            rows = [old for old in csv.DictReader(file) if any(old[name] != row[name] for name in KEY)]
-    with TABLE.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, list(row), restval="", lineterminator="\n")
+def communication(text: str, devices: list[Any]) -> list[dict[str, Any]]:
+    """Returns one row per kind of collective, loop, group and size of operand."""
+    domains, equal = topologies.domains(devices), Counter[collectives.Collective]()
+    for found in collectives.collectives(program.parse(text)):
+        equal[found._replace(name="")] += 1
+    return [
+        {
+            "loop": " in ".join(one.loops[::-1]),
+            "kind": one.kind,
+            "first_group": "between slices" if one.groups is None else " ".join(map(str, (one.groups or ((),))[0])),
+            "number": number,
+            "operand_bytes": one.payload,
+            "executions": one.times,
+            "inside_bytes": round(collectives.sent(one, domains).inside),
+            "between_bytes": round(collectives.sent(one, domains).between),
+        }
+        for one, number in equal.items()
+    ]
+
+
+def read(table: Path) -> list[dict[str, Any]]:
+    """Returns the rows of a table."""
+    if not table.exists():
+        return []
+    with table.open(newline="", encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
+def write(table: Path, rows: list[dict[str, Any]]) -> None:
+    """Writes a table."""
+    with table.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, list(rows[-1]), restval="", lineterminator="\n")
         writer.writeheader()
-        writer.writerows([*rows, row])
+        writer.writerows(rows)
+
+
+def replace(table: Path, key: dict[str, str], rows: list[dict[str, Any]]) -> None:
+    """Writes the rows of a program to a table, in place of earlier rows of the same program."""
+    others = [old for old in read(table) if any(old[name] != key[name] for name in KEY)]
+    write(table, [*others, *({**key, **row} for row in rows)])
+
+
+def compile_and_add(target: topologies.Target, name: str, options: dict[str, str]) -> None:
+    """Compiles the program `name`, depth:remat, and adds its rows to the tables."""
+    depth, _, remat = name.partition(":")
+    text = " ".join(f"{option}={value}" for option, value in options.items())
+    key = {"target": target.text, "options": text, "depth": depth, "remat": remat}
+    row, found = compare(config_of(depth, remat, options), target)
+    replace(TABLE, key, [row | {"date": time.strftime("%Y-%m-%d"), "git_revision": git_revision()}])
+    if found:
+        replace(COLLECTIVES, key, found)
+    print(key | row, flush=True)
+
+
+def predict_again() -> None:
+    """Predicts the memory of all programs of the table, and prints how the prediction compares."""
+    rows = read(TABLE)
+    print("| devices | program | options | compiler, GB | plan, GB | plan / compiler |\n|---|---|---|---|---|---|")
+    for row in rows:
+        options = dict(text.split("=", 1) for text in row["options"].split())
+        config = config_of(row["depth"], row["remat"], options)
+        plan, peak = predicted(config, topologies.parse(row["target"])), int(row["compiler_bytes"] or 0)
+        row |= {"plan_bytes": round(plan), "plan_over_compiler": round(plan / peak, 4) if peak else ""}
+        sizes = f"{peak / 1e9:,.3f} | {plan / 1e9:,.3f} | {row['plan_over_compiler']}"
+        print(f"| {row['target']} | {row['depth']} {row['remat']} | {row['options']} | {sizes} |", flush=True)
+    write(TABLE, rows)
 
 
 def main() -> None:
-    """Compiles the programs of the command line one after the other."""
+    """Compiles the programs of the command line one after the other, or predicts those of the table again."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("target", help="as in plan.compile")
-    parser.add_argument("programs", nargs="+", help="depth:remat, such as 6L-6L:none")
+    parser.add_argument("target", nargs="?", help="as in plan.compile")
+    parser.add_argument("programs", nargs="*", help="depth:remat, such as 6L-6L:none")
     arguments, rest = parser.parse_known_args()
+    if arguments.target is None:
+        return predict_again()
     options = dict(text.removeprefix("--config.").split("=", 1) for text in rest)
-    target = topologies.parse(arguments.target)
     for name in arguments.programs:
-        depth, _, remat = name.partition(":")
-        key = {"target": target.text, "options": " ".join(f"{k}={v}" for k, v in options.items())}
-        result = compare(program(depth, remat, options), target)
-        row = {**key, "depth": depth, "remat": remat, **result, "date": time.strftime("%Y-%m-%d")}
-        add(row | {"git_revision": git_revision()})
-        print(row, flush=True)
+        compile_and_add(topologies.parse(arguments.target), name, options)
 
 
 if __name__ == "__main__":

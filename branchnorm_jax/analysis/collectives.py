@@ -189,6 +189,22 @@ def _by_ring(collective: Collective, domains: list[int]) -> Sent:
             return Sent((inner - 1) / count * payload, (count - inner) / count * payload)
 
 
+def per_iteration(found: Sequence[Collective]) -> dict[str, dict[tuple[str, int], int]]:
+    """Sums the operands of the collectives in loops.
+
+    Returns:
+      name of the innermost loop -> (kind, number of devices that take part together) -> bytes of the operands on each
+      device, per iteration. The number of devices is 0 if all devices take part.
+    """
+    loops: dict[str, dict[tuple[str, int], int]] = {}
+    for collective in found:
+        if collective.loops:
+            sums = loops.setdefault(collective.loops[-1], {})
+            key = collective.kind, max(map(len, collective.groups or ()), default=0)
+            sums[key] = sums.get(key, 0) + collective.payload
+    return loops
+
+
 def traffic(found: Sequence[Collective], domains: Sequence[int]) -> dict[str, dict[str, float]]:
     """Sums the collectives by kind.
 

@@ -10,7 +10,7 @@ import jax
 from jax.sharding import Mesh
 
 from branchnorm_jax.analysis import collectives, program, topologies
-from branchnorm_jax.analysis.estimate import lengths, rows_of, update_costs
+from branchnorm_jax.analysis.estimate import allocated_bytes, lengths, rows_of, update_costs
 from branchnorm_jax.analysis.topologies import Target
 from branchnorm_jax.data.packing import Shape
 from branchnorm_jax.errors import UserError
@@ -109,13 +109,13 @@ def compile_update(config: Config, absent: Absent) -> tuple[dict[str, Any], str]
 def memory_of(compiled: jax.stages.Compiled) -> dict[str, float]:
     """Returns the memory that a program needs on each device, as reported by the compiler."""
     memory: Any = compiled.memory_analysis()
-    arguments, temporary = memory.argument_size_in_bytes, memory.temp_size_in_bytes
-    results = memory.output_size_in_bytes - memory.alias_size_in_bytes
+    arguments = memory.argument_size_in_bytes
+    results, peak = memory.output_size_in_bytes - memory.alias_size_in_bytes, allocated_bytes(compiled)
     return {
-        "peak_bytes": arguments + results + temporary,
+        "peak_bytes": peak,
         "argument_bytes": arguments,
         "result_bytes": results,
-        "temporary_bytes": temporary,
+        "temporary_bytes": peak - arguments - results,
         "code_bytes": memory.generated_code_size_in_bytes,
     }
 
@@ -145,7 +145,11 @@ def read(text: str, absent: Absent) -> dict[str, Any]:
             }
             for collective in ranked
         ],
+        "between_in_loops_bytes": sum(
+            collective.times * collectives.sent(collective, domains).between for collective in found if collective.loops
+        ),
         "unknown_loops": program.unknown_loops(parsed),
+        "cycles": program.cycles(parsed),
         "largest_arrays": [buffer._asdict() for buffer in program.largest_buffers(parsed, LARGEST)],
     }
 

@@ -5,16 +5,18 @@ The model walks the function's jaxpr and imitates XLA:
 - Element-wise operations are fused into the kernel that reads their results. A result takes memory only if a matrix
   product, a loop or several kernels read it, or if it is a result of the function.
 - A kernel reuses the buffer of an operand of the same size that is not read again.
+- `rules.Rules` describes what the compilers of CPUs, GPUs and TPUs do differently.
 - A loop costs the operations and traffic of its body times the number of iterations, but the memory of its body once.
   A stack of 1000 layers is therefore analysed as fast as one of 6.
 """
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
-from jax.extend import core
+
+from branchnorm_jax.analysis.flat import CPU, LOOPS, Op, Program, flatten
+from branchnorm_jax.analysis.rules import Rules
 
 
 class Costs(NamedTuple):
@@ -26,27 +28,6 @@ class Costs(NamedTuple):
     """Number of bytes read and written by kernels."""
     peak: float = 0.0
     """Peak size of live buffers in bytes. Includes donated arguments; other arguments belong to the caller."""
-
-
-class Op(NamedTuple):
-    """One primitive operation; `inputs` and `outputs` are indices of values in `Program.sizes`."""
-
-    name: str
-    params: dict[str, Any]
-    inputs: tuple[int, ...]
-    outputs: tuple[int, ...]
-    flops: float
-    """Operations of a matrix product; 0 for any other primitive."""
-
-
-class Program(NamedTuple):
-    """A flattened jaxpr: inner calls are inlined, and operations that no result needs are removed."""
-
-    ops: list[Op]
-    sizes: list[int]
-    """Size of each value in bytes."""
-    arguments: list[int]
-    results: list[int]
 
 
 class Kernel(NamedTuple):
@@ -62,32 +43,35 @@ class Kernel(NamedTuple):
 
 NONE: frozenset[int] = frozenset()
 
-LOOPS = ("scan", "while", "cond")
-
 ALONE = (*LOOPS, "dot_general", "gather", "scatter", "scatter-add", "sort", "top_k", "cumsum")
 """Primitives that are not fused with the operations that compute their operands."""
+
+UPDATES = (*LOOPS, "scatter", "scatter-add", "dynamic_update_slice")
+"""Primitives that write their results to the memory of their operands."""
 
 RESULT_IN_MEMORY = (*ALONE, "reduce_sum", "reduce_max", "reduce_min", "reduce_and", "reduce_or", "argmax", "argmin")
 """Primitives that are not recomputed in the kernels that read their results."""
 
-SAME_BYTES = ("reshape", "squeeze", "expand_dims", "stop_gradient", "copy", "reshard", "sharding_constraint", "name")
-"""Primitives whose result shares the buffer of their operand."""
 
-
-def trace(function: Callable[..., Any], *arguments: Any, donated: Sequence[int] = ()) -> Costs:
+def trace(function: Callable[..., Any], *arguments: Any, donated: Sequence[int] = (), rules: Rules = CPU) -> Costs:
     """Estimates the costs of `function(*arguments)`.
 
     Args:
       function: a pure function.
       arguments: arrays, or `jax.ShapeDtypeStruct`s.
       donated: positions of the donated arguments, whose buffers the function may reuse.
+      rules: what the compiler does. `Rules.parts` reduces sizes, but not the number of operations.
     """
     owned = [index in donated for index, tree in enumerate(arguments) for _ in jax.tree.leaves(tree)]
-    return measure(jax.make_jaxpr(function)(*arguments), owned)
+    return measure(jax.make_jaxpr(function)(*arguments), owned, rules=rules)
 
 
 def measure(
-    jaxpr: Any, owned: Sequence[bool] = (), wanted: Sequence[bool] | None = None, carried: slice = slice(0)
+    jaxpr: Any,
+    owned: Sequence[bool] = (),
+    wanted: Sequence[bool] | None = None,
+    carried: slice = slice(0, 0),
+    rules: Rules = CPU,
 ) -> Costs:
     """Estimates the costs of one run of a closed jaxpr.
 
@@ -97,12 +81,20 @@ def measure(
       wanted: whether each result is needed; by default all are.
       carried: for a loop body, the range of carried arguments. Carried arguments that are updated slice by slice are
         updated in place and need no extra memory.
+      rules: what the compiler does.
     """
-    program = flatten(jaxpr, wanted)
+    program = flatten(jaxpr, wanted, rules)
     donated = {value for value, is_owned in zip(program.arguments, owned, strict=False) if is_owned}
-    kernels, result_buffers, flops, traffic = fuse(program)
+    # The optimiser updates donated arrays in place with any compiler.
+    kernels, result_buffers, flops, traffic = fuse(program, rules, rules.reuses_operands or bool(owned))
     # A loop body runs in traced order, which follows one layer. The whole program runs each kernel once it is ready.
     order = breadth_first(kernels) if owned else kernels
+    count = carried.stop - carried.start
+    carries = set(program.results[: count if wanted is None else sum(wanted[:count])])
+    if carries and rules.carry_first:
+        order = carry_first(kernels, carries)
+    if carries and rules.stacks_at_once:
+        result_buffers -= set(program.results) - carries
     sliced = {op.inputs[0] for op in program.ops if op.name == "dynamic_update_slice"}
     updated_in_place = sliced.intersection(program.arguments[carried])
     pinned = result_buffers | (set(program.arguments) - donated - updated_in_place)
@@ -112,91 +104,8 @@ def measure(
     return Costs(flops, traffic, worst)
 
 
-def flatten(jaxpr: Any, wanted: Sequence[bool] | None = None) -> Program:
-    """Flattens a closed jaxpr, keeping only the `wanted` results (default: all)."""
-    ops: list[Op] = []
-    sizes: list[int] = []
-
-    def new(aval: Any) -> int:
-        sizes.append(math.prod(aval.shape) * aval.dtype.itemsize if hasattr(aval, "dtype") else 0)
-        return len(sizes) - 1
-
-    def run(jaxpr: Any, arguments: list[int]) -> list[int]:
-        known = dict(zip(jaxpr.invars, arguments, strict=True)) | {v: new(v.aval) for v in jaxpr.constvars}
-
-        def value(atom: Any) -> int:
-            return new(atom.aval) if isinstance(atom, core.Literal) else known[atom]
-
-        for equation in jaxpr.eqns:
-            name, params = equation.primitive.name, equation.params
-            inputs = [value(atom) for atom in equation.invars]
-            inner = params.get("jaxpr", params.get("call_jaxpr", params.get("fun_jaxpr")))
-            if inner is not None and name not in LOOPS:
-                outputs = run(getattr(inner, "jaxpr", inner), inputs)
-            elif name in SAME_BYTES and len(inputs) == len(equation.outvars):
-                outputs = inputs
-            else:
-                outputs = [new(variable.aval) for variable in equation.outvars]
-                parts = _parts(equation) if name == "scan" else {}
-                ops.append(Op(name, params | parts, tuple(inputs), tuple(outputs), _flops(equation)))
-            known.update(zip(equation.outvars, outputs, strict=True))
-        return [value(atom) for atom in jaxpr.outvars]
-
-    arguments = [new(variable.aval) for variable in jaxpr.jaxpr.invars]
-    results = run(jaxpr.jaxpr, arguments)
-    results = results if wanted is None else [value for value, want in zip(results, wanted, strict=True) if want]
-    needed, used = set(results), []
-    for op in reversed(ops):
-        if needed.intersection(op.outputs):
-            used.append(_without_unused(op, needed))
-            needed.update(used[-1].inputs)
-    return Program(used[::-1], sizes, arguments, results)
-
-
-def _parts(equation: Any) -> dict[str, int]:
-    """Returns the number of constant inputs and of carried results of a scan.
-
-    They are found by comparing ranks, since scanned inputs and stacked results have one more axis outside the body. The
-    parameters of the primitive are not used, because their names depend on the version of jax.
-    """
-    body = equation.params["jaxpr"].jaxpr
-
-    def alike(outside: Sequence[Any], inside: Sequence[Any]) -> int:
-        return sum(a.aval.ndim == b.aval.ndim for a, b in zip(outside, inside, strict=True))
-
-    carries = alike(equation.outvars, body.outvars)
-    return {"consts": alike(equation.invars, body.invars) - carries, "carries": carries}
-
-
-def _without_unused(op: Op, needed: set[int]) -> Op:
-    """Removes unused inputs and outputs of a scan; other primitives are unchanged."""
-    if op.name != "scan":
-        return op
-    consts, carries = op.params["consts"], op.params["carries"]
-    wanted = [value in needed for value in op.outputs]
-    while True:
-        body = flatten(op.params["jaxpr"], wanted)
-        read = set(body.results).union(*(inner.inputs for inner in body.ops))
-        used = [value in read for value in body.arguments]
-        # A carried value that one iteration reads must be computed by the iteration before.
-        carried = [a or b for a, b in zip(wanted, used[consts : consts + carries], strict=False)]
-        if wanted[:carries] == carried:
-            inputs = tuple(value for value, keep in zip(op.inputs, used, strict=True) if keep)
-            outputs = tuple(value for value in op.outputs if value in needed)
-            return op._replace(params=op.params | {"wanted": wanted}, inputs=inputs, outputs=outputs)
-        wanted = carried + wanted[carries:]
-
-
-def _flops(equation: Any) -> float:
-    if equation.primitive.name != "dot_general":
-        return 0.0
-    (contracted, _), _ = equation.params["dimension_numbers"]
-    left, product = equation.invars[0].aval.shape, equation.outvars[0].aval.shape
-    return 2.0 * math.prod(product) * math.prod(left[axis] for axis in contracted)
-
-
-def fuse(program: Program) -> tuple[list[Kernel], set[int], float, float]:
-    """Fuses the operations of a program into kernels.
+def fuse(program: Program, rules: Rules, reuse: bool) -> tuple[list[Kernel], set[int], float, float]:
+    """Fuses the operations of a program into kernels; `reuse` lets them write to the memory of their operands.
 
     Returns the kernels in traced order, the buffers of the results, and the total operations and traffic.
     """
@@ -210,30 +119,34 @@ def fuse(program: Program) -> tuple[list[Kernel], set[int], float, float]:
     sources = {value: frozenset([value]) for value in program.arguments}
     kernels: list[Kernel] = []
     flops = traffic = 0.0
+    alone = tuple(name for name in ALONE if not (rules.fuses_operands and name == "dot_general"))
     for op in program.ops:
         reads = NONE.union(*(sources.get(value, NONE) for value in op.inputs))
         for value in op.outputs:
             uses = readers.get(value, [])
             operands = [v for v in set(op.inputs) if sizes[v] >= sizes[value] and v not in cheap]
+            if value in cheap and not reads and value not in results and not rules.keeps_constants:
+                sources[value] = NONE
+                continue
             in_memory = (
                 op.name in RESULT_IN_MEMORY
                 or value in results
-                or any(use.name in ALONE for use in uses)
+                or any(use.name in (alone if op.name not in RESULT_IN_MEMORY else ALONE) for use in uses)
                 # Fusing the value into several readers would make each of them read all its operands.
                 or (len(uses) > 1 and len(operands) > 1)
             )
             sources[value] = frozenset([value]) if in_memory else reads
         writes = tuple(value for value in op.outputs if value in sources[value])
         if writes:
-            inner = _inside(op)
+            inner = _inside(op, rules)
             flops += inner.flops + op.flops
             traffic += inner.traffic if op.name in LOOPS else _traffic(op, reads, writes, sizes)
-            in_place = op.name not in ALONE or op.name in LOOPS or op.name.startswith("scatter")
+            in_place = op.name in UPDATES or (reuse and op.name not in ALONE)
             kernels.append(Kernel(reads, writes, inner.peak, in_place))
     return kernels, set(NONE.union(*(sources.get(value, NONE) for value in results))), flops, traffic
 
 
-def _inside(op: Op) -> Costs:
+def _inside(op: Op, rules: Rules) -> Costs:
     """Returns the costs inside a loop or conditional; zero for other primitives.
 
     A scan costs all its iterations. A while loop, whose number of iterations is unknown, costs one. A conditional costs
@@ -242,12 +155,13 @@ def _inside(op: Op) -> Costs:
     if op.name == "scan":
         first, length = op.params["consts"], op.params["length"]
         carried = slice(first, first + op.params["carries"])
-        body = measure(op.params["jaxpr"], wanted=op.params["wanted"], carried=carried)
+        body = measure(op.params["jaxpr"], wanted=op.params["wanted"], carried=carried, rules=rules)
         return Costs(length * body.flops, length * body.traffic, body.peak)
     if op.name == "while":
-        return measure(op.params["body_jaxpr"])
+        return measure(op.params["body_jaxpr"], rules=rules)
     if op.name == "cond":
-        return Costs(*map(max, zip(*(measure(branch) for branch in op.params["branches"]), strict=True)))
+        branches = (measure(branch, rules=rules) for branch in op.params["branches"])
+        return Costs(*map(max, zip(*branches, strict=True)))
     return Costs()
 
 
@@ -276,6 +190,18 @@ def breadth_first(kernels: list[Kernel]) -> list[Kernel]:
             if not waits[follower]:
                 order.append(follower)
     return [kernels[index] for index in order]
+
+
+def carry_first(kernels: list[Kernel], carries: set[int]) -> list[Kernel]:
+    """Moves the kernels that the next carry does not depend on to the end of the iteration."""
+    needed, first, later = set(carries), [], []
+    for kernel in reversed(kernels):
+        if needed.intersection(kernel.writes):
+            first.append(kernel)
+            needed |= kernel.reads
+        else:
+            later.append(kernel)
+    return [*first[::-1], *later[::-1]]
 
 
 def peak(program: Program, kernels: list[Kernel], allocated: set[int], pinned: set[int]) -> float:

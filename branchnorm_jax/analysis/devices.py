@@ -35,6 +35,8 @@ DEVICES = {
 }
 """NVIDIA GPUs (SXM) and TPUs by name."""
 
+TPUS = ("v4", "v5e", "v5p", "v6e")
+
 CORE = Device(0, 50e9, 50e9, 10e9)
 """Rough values for one CPU core of a server; `plan.calibrate` measures instead."""
 
@@ -66,6 +68,13 @@ def find(name: str) -> Device:
         unknown = f"plan.device={name!r}" if name else f"the local device, {here.device_kind},"
         raise UserError(f"config: {unknown} is not known; set plan.device to one of {', '.join(DEVICES)}, cpu")
     return DEVICES[KINDS[kind]]._replace(memory=memory())
+
+
+def platform(name: str) -> str:
+    """Returns the JAX platform of a device: cpu, gpu or tpu; "" is the local device."""
+    if not name:
+        return jax.default_backend()
+    return "cpu" if name == "cpu" else "tpu" if name in TPUS else "gpu"
 
 
 def memory() -> float:

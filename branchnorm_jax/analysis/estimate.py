@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from branchnorm_jax.analysis import costs, devices
+from branchnorm_jax.analysis.rules import RULES, Parts
 from branchnorm_jax.axes import MESH, partition
 from branchnorm_jax.data.packing import row_lengths
 from branchnorm_jax.errors import UserError
@@ -27,13 +28,6 @@ from branchnorm_jax.training.step import make_train_step
 
 MATRIX_SHARE, TRAFFIC_SHARE = 0.6, 0.8
 """Assumed fractions of a device's peak FLOP/s (for matrix products of width 512 and above) and of its bandwidth."""
-
-HELD = 0.8
-"""Memory that XLA keeps longer than `costs.peak` assumes, as a multiple of the size of the parameters.
-
-The value is a median over random runs on the CPU. The memory holds gradients and optimiser steps of all layers, so it
-is not needed if the update is part of the backward pass.
-"""
 
 SHALLOW, SHARE = (1, 4), 5
 """Depths timed by `calibrate`: SHALLOW[0], and the larger of SHALLOW[1] and the depth of the run divided by SHARE."""
@@ -106,39 +100,65 @@ def update(config: Config, rows: int, length: int) -> tuple[Any, TrainState, Bat
 def update_costs(config: Config, rows: int, length: int) -> costs.Costs:
     """Estimates the costs of an update on one device; the peak includes its inputs."""
     step, state, batch = update(config, rows, length)
-    estimate = costs.trace(step, state, batch, donated=[0])
+    rules = RULES[devices.platform(config.plan.device)]._replace(parts=parts(config, state.params))
+    estimate = costs.trace(step, state, batch, donated=[0], rules=rules)
     in_backward, split = config.train.update_in_backward, config.parallel.model
-    gradients, held = (0.0, 0.0) if in_backward else (size_of(state.params), HELD * size_of(state.params))
+    gradients, held = (0.0, 0.0) if in_backward else (size_of(state.params), rules.held * size_of(state.params))
     share, gathered = stored(config, state.params)
-    activations = max(0.0, estimate.peak - size_of(state) - gradients)
-    peak = share * (size_of(state) + gradients + held) + gathered + activations / split + size_of(batch)
+    activations = max(0.0, estimate.peak - share * (size_of(state) + gradients))
+    peak = share * (size_of(state) + gradients + held) + gathered + activations + size_of(batch)
+    if rules.norms_first and config.model.remat == "nested" and config.parallel.fsdp > 1:
+        peak = max(peak, share * (size_of(state) + 2 * gradients))
     return costs.Costs(estimate.flops / split, estimate.traffic / split, peak)
+
+
+def shards(config: Config, params: Params) -> Any:
+    """Returns the number of devices that share each parameter, as a tree like `params`."""
+    model = Transformer(config.model, config.data.vocab_size, config.data.vocab_size)
+    sizes = {axis: getattr(config.parallel, axis) or 1 for axis in MESH}
+
+    def of(leaf: Any, names: tuple[str, ...]) -> int:
+        return math.prod(sizes[axis] for axis in partition(leaf.shape, names, sizes) if axis)
+
+    return jax.tree.map(of, params, model.logical_axes())
+
+
+def parts(config: Config, params: Params) -> Parts:
+    """Returns a function from the shape of a value of the update to the number of devices that share it.
+
+    Stacks of matrices (parameters, moments, gradients and steps) and tables are split like their parameters. The matrix
+    of a single layer is whole along fsdp, because the layer gathers it. The mesh axis `model` splits hidden units,
+    logits, scores and heads. All other values are whole, such as the residual stream.
+    """
+    leaves, numbers = jax.tree.leaves(params), jax.tree.leaves(shards(config, params))
+    split = {leaf.shape[-2:]: number for leaf, number in zip(leaves, numbers, strict=True)}
+    depths = [depth_of(params[stack]) for stack in STACKS]
+    tables = [leaf.shape for leaf in jax.tree.leaves(params["embedding"])]
+    model, widths = config.model, (config.model.ffn_width, config.data.vocab_size)
+
+    def of(shape: tuple[int, ...]) -> int:
+        # The layers of a stack, or of a group of layers.
+        layers = len(shape) > 2 and any(depth % math.prod(shape[:-2]) == 0 for depth in depths)
+        if shape[-2:] in split and (layers or shape in tables):
+            return split[shape[-2:]]
+        by_model = (len(shape) > 0 and shape[-1] in widths) or (len(shape) > 3 and model.heads in shape[-3:-1])
+        return config.parallel.model if by_model else 1
+
+    return of
 
 
 def stored(config: Config, params: Params) -> tuple[float, float]:
     """Returns how the mesh stores parameters.
 
     Returns:
-      The share of the parameters, gradients and moments that each device stores; the bytes of the matrices that are
-      whole at the same time: with fsdp, the embedding tables with their gradients, and the matrices of two layers.
+      The share of the parameters, gradients and moments that each device stores; with fsdp, the bytes of the embedding
+      tables and their gradients, which are whole at the same time, and 0 without it.
     """
-    model = Transformer(config.model, config.data.vocab_size, config.data.vocab_size)
-    sizes = {axis: getattr(config.parallel, axis) or 1 for axis in MESH}
-    splits = jax.tree.map(lambda leaf, names: partition(leaf.shape, names, sizes), params, model.logical_axes())
-
-    def parts(leaf: Any, split: Any) -> int:
-        return math.prod(sizes[axis] for axis in split if axis)
-
-    def gathered(leaf: Any, split: Any) -> float:
-        return sizes["fsdp"] * size_of(leaf) / parts(leaf, split) if "fsdp" in split else 0.0
-
-    def total(count: Callable[[Any, Any], float], name: str) -> float:
-        return sum(jax.tree.leaves(jax.tree.map(count, params[name], splits[name])))
-
-    share = sum(total(lambda leaf, split: size_of(leaf) / parts(leaf, split), name) for name in params)
-    computed = jnp.dtype(config.model.dtype).itemsize / 4
-    layer = max(total(gathered, stack) / depth_of(params[stack]) for stack in STACKS)
-    return share / size_of(params), 2 * total(gathered, "embedding") + 2 * computed * layer
+    numbers = shards(config, params)
+    bytes_of_each = jax.tree.map(lambda leaf, number: size_of(leaf) / number, params, numbers)
+    fsdp = config.parallel.fsdp
+    tables = sum(jax.tree.leaves(bytes_of_each["embedding"])) if fsdp > 1 else 0
+    return sum(jax.tree.leaves(bytes_of_each)) / size_of(params), 2 * fsdp * tables
 
 
 def rows_of(config: Config, length: int, count: int) -> int:
@@ -177,9 +197,19 @@ def compiled_update_bytes(config: Config, rows: int, length: int) -> float:
     Nothing is run.
     """
     step, state, batch = update(config, rows, length)
-    memory: Any = jax.jit(step, donate_argnums=0).lower(state, batch).compile().memory_analysis()
-    made = memory.output_size_in_bytes - memory.alias_size_in_bytes
-    return float(memory.argument_size_in_bytes + made + memory.temp_size_in_bytes)
+    return allocated_bytes(jax.jit(step, donate_argnums=0).lower(state, batch).compile())
+
+
+def allocated_bytes(compiled: jax.stages.Compiled) -> float:
+    """Returns the memory that a program needs on each device, as reported by its compiler.
+
+    It holds the arguments, the results that do not replace an argument, and everything in between. For TPUs, the sum of
+    these parts is more than the compiler allocates, because its size of temporary values is too large.
+    """
+    memory: Any = compiled.memory_analysis()
+    results = memory.output_size_in_bytes - memory.alias_size_in_bytes
+    parts = memory.argument_size_in_bytes + results + memory.temp_size_in_bytes
+    return float(getattr(memory, "total_allocation_bytes", 0) or parts)
 
 
 def compiled_bytes(config: Config) -> float:

@@ -215,7 +215,7 @@ def test_processes_save_and_stop_when_the_launcher_dies(tmp_path: Path) -> None:
     """Their output goes nowhere from then on."""
     process = start_hosts(*HASTY, f"--workdir={tmp_path}", "--config.train.steps=100000", devices=1)
     assert process.stdout is not None
-    pids = []
+    pids: list[str] = []
     while not (tmp_path / "metrics.jsonl").exists() or len(losses(tmp_path)) < 5:
         pids += re.findall(r"started as process (\d+)", process.stdout.readline()) if len(pids) < 2 else []
         time.sleep(0.1)

@@ -20,7 +20,7 @@ from typing import IO, Any
 
 import fsspec
 
-from branchnorm_jax.errors import MissingExtraError, StorageError, UserError
+from branchnorm_jax.errors import MissingExtraError, StorageError, UnreachableError, UserError
 from branchnorm_jax.files import lock
 
 SCHEMES = {"gs": "gcsfs"}
@@ -81,7 +81,8 @@ class Bucket:
         """Opens the folder, which need not exist, and fetches its files.
 
         Raises:
-          UserError: if checkpoints cannot be in such a bucket, or if it cannot be read.
+          UserError: if checkpoints cannot be in such a bucket, or if it does not exist or cannot be read.
+          UnreachableError: if it does not answer.
         """
         if url.partition("://")[0] not in SCHEMES:
             known = " or ".join(f"{scheme}://" for scheme in SCHEMES)
@@ -101,6 +102,8 @@ class Bucket:
                 shutil.rmtree(entry) if entry.is_dir() and not entry.is_symlink() else entry.unlink()
         try:
             self.fetch(self.folder)
+        except UnreachableError:
+            raise
         except StorageError as error:
             raise UserError(str(error)) from error
 
@@ -202,7 +205,10 @@ class Bucket:
             raise
         except Exception as error:
             reason = " ".join(str(error).split())[:300] or type(error).__name__
-            raise StorageError(f"{self.url}: {failure} ({reason})") from error
+            # Refusals and local files have these types. Errors of the network have types of their own.
+            refused = type(error) in (OSError, FileNotFoundError, FileExistsError, PermissionError)
+            kind = StorageError if refused else UnreachableError
+            raise kind(f"{self.url}: {failure} ({reason})") from error
 
 
 def _own_folder(url: str) -> tuple[Path, IO[str]]:

@@ -67,6 +67,12 @@ class StorageError(BranchNormError):
     exit_code = 5
 
 
+class UnreachableError(StorageError):
+    """A bucket does not answer. Another start may succeed."""
+
+    exit_code = 4
+
+
 class MismatchError(BranchNormError):
     """An exported model gives different results in its target engine."""
 

@@ -55,7 +55,6 @@ HASTY = (
 LONG = (
     "test_main.py",
     "test_every_method.py",
-    "test_resume.py",
     "test_trouble.py",
     "test_preflight.py",
     "test_sweep.py",
@@ -68,7 +67,7 @@ def pytest_configure() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Puts the longest files first. Workers take whole files, so no long file runs alone at the end."""
+    """Puts the longest files first, so that none of them runs alone at the end: workers take whole files."""
     items.sort(key=lambda item: item.path.name not in LONG)
 
 

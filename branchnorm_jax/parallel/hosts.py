@@ -14,7 +14,14 @@ from typing import Any, Self, TypeVar
 import jax
 from jax._src import clusters, distributed  # The public API has no access to the key-value store of the coordinator.
 
-from branchnorm_jax.errors import BranchNormError, HostError, MissingExtraError, StorageError, UserError
+from branchnorm_jax.errors import (
+    BranchNormError,
+    HostError,
+    MissingExtraError,
+    StorageError,
+    UnreachableError,
+    UserError,
+)
 from branchnorm_jax.options import ParallelConfig
 from branchnorm_jax.parallel.ending import end_process
 from branchnorm_jax.parallel.meeting import PATIENCE, gather_links, join_first, parse_address, say
@@ -166,7 +173,7 @@ def first_then_others(first: Callable[[], T], others: Callable[[], T], what: str
         outcome = json.loads(gather("", what)[0])
         if outcome:
             kinds: dict[str, type[BranchNormError]] = {
-                kind.__name__: kind for kind in (UserError, MissingExtraError, StorageError)
+                kind.__name__: kind for kind in (UserError, MissingExtraError, StorageError, UnreachableError)
             }
             raise kinds.get(outcome["error"], HostError)(f"process 0: {outcome['message']}")
         return others()
@@ -190,6 +197,10 @@ def blame_lost_process() -> Iterator[None]:
     except Exception as error:
         if _monitor and (isinstance(error, StorageError) or not isinstance(error, BranchNormError)):
             _monitor.settle(_comes_from_runtime(error))
+        if "Gloo context initialization failed" in str(error):  # On CPUs, a process waits 30 s for the others.
+            raise HostError(
+                f"another process did not answer in time, perhaps because it is slower; {ADVICE}"
+            ) from error
         raise
 
 

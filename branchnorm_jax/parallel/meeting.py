@@ -6,6 +6,7 @@ The connections stay open; see `monitor.py`.
 
 import contextlib
 import json
+import os
 import selectors
 import socket
 import sys
@@ -209,7 +210,8 @@ def _listen(address: tuple[str, int]) -> socket.socket:
     try:
         return socket.create_server((host, port))
     except OSError as error:
-        raise HostError(f"process 0 cannot listen at {host}:{port}: {error.strerror or error}") from error
+        reason = os.strerror(error.errno) if error.errno else error
+        raise HostError(f"process 0 cannot listen at {host or '*'}:{port}: {reason}") from error
 
 
 def _send_all(links: Iterable[Link], *message: Any) -> None:

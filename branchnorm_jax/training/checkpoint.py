@@ -218,20 +218,16 @@ class Checkpoints:
           StorageError: if a checkpoint may be intact but cannot be read.
         """
         steps = [step for step in self.steps() if step <= until]
+        whole = {
+            "params": ocp.args.StandardRestore(abstract.eval_params),
+            "training": ocp.args.StandardRestore(_rest(abstract)),
+        }
         for step in reversed(steps):
-            restored, fault = None, ""
-            try:
-                restored = self._read(step, abstract)
-            except Exception as error:
-                fault = self._fault(step, error)
-            # All processes have to go on in the same way, and a collective operation follows.
-            faults = hosts.gather(fault)
-            if restored is None or any(faults):
-                fault = next(filter(None, faults))
-            else:
+            restored, fault = self._read(step, **whole)
+            if not fault:
                 try:
                     return _checked(restored, abstract)
-                except ValueError as error:
+                except Exception as error:  # The memory, too, may contain anything.
                     fault = _summary(error)
             self._warn(f"checkpoint {step} in {self._directory} is damaged ({fault}); trying the previous one")
         if steps:
@@ -269,14 +265,14 @@ class Checkpoints:
           StorageError: if it may be intact but cannot be read.
         """
         for place, step in enumerate(self.named(which)):
-            try:
-                restored = self._manager.restore(
-                    step,
-                    args=ocp.args.Composite(params=ocp.args.StandardRestore(abstract), memory=ocp.args.JsonRestore()),
-                )
-                _check("parameters", restored["params"], restored["memory"]["checksums"]["params"])
-            except Exception as error:
-                self._warn(f"checkpoint {step} in {self._directory} is damaged ({self._fault(step, error)})")
+            restored, fault = self._read(step, params=ocp.args.StandardRestore(abstract))
+            if not fault:
+                try:
+                    _check("parameters", restored["params"], restored["memory"]["checksums"]["params"])
+                except Exception as error:  # The memory, too, may contain anything.
+                    fault = _summary(error)
+            if fault:
+                self._warn(f"checkpoint {step} in {self._directory} is damaged ({fault})")
                 continue
             if place:
                 self._warn(f"using checkpoint {step} instead")
@@ -287,16 +283,31 @@ class Checkpoints:
             return restored["params"], alpha, step
         raise UserError(f"{self._directory}: checkpoint {which!r} cannot be read")
 
-    def _read(self, step: int, abstract: TrainState) -> Any:
-        """Returns the items of a checkpoint. Their checksums are not checked yet."""
-        return self._manager.restore(
-            step,
-            args=ocp.args.Composite(
-                params=ocp.args.StandardRestore(abstract.eval_params),
-                training=ocp.args.StandardRestore(_rest(abstract)),
-                memory=ocp.args.JsonRestore(),
-            ),
+    def _read(self, step: int, **items: Any) -> tuple[Any, str]:
+        """Reads items of a checkpoint and its memory. Their checksums are not checked yet.
+
+        All processes must call it, and all get the same fault.
+
+        Returns:
+          The items, and what is wrong with the checkpoint; "" if all processes have read their part.
+
+        Raises:
+          StorageError: if the checkpoint may be intact but cannot be read.
+        """
+        # Each process reads by itself: Orbax would let those that succeed wait for ever for one that fails.
+        own = jax.process_index()
+        alone = ocp.options.MultiprocessingOptions(
+            primary_host=own, active_processes={own}, barrier_sync_key_prefix=f"process {own}"
         )
+        options = ocp.CheckpointManagerOptions(read_only=True, create=False, multiprocessing_options=alone)
+        names = (*items, "memory")
+        restored, fault = None, ""
+        try:
+            with ocp.CheckpointManager(self._directory, options=options, item_names=names) as reader:
+                restored = reader.restore(step, args=ocp.args.Composite(**items, memory=ocp.args.JsonRestore()))
+        except Exception as error:
+            fault = self._fault(step, error)
+        return restored, next(filter(None, hosts.gather(fault)), "")
 
     def _fault(self, step: int, error: Exception) -> str:
         """Returns what is wrong with a damaged checkpoint.

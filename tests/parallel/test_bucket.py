@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from branchnorm_jax.data import corpus
-from branchnorm_jax.errors import StorageError, UserError
+from branchnorm_jax.errors import BranchNormError, StorageError, UserError
 from branchnorm_jax.files import atomic_directory
 from branchnorm_jax.options import Config, DataConfig
 from branchnorm_jax.training.trained import find_run
@@ -200,18 +200,23 @@ def test_process_that_was_replaced_ends(bucket: FakeBucket) -> None:
     second.publish()
 
 
-@pytest.mark.parametrize("status", [400, 403])
-def test_failing_bucket_gives_one_line(bucket: FakeBucket, status: int, capfd: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(("status", "code"), [(400, 4), (403, 5)])
+def test_failing_bucket_gives_one_line(
+    bucket: FakeBucket, status: int, code: int, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Another start makes sense after an error, but not if access is denied."""
     workdir = opened()
     (workdir / "log").write_text("1\n")
     bucket.broken = status
     try:
-        with pytest.raises(StorageError, match=f"^gs://{NAME}/run: cannot be written "):
+        with pytest.raises(StorageError, match=f"^gs://{NAME}/run: cannot be written ") as failed:
             workdir.publish()
-        with pytest.raises(UserError, match=f"^gs://{NAME}/other: cannot be read "):
+        with pytest.raises(BranchNormError, match=f"^gs://{NAME}/other: cannot be read ") as unopened:
             opened("other")
     finally:
         bucket.broken = 0
+    assert failed.value.exit_code == code
+    assert unopened.value.exit_code == (2 if code == 5 else code)
     assert capfd.readouterr() == ("", "")
 
 

@@ -56,6 +56,7 @@ def test_rate_decays_after_the_warm_up_and_run_stops_below_the_minimum(
     assert "train.min_learning_rate=0.003" in status["reason"]
 
 
+@pytest.mark.slow
 def test_rate_is_constant_without_worse_validations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(schedules, "val_decay", lambda scores, patience: False)
     train = {**vars(CONFIG.train), "steps": 20, "min_learning_rate": 0.0}

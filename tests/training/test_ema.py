@@ -80,6 +80,7 @@ def test_average_equals_its_closed_form(model: dict[str, Any], train: dict[str, 
     assert np.abs(expected - thetas[-1]).max() > 1000 * bound
 
 
+@pytest.mark.slow
 def test_state_without_ema_is_unchanged() -> None:
     """It has no additional leaf and the same digest."""
     config = Config(model=MODEL, train=dataclasses.replace(TRAIN, ema_decay=0.0))

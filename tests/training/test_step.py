@@ -117,6 +117,7 @@ def test_checksums_depend_on_every_bit_and_its_position() -> None:
     assert checksums(swapped).tolist() != before.tolist()
 
 
+@pytest.mark.slow
 def test_digest_covers_parameters_and_optimiser() -> None:
     mesh = make_mesh(ParallelConfig())
     model, optimizer = Transformer(CONFIG.model, 40, 40), make_optimizer(CONFIG.train)

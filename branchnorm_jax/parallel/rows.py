@@ -45,7 +45,7 @@ class Rows:
         return -(-rows // multiple) * multiple
 
     def indices(self, rows: int) -> np.ndarray:
-        """Returns the indices of this process' rows of a batch with `rows` rows. Rows from that index on are empty."""
+        """Returns the indices of this process' rows of a batch with `rows` rows. Indices >= `rows` are empty rows."""
         return np.arange(self.total(rows)).reshape(self.shards, -1)[self.own].ravel()
 
     def take(self, batch: B) -> B:

@@ -40,6 +40,9 @@ from branchnorm_jax.training.state import TrainState
 NAMES_ON_DISK = {"hold_steps": "held", "running_stats": "usual"}
 """Fields of `TrainState` that have another name in checkpoints, so that older checkpoints can be restored."""
 
+CONTENTS = {"params": "parameters", "training": "optimiser state"}
+"""Items with checksums, and what messages call them."""
+
 _UNREACHABLE = re.compile(
     r"PERMISSION_DENIED|UNAUTHENTICATED|UNAVAILABLE|DEADLINE_EXCEEDED|RESOURCE_EXHAUSTED|^(Permission|Connection|Timeout)"
     rf"|\[(?:OS error|Errno) (?:{errno.EIO}|{errno.EACCES}|{errno.EPERM}|{errno.ESTALE}|{errno.ETIMEDOUT})\b"
@@ -204,14 +207,14 @@ class Checkpoints:
     def restore_latest(self, abstract: TrainState, until: float = math.inf) -> tuple[TrainState, SavedLoopState] | None:
         """Restores the newest intact checkpoint.
 
+        If a checkpoint is damaged, all processes of the run restore the previous one, even if only one has noticed.
+
         Args:
           abstract: the shapes, dtypes and shardings of the result.
           until: the last step to consider; newer checkpoints are ignored.
 
         Returns:
           The train state and the saved loop state, or None if there is no checkpoint.
-
-        If a checkpoint is damaged, all processes of the run restore the previous one, even if only one has noticed.
 
         Raises:
           UserError: if there are checkpoints but all of them are damaged.
@@ -223,12 +226,9 @@ class Checkpoints:
             "training": ocp.args.StandardRestore(_rest(abstract)),
         }
         for step in reversed(steps):
-            restored, fault = self._read(step, **whole)
+            restored, fault = self._restore(step, **whole)
             if not fault:
-                try:
-                    return _checked(restored, abstract)
-                except Exception as error:  # The memory, too, may contain anything.
-                    fault = _summary(error)
+                return _joined(restored, abstract), restored["memory"]["memory"]
             self._warn(f"checkpoint {step} in {self._directory} is damaged ({fault}); trying the previous one")
         if steps:
             raise UserError(
@@ -265,12 +265,7 @@ class Checkpoints:
           StorageError: if it may be intact but cannot be read.
         """
         for place, step in enumerate(self.named(which)):
-            restored, fault = self._read(step, params=ocp.args.StandardRestore(abstract))
-            if not fault:
-                try:
-                    _check("parameters", restored["params"], restored["memory"]["checksums"]["params"])
-                except Exception as error:  # The memory, too, may contain anything.
-                    fault = _summary(error)
+            restored, fault = self._restore(step, params=ocp.args.StandardRestore(abstract))
             if fault:
                 self._warn(f"checkpoint {step} in {self._directory} is damaged ({fault})")
                 continue
@@ -283,13 +278,13 @@ class Checkpoints:
             return restored["params"], alpha, step
         raise UserError(f"{self._directory}: checkpoint {which!r} cannot be read")
 
-    def _read(self, step: int, **items: Any) -> tuple[Any, str]:
-        """Reads items of a checkpoint and its memory. Their checksums are not checked yet.
+    def _restore(self, step: int, **items: Any) -> tuple[Any, str]:
+        """Restores items of a checkpoint and its memory, and checks their checksums.
 
         All processes must call it, and all get the same fault.
 
         Returns:
-          The items, and what is wrong with the checkpoint; "" if all processes have read their part.
+          The items, and what is wrong with the checkpoint; "" if it is intact and all processes have read their part.
 
         Raises:
           StorageError: if the checkpoint may be intact but cannot be read.
@@ -301,13 +296,21 @@ class Checkpoints:
         )
         options = ocp.CheckpointManagerOptions(read_only=True, create=False, multiprocessing_options=alone)
         names = (*items, "memory")
-        restored, fault = None, ""
+        restored: Any = None
+        fault = ""
         try:
             with ocp.CheckpointManager(self._directory, options=options, item_names=names) as reader:
                 restored = reader.restore(step, args=ocp.args.Composite(**items, memory=ocp.args.JsonRestore()))
         except Exception as error:
             fault = self._fault(step, error)
-        return restored, next(filter(None, hosts.gather(fault)), "")
+        fault = next(filter(None, hosts.gather(fault)), "")
+        if not fault:
+            try:
+                for name in items:
+                    _check(CONTENTS[name], restored[name], restored["memory"]["checksums"][name])
+            except Exception as error:  # The memory, too, may contain anything.
+                fault = _summary(error)
+        return restored, fault
 
     def _fault(self, step: int, error: Exception) -> str:
         """Returns what is wrong with a damaged checkpoint.
@@ -344,15 +347,12 @@ def _rest(state: TrainState) -> dict[str, Any]:
     return {NAMES_ON_DISK.get(name, name): value for name, value in rest.items()}
 
 
-def _checked(restored: Any, abstract: TrainState) -> tuple[TrainState, SavedLoopState]:
-    """Returns the items of a checkpoint as train state and loop state. Raises `ValueError` if a checksum is wrong."""
-    saved = restored["memory"]
-    _check("parameters", restored["params"], saved["checksums"]["params"])
-    _check("optimiser state", restored["training"], saved["checksums"]["training"])
+def _joined(restored: Any, abstract: TrainState) -> TrainState:
+    """Returns the items "params" and "training" of a checkpoint as train state."""
     used = {"params" if abstract.ema is None else "ema": restored["params"]}
     fields = {field: name for name, field in NAMES_ON_DISK.items()}
     training = {fields.get(name, name): value for name, value in restored["training"].items()}
-    return TrainState(**training, **used), saved["memory"]
+    return TrainState(**training, **used)
 
 
 def _check(what: str, tree: Any, expected: list[int]) -> None:

@@ -33,6 +33,13 @@ def scores(workdir: Path) -> list[float]:
     return [json.loads(line)["bleu"] for line in (workdir / "validation.jsonl").read_text().splitlines()]
 
 
+def only_in_process_1(mount: str) -> str:
+    """Returns the argument `before` of `run_hosts` that mounts files for process 1. Skips the test without root."""
+    if subprocess.run(["unshare", "--mount", "true"], capture_output=True).returncode:
+        pytest.skip("mounting needs root")
+    return f'test $JAX_PROCESS_ID = 0 || exec unshare --mount sh -c \'{mount} && exec "$@"\' sh "$@"'
+
+
 @pytest.mark.slow
 def test_two_processes_train_like_one(single: Path, tmp_path: Path) -> None:
     code, output = run_hosts(*OPTIONS, f"--workdir={tmp_path}")
@@ -165,8 +172,6 @@ def test_processes_with_different_code_are_rejected(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_processes_with_different_vocabularies_are_rejected(tmp_path: Path) -> None:
     """Process 1 sees another file in place of the vocabulary of the workdir, as with a stale network file system."""
-    if subprocess.run(["unshare", "--mount", "true"], capture_output=True).returncode:
-        pytest.skip("mounting needs root")
     for name, size in (("run", 300), ("other", 290)):
         options = (
             *OPTIONS,
@@ -180,7 +185,7 @@ def test_processes_with_different_vocabularies_are_rejected(tmp_path: Path) -> N
     code, output = run_hosts(
         *OPTIONS,
         f"--workdir={tmp_path / 'run'}",
-        before=f'test $JAX_PROCESS_ID = 0 || exec unshare --mount sh -c \'{mount} && exec "$@"\' sh "$@"',
+        before=only_in_process_1(mount),
         devices=1,
     )
     assert code == 2, output
@@ -191,8 +196,6 @@ def test_processes_with_different_vocabularies_are_rejected(tmp_path: Path) -> N
 @pytest.mark.slow
 def test_all_processes_restore_the_checkpoint_that_all_can_read(tmp_path: Path) -> None:
     """Process 1 sees rubbish in place of the newest checkpoint."""
-    if subprocess.run(["unshare", "--mount", "true"], capture_output=True).returncode:
-        pytest.skip("mounting needs root")
     run, rubbish = tmp_path / "run", tmp_path / "rubbish"
     rubbish.write_text("rubbish")
     assert run_main(*OPTIONS, f"--workdir={run}", devices=2).returncode == 0
@@ -201,7 +204,7 @@ def test_all_processes_restore_the_checkpoint_that_all_can_read(tmp_path: Path) 
         *OPTIONS,
         f"--workdir={run}",
         "--config.train.steps=15",
-        before=f'test $JAX_PROCESS_ID = 0 || exec unshare --mount sh -c \'{mount}; exec "$@"\' sh "$@"',
+        before=only_in_process_1(mount),
         devices=1,
     )
     assert code == 0, output

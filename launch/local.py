@@ -32,6 +32,8 @@ FORWARDED = {
     signal.SIGHUP: signal.SIGTERM,
 }
 """Signals to this process, and what it sends to the processes of the run."""
+LOST = 4
+"""Exit code of a process that ended because another one failed."""
 
 
 def main() -> int:
@@ -153,18 +155,27 @@ def show(index: int, line: str) -> None:
 
 
 def wait(processes: list[subprocess.Popen[bytes]], grace: float) -> int:
-    """Waits until all processes have ended. Returns the exit code of the first that failed, or 0."""
+    """Waits until all processes have ended. Returns the exit code of the first that failed, or 0.
+
+    Exit code 4 follows the failure of another process: of several that failed since the last look, another code is
+    the first one.
+    """
     code, deadline = 0, float("inf")
     while None in (codes := [process.poll() for process in processes]):
         if not code and (failed := list(filter(None, codes))):
-            code, deadline = failed[0], time.monotonic() + grace
+            code, deadline = first_of(failed), time.monotonic() + grace
         if time.monotonic() > deadline:
             for process in processes:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
         time.sleep(0.05)
-    code = code or next((process.returncode for process in processes if process.returncode), 0)
+    code = code or first_of(list(filter(None, codes)))
     return 128 - code if code < 0 else code
+
+
+def first_of(failures: list[int]) -> int:
+    """Returns the code that did not follow from another failure, or 0 if none failed."""
+    return next((code for code in failures if code != LOST), LOST if failures else 0)
 
 
 if __name__ == "__main__":

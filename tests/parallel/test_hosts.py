@@ -282,10 +282,17 @@ def test_local_launcher_prints_its_commands() -> None:
         ("exit 0", 0),
         ("test $JAX_PROCESS_ID = 0 || exit 3; sleep 100", 3),
         ("test $JAX_PROCESS_ID = 1 || kill -9 $$; sleep 100", 137),
+        (
+            # Process 0 notices the failure of process 1 between two looks of the launcher.
+            "if test $JAX_PROCESS_ID = 1; then (sleep 0.01; touch {noticed}) & exit 3; fi\n"
+            "until test -e {noticed}; do :; done; exit 4",
+            3,
+        ),
     ],
 )
-def test_first_failure_ends_all_processes(script: str, code: int) -> None:
+def test_first_failure_ends_all_processes(tmp_path: Path, script: str, code: int) -> None:
     started = time.monotonic()
+    script = script.format(noticed=tmp_path / "noticed")
     done = subprocess.run(
         [sys.executable, "launch/local.py", "-n", "2", "--grace", "1", "--", "sh", "-c", script],
         cwd=ROOT, capture_output=True,

@@ -13,13 +13,12 @@ from typing import Any, NamedTuple
 from benchmarks.compilers import COLLECTIVES, KEY, TABLE, read, write
 from benchmarks.measure import RESULTS
 from branchnorm_jax.analysis import topologies
+from branchnorm_jax.analysis.devices import DEVICES
 
 
 class Links(NamedTuple):
-    """A TPU: its clock, and the bytes per second that a chip sends."""
+    """The bytes per second that a chip of a TPU sends."""
 
-    clock: float
-    """Cycles per second: peak FLOP/s / (number of matrix units x 128 x 128 x 2)."""
     ring: float
     """Along one axis of the slice, on two links."""
     all: float
@@ -28,16 +27,17 @@ class Links(NamedTuple):
     """Over the data-centre network."""
 
 
-TPUS = {"v5e": Links(1.50e9, 100e9, 200e9, 3.1e9), "v5p": Links(1.75e9, 200e9, 600e9, 6.25e9)}
+TPUS = {"v5e": Links(100e9, 200e9, 3.1e9), "v5p": Links(200e9, 600e9, 6.25e9)}
 """From Google's descriptions of Cloud TPU v5e and v5p (November 2026): 400 and 1,200 GB/s per chip in both directions
 between chips; 6.4 Tbit/s for 256 chips and 50 Gbit/s per chip in the data-centre network."""
 
 
 def figures(row: dict[str, str], collectives: list[dict[str, str]]) -> dict[str, Any]:
     """Returns the figures of one program."""
-    target, tpu = topologies.parse(row["target"]), TPUS[topologies.parse(row["target"]).device]
+    target = topologies.parse(row["target"])
+    tpu, clock = TPUS[target.device], DEVICES[target.device].clock
     in_loops = sum(int(c["number"]) * int(c["executions"]) * int(c["inside_bytes"]) for c in collectives if c["loop"])
-    tokens, seconds = int(row["tokens"]) // target.count, int(row["cycles"]) / tpu.clock
+    tokens, seconds = int(row["tokens"]) // target.count, int(row["cycles"]) / clock
     inside, between = int(row["inside_bytes"]), int(row["between_bytes"])
     ring, every, dcn = inside / tpu.ring, inside / tpu.all, between / tpu.between
     return {

@@ -105,6 +105,33 @@ def mesh_sizes() -> dict[str, int]:
     return dict.fromkeys(MESH, 1) | dict(jax.sharding.get_abstract_mesh().shape)
 
 
+LARGE_GPUS = ("A100", "H100", "H200", "GH200", "B200", "GB200", "B300")
+"""GPUs whose processors have at least 164 KB of shared memory. The kernels would not start on others."""
+
+
+def platform() -> str:
+    """Returns the platform of the mesh that `jax.set_mesh` has set: cpu, gpu, tpu, or "" without a mesh."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    return "" if device is None else device.platform
+
+
+def kernels(choice: str) -> str:
+    """Returns the platform for which the program uses Pallas kernels: gpu, cpu (interpreted), or "" for none.
+
+    XLA cannot split the work of a Pallas kernel among devices, so "auto" uses them only where the mesh that
+    `jax.set_mesh` has set is a single one of `LARGE_GPUS`.
+
+    Args:
+      choice: the option `model.kernels`.
+    """
+    if choice == "interpret":
+        return "cpu"
+    mesh = jax.sharding.get_abstract_mesh()
+    if choice == "plain" or platform() != "gpu" or mesh.size != 1:
+        return ""
+    return "gpu" if any(name in mesh.abstract_device.device_kind for name in LARGE_GPUS) else ""
+
+
 REPLICA = "replica"
 """Name of the `jax.vmap` axis of programs that are written for the rows of one index of data."""
 

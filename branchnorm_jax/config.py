@@ -278,13 +278,13 @@ def _validate_update_in_backward(config: Config) -> None:
         ("train.accumulation", train.accumulation, (1,)),
         ("train.nonfinite", train.nonfinite, ("stop", "rollback")),
         ("train.spike", train.spike, ("log", "stop", "rollback")),
-        ("model.unroll", model.unroll, (1,)),
+        ("model.unroll", model.unroll, (0, 1)),
     ):
         if value not in allowed:
             options = " or ".join(str(option) for option in allowed)
             raise UserError(f"config: train.update_in_backward needs {name}={options}, not {value}")
     for name in ("encoder_layers", "decoder_layers"):
-        if model.group and model.remat != "full" and getattr(model, name) % model.group:
+        if model.group and getattr(model, name) % model.group:
             raise UserError(
                 f"config: train.update_in_backward needs a model.group that divides model.{name}="
                 f"{getattr(model, name)}, not {model.group}; model.group=0 chooses one"

@@ -125,25 +125,33 @@ class ModelConfig:
         "float32", "data type of the residual stream between sub-layers", choices=("float32", "float16", "bfloat16")
     )
     remat: str = option(
-        "none",
+        "auto",
         "what the backward pass recomputes to save memory: nothing (none); scores and hidden feed-forward layers "
-        "(save_branches: 1/2 of the memory, 1/10 more time); all but the stream between layers (full: 1/3 more time) "
-        "or between groups of layers (nested: 2/3 more time; dlcl: as full); auto: the first that fits into memory",
+        "(save_branches: 1/2 of the memory, 1/10 more time); all but the stream between groups of layers, once (full: "
+        "1/3 more time) or twice (nested: 2/3 more time; dlcl: as full); auto: the fastest that fits into memory",
         choices=("none", "save_branches", "full", "nested", "auto"),
         free=True,
         common=True,
     )
     group: int = option(
-        0, "layers per group of remat=nested; 0: the size that needs the least memory", minimum=0, free=True
+        0,
+        "layers per group of remat=full and nested; 0: 1 for full, and for nested the size that needs the least memory",
+        minimum=0,
+        free=True,
     )
-    logits_mb: int = option(
-        128, "largest block of float32 logits in the loss, per device", unit="MB", minimum=1, free=True
+    kernels: str = option(
+        "auto",
+        "fused kernels written in Pallas: on a single GPU (auto); never (plain); interpreted, for tests (interpret)",
+        choices=("auto", "plain", "interpret"),
+        free=True,
     )
+    logits_mb: int = option(512, "largest block of logits in the loss, per device", unit="MB", minimum=1, free=True)
     unroll: int = option(
-        1,
-        "layers per iteration of lax.scan; with the full depth there is no loop: faster, but slower to compile",
+        0,
+        "layers per iteration of lax.scan; with the full depth there is no loop: faster, but slower to compile; 0: 1, "
+        "or what remat=auto chooses",
         unit="layers",
-        minimum=1,
+        minimum=0,
         free=True,
     )
 

@@ -232,7 +232,7 @@ def test_difference_lists_the_changed_options():
     assert options.difference(old, new, free=False) == ["model.width: 512 -> 256"]
     assert options.difference(old, new, free=True) == [
         "model.width: 512 -> 256",
-        "model.remat: 'none' -> 'full'",
+        "model.remat: 'auto' -> 'full'",
         "train.steps: 100000 -> 5",
     ]
     assert options.difference(new, new, free=True) == []

@@ -65,27 +65,32 @@ def planned_for(config: Config, target: Target) -> tuple[Config, Absent]:
     return changed, Absent(target, mesh)
 
 
-def largest_batch(config: Config) -> tuple[int, int]:
-    """Returns rows and row length of the batch that needs the most memory according to the plan."""
+def largest_batch(config: Config) -> Shape:
+    """Returns the shape of the batch that needs the most memory according to the plan."""
     count = row_devices(config.parallel)
     shapes = [(rows_of(config, length, count), length) for length in lengths(config)]
     rows, length = max(shapes, key=lambda shape: update_costs(config, *shape).peak)
-    return rows * count, length
+    return Shape(rows * count, length, length)
 
 
-def compile_update(config: Config, absent: Absent) -> tuple[dict[str, Any], str]:
+def compile_update(config: Config, absent: Absent, shape: Shape | None = None) -> tuple[dict[str, Any], str]:
     """Compiles the update of a run.
+
+    Args:
+      config: the run.
+      absent: its devices.
+      shape: rows and row lengths of the batch; by default, those of `largest_batch`.
 
     Returns:
       The report of the compiler, for `plan.json`, and the optimised program (HLO text). If the program does not fit
       into the memory of a device, the report has the compiler's `error`, and the text is empty.
     """
     target = absent.target
-    rows, length = largest_batch(config)
+    rows, length, _ = shape = shape or largest_batch(config)
     model = Transformer(config.model, config.data.vocab_size, config.data.vocab_size)
     optimizer = make_optimizer(config.train)
     state = abstract_state(model, optimizer, absent.mesh, bool(config.train.ema_decay))
-    lowered = lower_update(config, model, optimizer, absent.mesh, state, Shape(rows, length, length))
+    lowered = lower_update(config, model, optimizer, absent.mesh, state, shape)
     report: dict[str, Any] = {
         "target": target.text,
         "mesh": dict(absent.mesh.shape),

@@ -21,6 +21,8 @@ class Device(NamedTuple):
     """Peak FLOP/s in float32 at JAX's default precision: TF32 on Ampere and later, bfloat16 passes on TPUs."""
     bandwidth: float
     """Memory bandwidth in bytes per second."""
+    clock: float = 0.0
+    """TPU: cycles per second, which are the peak FLOP/s / (2 x number of multipliers in its matrix units)."""
 
 
 DEVICES = {
@@ -28,10 +30,10 @@ DEVICES = {
     "a100": Device(80e9, 312e12, 156e12, 2.04e12),
     "h100": Device(80e9, 989e12, 494e12, 3.35e12),
     "h200": Device(141e9, 989e12, 494e12, 4.80e12),
-    "v4": Device(32e9, 275e12, 275e12, 1.20e12),
-    "v5e": Device(16e9, 197e12, 197e12, 0.82e12),
-    "v5p": Device(95e9, 459e12, 459e12, 2.76e12),
-    "v6e": Device(32e9, 918e12, 918e12, 1.64e12),
+    "v4": Device(32e9, 275e12, 275e12, 1.20e12, 1.05e9),
+    "v5e": Device(16e9, 197e12, 197e12, 0.82e12, 1.50e9),
+    "v5p": Device(95e9, 459e12, 459e12, 2.76e12, 1.75e9),
+    "v6e": Device(32e9, 918e12, 918e12, 1.64e12, 1.75e9),
 }
 """NVIDIA GPUs (SXM) and TPUs by name."""
 

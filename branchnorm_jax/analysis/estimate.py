@@ -29,6 +29,10 @@ from branchnorm_jax.training.step import make_train_step
 MATRIX_SHARE, TRAFFIC_SHARE = 0.6, 0.8
 """Assumed fractions of a device's peak FLOP/s (for matrix products of width 512 and above) and of its bandwidth."""
 
+UNROLLED, GROUP = 24, 5
+"""Largest depth of stacks that are not a loop, and the size of the groups that `full` recomputes. Larger ones compile
+for minutes; groups of 10 are not faster than groups of 5, by the compilers (`benchmarks/compiled.py`)."""
+
 SHALLOW, SHARE = (1, 4), 5
 """Depths timed by `calibrate`: SHALLOW[0], and the larger of SHALLOW[1] and the depth of the run divided by SHARE."""
 
@@ -68,13 +72,43 @@ def recomputed_flops(config: Config, forward: dict[str, float], source_length: f
 
 
 def with_remat(config: Config, remat: str) -> Config:
-    """Returns the config with another `model.remat`."""
-    return dataclasses.replace(config, model=dataclasses.replace(config.model, remat=remat))
+    """Returns the config with another `model.remat`, and with the loops that suit it on the device.
+
+    On GPUs, a loop copies what it stores to stacked arrays and back, which takes longer than computing it again. So
+    shallow stacks that store their activations are not loops, and `full` recomputes groups of layers that are not
+    loops. `model.unroll` and `model.group` are only chosen where they are 0.
+    """
+    model = config.model
+    depths, changed = (model.encoder_layers, model.decoder_layers), dict[str, Any](remat=remat)
+    if unrolls(config):
+        if remat in ("none", "save_branches") and not model.unroll and max(depths) <= UNROLLED:
+            changed["unroll"] = max(depths)
+        if remat == "full" and not model.group:
+            common = math.gcd(*depths)
+            changed["group"] = min((g for g in range(1, common + 1) if common % g == 0), key=lambda g: abs(g - GROUP))
+    return dataclasses.replace(config, model=dataclasses.replace(model, **changed))
+
+
+def unrolls(config: Config) -> bool:
+    """Returns whether layers outside of loops pay on the device.
+
+    With fsdp they do not: a loop holds the matrices of one layer, made whole, at a time.
+    """
+    return devices.platform(config.plan.device) != "cpu" and config.parallel.fsdp == 1
 
 
 def remat_choices(config: Config) -> tuple[str, ...]:
     """Returns the values of `REMAT` that the run supports."""
     return ("full", "nested") if config.train.update_in_backward else REMAT
+
+
+def remat_order(config: Config) -> list[Config]:
+    """Returns the choices of `remat=auto`, from the fastest to the one that needs the least memory."""
+    choices = [with_remat(config, remat) for remat in remat_choices(config)]
+    if not unrolls(config):
+        return choices
+    deepest = max(config.model.encoder_layers, config.model.decoder_layers)
+    return [c for c in choices if c.model.remat in ("full", "nested") or c.model.unroll >= deepest]
 
 
 def shrink(config: Config, encoder_layers: int, decoder_layers: int) -> Config:

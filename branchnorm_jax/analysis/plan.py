@@ -18,6 +18,7 @@ from branchnorm_jax.analysis.estimate import (
     peak_bytes,
     recomputed_flops,
     remat_choices,
+    remat_order,
     rows_of,
     seconds,
     update_costs,
@@ -25,7 +26,7 @@ from branchnorm_jax.analysis.estimate import (
 )
 from branchnorm_jax.errors import UserError
 from branchnorm_jax.model.recipe import STACKS
-from branchnorm_jax.model.stack import REMAT, best_group, size_of
+from branchnorm_jax.model.stack import best_group, size_of
 from branchnorm_jax.model.transformer import Transformer
 from branchnorm_jax.options import Config
 from branchnorm_jax.parallel.mesh import row_devices
@@ -72,7 +73,8 @@ def make_plan(config: Config, progress: Callable[[], Any] = lambda: None) -> dic
     costs = {remat: cost(remat) for remat in remat_choices(config)}
     chosen = config.model.remat
     if chosen == "auto":
-        chosen = next((remat for remat, choice in costs.items() if choice["fits"]), REMAT[-1])
+        order = [choice.model.remat for choice in remat_order(config)]
+        chosen = next((remat for remat in order if costs[remat]["fits"]), order[-1])
     return {
         **_sizes(config, rows, length),
         "forward_flops_by_part": flops,
@@ -164,7 +166,7 @@ def to_json(plan: Mapping[str, Any]) -> str:
 
 
 def resolve_remat(config: Config, memory: float) -> Config:
-    """Resolves `model.remat=auto` to the first choice with a predicted peak that fits, or else to the last choice.
+    """Resolves `model.remat=auto` to the first of `remat_order` with a predicted peak that fits, or else to the last.
 
     Args:
       config: the run.
@@ -182,10 +184,9 @@ def resolve_remat(config: Config, memory: float) -> Config:
             "smaller model; --config.plan.refuse=False trains anyway"
         )
     if config.model.remat != "auto":
-        return config
-    choices = (with_remat(config, remat) for remat in remat_choices(config))
-    count = row_devices(config.parallel)
-    return next((c for c in choices if peak_bytes(c, count) <= memory), with_remat(config, remat_choices(config)[-1]))
+        return with_remat(config, config.model.remat)
+    choices, count = remat_order(config), row_devices(config.parallel)
+    return next((choice for choice in choices if peak_bytes(choice, count) <= memory), choices[-1])
 
 
 def warning(config: Config, memory: float) -> str:

@@ -25,6 +25,9 @@ ALIASES = (
 )
 """Instructions whose result is in memory that another instruction owns."""
 
+CALLS = ("call", "async-start")
+"""Instructions that run another computation as it is, not as part of one kernel."""
+
 
 class Array(NamedTuple):
     """Type of one array."""
@@ -202,9 +205,9 @@ def _executed(program: Program, name: str, times: int, loops: tuple[str, ...], k
             branches = branches or re.findall(r"(?:true|false)_computation=%?([\w.\-]+)", attributes)
             for branch in branches:
                 yield from _executed(program, branch, times, loops, kernel)
-        elif called := _called(instruction):
-            inside = kernel or (called if instruction.op == "fusion" else "")
-            yield from _executed(program, called, times, loops, inside)
+        elif other := called(instruction):
+            inside = kernel or ("" if instruction.op in CALLS else other)
+            yield from _executed(program, other, times, loops, inside)
 
 
 def trip_count(program: Program, loop: Instruction, computation: Computation) -> int | None:
@@ -238,7 +241,8 @@ def _body(loop: Instruction) -> str:
     return matched(loop.attributes, r"body=%?([\w.\-]+)")
 
 
-def _called(instruction: Instruction) -> str:
+def called(instruction: Instruction) -> str:
+    """Returns the name of the computation that a call or a fused kernel runs, or ""."""
     return matched(instruction.attributes, r"(?:calls|to_apply)=%?([\w.\-]+)")
 
 
@@ -255,7 +259,7 @@ def _unfused(
     """
     if instruction.op != "fusion":
         return instruction, computation
-    fused = program.computations[_called(instruction)]
+    fused = program.computations[called(instruction)]
     outside = {
         name: computation[instruction.operands[int(inner.inside)]]
         for name, inner in fused.items()
@@ -324,7 +328,7 @@ def largest_buffers(program: Program, count: int) -> list[Buffers]:
 
 def _in_place(program: Program, instruction: Instruction) -> bool:
     """Returns whether an instruction updates a slice of an operand, also if this is the last step of a kernel."""
-    results, scope = [instruction], program.computations.get(_called(instruction), {})
+    results, scope = [instruction], program.computations.get(called(instruction), {})
     if instruction.op == "fusion":
         root = _root(scope)
         results = [scope[name] for name in root.operands] if root.op == "tuple" else [root]

@@ -7,18 +7,18 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
+from branchnorm_jax.axes import kernels
+from branchnorm_jax.model import fused_attention
 from branchnorm_jax.model.declared import declared
 from branchnorm_jax.model.dropout import dropout
 from branchnorm_jax.model.linear import linear
 from branchnorm_jax.model.norms import Norm
 from branchnorm_jax.model.recipe import Recipe
+from branchnorm_jax.model.segments import MASKED
 from branchnorm_jax.options import ModelConfig
 
 KeysValues = tuple[jax.Array, jax.Array]
 """Keys and values, [B, S, H, K] each."""
-
-# Finite, so that a row in which all keys are padding gives a mean instead of NaN.
-MASKED = -1e9
 
 
 def attend(
@@ -145,7 +145,11 @@ class Attention(nn.Module):
     ) -> jax.Array:
         """Computes attention from x to the given keys and values: [B, T, D] -> [B, T, D]."""
         q_BTHK = self._heads(checkpoint_name(self.q(x_BTD), "projection"))
-        return self._out(attend(q_BTHK, *keys_values, mask_BTS, self.config.attention_dropout, key))
+        rate, platform = self.config.attention_dropout, kernels(self.config.kernels)
+        if platform in ("gpu", "cpu") and fused_attention.supported(q_BTHK, *keys_values):
+            fused = fused_attention.fused_attend(q_BTHK, *keys_values, mask_BTS, rate, key, interpret=platform == "cpu")
+            return self._out(fused)
+        return self._out(attend(q_BTHK, *keys_values, mask_BTS, rate, key))
 
     def probabilities(self, x_BTD: jax.Array, k_BSHK: jax.Array, mask_BTS: jax.Array) -> jax.Array:
         """Returns the attention weights, averaged over heads, float32 [B, T, S]."""

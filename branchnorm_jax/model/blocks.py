@@ -8,14 +8,17 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
+from branchnorm_jax.axes import kernels
 from branchnorm_jax.model.attention import Attention, KeysValues
 from branchnorm_jax.model.cache import Cache
 from branchnorm_jax.model.coefficients import Coefficients, learned_name
 from branchnorm_jax.model.declared import declared
 from branchnorm_jax.model.dropout import Site, dropout, site_key
 from branchnorm_jax.model.feedforward import FeedForward
-from branchnorm_jax.model.norms import Norm
+from branchnorm_jax.model.fused_residual import Weights, fused_residual, supported
+from branchnorm_jax.model.norms import Norm, apply_norm
 from branchnorm_jax.model.recipe import Recipe, Weight
+from branchnorm_jax.model.taps import watched_rows
 from branchnorm_jax.options import ModelConfig
 
 
@@ -79,14 +82,21 @@ class Block(nn.Module):
         else:
             h = checkpoint_name(branch(z), "branch")
             h = self._norm(f"{name}_branch_norm", h) if name in recipe.branch_norm else h
-            h = dropout(h.astype(x.dtype), self.config.dropout, site_key(layer.key, site))
+        given, key = h, site_key(layer.key, site)
         a = self._weight("skip", name, layer.coefficients.skip) if stream.spread is None else stream.spread
-        h = self._weight("branch", name, layer.coefficients.branch) * h
+        b = self._weight("branch", name, layer.coefficients.branch)
+        h = b * dropout(h.astype(x.dtype), self.config.dropout, key)
         y = a * x + h if bottom is None else a * x + h + bottom
         if recipe.post_layers is not None:
             y = jnp.where(layer.coefficients.post, norm(y), y)
         elif recipe.post:
-            normed = self._norm(f"{name}_post_norm", y)
+            params = Norm(self.config.norm, name=f"{name}_post_norm").parameters(self.config.width)
+            normed = apply_norm(self.config.norm, params, y)
+            if bottom is None and self.config.norm == "layer_norm":
+                platform, weights = kernels(self.config.kernels), Weights(a, b, **params)
+                if supported(platform, stream.x, weights):
+                    # Equal to the operations above, which XLA then drops.
+                    normed = fused_residual(platform, stream.x, given, weights, self.config.dropout, key)
             y = normed if recipe.post_first is None or name != "self" else jnp.where(layer.coefficients.post, normed, y)
         if self.is_mutable_collection("watch"):
             self.sow("watch", "branch", mean_square(h))
@@ -209,17 +219,17 @@ def make_block(config: ModelConfig, recipe: Recipe, stack: str, inactive: bool =
 
 
 def mean_square(x: jax.Array) -> jax.Array:
-    """Returns the mean square of each row of [B, T, D], float32 [B].
+    """Returns the mean square of each of the `watched_rows` of [B, T, D], float32 [B'].
 
     The mean over rows is taken once per update, because rows may be on different devices.
     """
-    return jnp.square(x.astype(jnp.float32)).mean((1, 2))
+    return jnp.square(watched_rows(x).astype(jnp.float32)).mean((1, 2))
 
 
 def watched(
     before: jax.Array, after: jax.Array, mask: jax.Array, intermediates: Mapping[str, Any]
 ) -> dict[str, jax.Array]:
-    """Computes the statistics of one layer for each row; see `training/watch.py`.
+    """Computes the statistics of one layer for each of the `watched_rows`; see `training/watch.py`.
 
     Args:
       before: the layer's input, [B, T, D].
@@ -231,6 +241,7 @@ def watched(
       branch, skip: mean squares of b F and a x, [sub-layers, B]; cosine: of input and output, [B]; sparsity: share of
       hidden feed-forward units that are 0, [B], 0 if none was computed; similarity, pairs: see `similarity`, [B].
     """
+    before, after, mask = map(watched_rows, (before, after, mask))
     x, y = before.astype(jnp.float32), after.astype(jnp.float32)
     squares = jnp.square(x).sum(-1) * jnp.square(y).sum(-1)
     return {

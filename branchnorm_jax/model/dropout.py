@@ -56,21 +56,31 @@ _drop.defvjp(_forward, _backward)
 
 def dropped(rate: float, shape: tuple[int, ...], key: jax.Array) -> jax.Array:
     """Returns a mask that is True with probability `rate`. The first axis of `shape` is the rows of a batch."""
-    return random_bits(key, shape) < np.uint32(min(round(rate * 2**32), 2**32 - 1))
+    return random_bits(key, shape) < drop_threshold(rate)
+
+
+def drop_threshold(rate: float) -> np.uint32:
+    """Returns the number below which a share `rate` of all uint32 numbers lies."""
+    return np.uint32(min(round(rate * 2**32), 2**32 - 1))
 
 
 def random_bits(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """Returns a hash of the key and each element's index in the whole batch, uint32.
-
-    There are two rounds, each with one half of the key. After a single round, the masks of two keys would differ only
-    in the order of their elements. The hash is good enough for masks, not for cryptography.
-    """
+    """Returns a hash of the key and each element's index in the whole batch, uint32."""
     index, stride = jnp.uint32(replica()) * np.uint32(math.prod(shape) % 2**32), 1
     for axis in reversed(range(len(shape))):
         index = index + jax.lax.broadcasted_iota(jnp.uint32, shape, axis) * np.uint32(stride % 2**32)
         stride *= shape[axis]
     halves = jax.random.key_data(key)
-    return _mix(_mix(index ^ halves[0]) + halves[-1])
+    return hash_bits(index, halves[0], halves[-1])
+
+
+def hash_bits(index: jax.Array, first: jax.Array, second: jax.Array) -> jax.Array:
+    """Returns a hash of numbers and of the two halves of a key, uint32.
+
+    There are two rounds, each with one half of the key. After a single round, the masks of two keys would differ only
+    in the order of their elements. The hash is good enough for masks, not for cryptography.
+    """
+    return _mix(_mix(index ^ first) + second)
 
 
 def _mix(x: jax.Array) -> jax.Array:

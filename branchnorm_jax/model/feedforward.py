@@ -9,6 +9,7 @@ from branchnorm_jax.model.dropout import dropout
 from branchnorm_jax.model.linear import Linear, linear
 from branchnorm_jax.model.norms import Norm
 from branchnorm_jax.model.recipe import Recipe
+from branchnorm_jax.model.taps import watched_rows
 from branchnorm_jax.options import ModelConfig
 
 
@@ -43,7 +44,7 @@ class FeedForward(nn.Module):
         else:
             h_BTF = jax.nn.relu(h_BTF)
         if self.is_mutable_collection("watch"):
-            self.sow("watch", "sparsity", (h_BTF == 0).mean((1, 2), jnp.float32))
+            self.sow("watch", "sparsity", (watched_rows(h_BTF) == 0).mean((1, 2), jnp.float32))
         h_BTF = dropout(h_BTF, c.activation_dropout, key)
         if "ffn" in self.recipe.inner_norm:
             h_BTF = Norm(c.norm, "ffn", name="inner_norm")(h_BTF)

@@ -6,7 +6,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from branchnorm_jax.axes import gather
+from branchnorm_jax.axes import gather, platform
 from branchnorm_jax.model.declared import declared
 from branchnorm_jax.model.initializers import MATRICES, Initializer, get_base
 from branchnorm_jax.model.recipe import Recipe, Rule
@@ -52,7 +52,9 @@ class Linear(nn.Module):
         if self.bias_init is None:
             return y
         bias = self.param("bias", declared(self.bias_init, self.axes[1], gain=self.gain), shape[1:], *shape)
-        return y + bias.astype(self.dtype)
+        bias = bias.astype(self.dtype)
+        # On GPUs, XLA adds a bias in the kernel of the product, unless this kernel would also have to convert it.
+        return y + (jax.lax.optimization_barrier(bias) if platform() == "gpu" else bias)
 
 
 def linear(config: ModelConfig, recipe: Recipe, sublayer: str, matrix: str) -> Linear:

@@ -133,8 +133,11 @@ class Norm(nn.Module):
     axis: str = "embed"
 
     @nn.compact
+    def parameters(self, width: int) -> dict[str, jax.Array]:
+        """Returns the learned parameters of a norm over `width` features."""
+        start: dict[str, Any] = declare_norm(self.kind, width, self.axis)
+        return {name: self.param(name, lambda key, name=name: start[name]) for name in start}
+
     def __call__(self, x: jax.Array) -> jax.Array:
         """[..., D] -> [..., D] float32."""
-        start = declare_norm(self.kind, x.shape[-1], self.axis)
-        params: dict[str, Any] = {name: self.param(name, lambda key, name=name: start[name]) for name in start}
-        return apply_norm(self.kind, params, x)
+        return apply_norm(self.kind, self.parameters(x.shape[-1]), x)

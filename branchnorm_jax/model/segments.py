@@ -7,6 +7,10 @@ import jax.numpy as jnp
 
 from branchnorm_jax.tokens import EOS, PAD
 
+MASKED = -1e9
+"""Score of a key that a query does not attend to. Finite, so that a row in which all keys are padding gives a mean
+instead of NaN."""
+
 
 class Segments(NamedTuple):
     """Segment ids and positions of the tokens of a batch, [B, T] each. Padding belongs to the sentence before it."""

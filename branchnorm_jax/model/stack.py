@@ -1,5 +1,6 @@
 """Stacks: one layer applied L times to stacked parameters, and the choice of what the backward pass stores."""
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -43,12 +44,13 @@ def run_stack(
     |---------------|----------------|---------------------------|-----------------------------|
     | none          | c + about 12 u | L (c + 12 u)              | nothing                     |
     | save_branches | c + 6 u        | L (c + 6 u)               | fc1, scores, norms: 1/3 of a forward pass |
-    | full          | c              | L c                       | one forward pass: 1/3 more time |
+    | full          | 1/g of c       | (L / g) c + g (c + 12 u)  | one forward pass: 1/3 more time |
     | nested        | 1/g of c       | (L / g) c + g (c + 2 p)   | two forward passes: 2/3 more time |
 
-    `nested` divides the layers into groups of g. It stores the carry before each group, and runs the group with `full`
-    in the backward pass. There it also holds a copy of the group's parameters and of their gradients, p bytes per
-    layer each.
+    `full` and `nested` divide the layers into groups of g, store the carry before each group, and run the group again
+    in the backward pass. `full` then stores what `none` does, for one group at a time. The layers of a group are not a
+    loop, which would copy what it stores to stacked arrays: so compile time grows with g. `nested` runs the group with
+    `full` and g = 1. It also holds a copy of the group's parameters and of their gradients, p bytes per layer each.
 
     Args:
       layer: a pure function.
@@ -56,9 +58,9 @@ def run_stack(
       per_layer: tree of [L, ...] leaves: parameters, coefficients, keys, caches. A list of L trees (see `unstack`) runs
         as a Python loop that ignores the options below and returns its outputs as a list.
       remat: one of `REMAT`; "auto" means "none" here.
-      group: g; 0 chooses it with `best_group`. If g does not divide L, the last group is shorter.
-      unroll: layers per iteration of `lax.scan`. With less than L, compile time does not depend on L. With L or more,
-        there is no loop: XLA can optimise across layers, but compile time and program size grow with L.
+      group: g; 0 means 1 for `full`, and `best_group` for `nested`. If g does not divide L, the last group is shorter.
+      unroll: layers per iteration of `lax.scan`; 0 means 1. With less than L, compile time does not depend on L. With L
+        or more, there is no loop: XLA can optimise across layers, but compile time and program size grow with L.
 
     Returns:
       The last carry, and the outputs stacked to [L, ...] leaves.
@@ -69,15 +71,13 @@ def run_stack(
             carry, output = layer(carry, each)
             outputs.append(output)
         return carry, outputs
-    depth = depth_of(per_layer)
-    if remat != "nested":
+    depth, unroll = depth_of(per_layer), unroll or 1
+    if remat == "nested":
+        group = min(group or best_group(depth, size_of(carry), size_of(per_layer) / depth), depth)
+    elif remat != "full" or group < 2:
         return jax.lax.scan(rematerialised(layer, remat, looped=unroll < depth), carry, per_layer, unroll=unroll)
-
-    def run_group(carry: Carry, layers: PerLayer) -> tuple[Carry, PerLayer]:
-        looped = unroll < depth_of(layers)
-        return jax.lax.scan(rematerialised(layer, "full", looped), carry, layers, unroll=unroll)
-
-    group = min(group or best_group(depth, size_of(carry), size_of(per_layer) / depth), depth)
+    run_group = functools.partial(_run_group, layer, remat, unroll)
+    group = min(group, depth)
     whole = depth - depth % group
     groups = jax.tree.map(lambda leaf: leaf[:whole].reshape(-1, group, *leaf.shape[1:]), per_layer)
     carry, outputs = jax.lax.scan(rematerialised(run_group, remat, looped=group < whole), carry, groups)
@@ -87,6 +87,17 @@ def run_stack(
         carry, last = rematerialised(run_group, remat)(carry, rest)
         outputs = jax.tree.map(lambda *leaves: jnp.concatenate(leaves), outputs, last)
     return carry, outputs
+
+
+def _run_group(layer: Layer, remat: str, unroll: int, carry: Carry, layers: PerLayer) -> tuple[Carry, PerLayer]:
+    """Runs a group of layers, which the backward pass runs again.
+
+    With `full`, what the layers store is kept in between. There is no loop, which would copy it to stacked arrays.
+    """
+    count = depth_of(layers)
+    if remat == "nested":
+        return jax.lax.scan(rematerialised(layer, "full", looped=unroll < count), carry, layers, unroll=unroll)
+    return jax.lax.scan(rematerialised(layer, "none"), carry, layers, unroll=count)
 
 
 def unstack(per_layer: PerLayer) -> list[PerLayer]:
@@ -133,22 +144,23 @@ def run_and_update(
       params: learned parameters, [L, ...] leaves; no other computation may use them.
       given: other inputs of the layers, a tuple of trees of [L, ...] leaves; they get no gradient.
       update: see `LayerUpdate`.
-      remat: "full" updates one layer at a time, "nested" a group of layers.
-      group: layers per group of nested, a divisor of L. 0 chooses the divisor that needs about the least memory.
+      remat: "full" recomputes a group of layers once, "nested" twice. Each group is updated at once.
+      group: layers per group, a divisor of L. 0 means 1 for full, and for nested the divisor that needs about the least
+        memory.
 
     Returns:
       As `run_stack`.
     """
     depth = depth_of(params)
-    best = best_group(depth, size_of(carry), size_of(params) / depth, whole=True)
-    group = min(group or best, depth) if remat == "nested" else 1
+    best = best_group(depth, size_of(carry), size_of(params) / depth, whole=True) if remat == "nested" else 1
+    group = min(group or best, depth)
     if depth % group:
         raise ValueError(f"groups of {group} do not divide {depth} layers")
     count = depth // group
 
     def run_group(carry: Carry, per_layer: PerLayer) -> tuple[Carry, PerLayer]:
         # The backward pass recomputes a group in any case.
-        return jax.lax.scan(rematerialised(layer, "full" if group > 1 else "none", looped=True), carry, per_layer)
+        return _run_group(layer, remat if group > 1 else "full", 1, carry, per_layer)
 
     # Differentiable values that the layers close over, such as the encoder's output, become arguments.
     first = jax.tree.map(lambda leaf: leaf[:group], (params, *given))

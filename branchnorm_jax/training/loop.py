@@ -64,11 +64,6 @@ def train(config: Config, workdir: Workdir) -> None:
     Errors during the loop are raised after `status.json` is written.
     """
     check_names(config)
-    if config.model.remat == "auto":
-        raise UserError(
-            "config: model.remat=auto has to be resolved before training, as `python main.py` does; "
-            "set none, save_branches, full or nested"
-        )
     with contextlib.ExitStack() as stack:
         corpus = shared_corpus(config, workdir, stack)
         mesh = make_mesh(config.parallel)

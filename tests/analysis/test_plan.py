@@ -85,8 +85,8 @@ def test_plan_of_a_deep_run() -> None:
     assert none["peak_bytes"] > branches["peak_bytes"] > full["peak_bytes"] > nested["peak_bytes"] > plan["state_bytes"]
     assert none["step_seconds"] < branches["step_seconds"] < full["step_seconds"] < nested["step_seconds"]
     assert none["tokens_per_microbatch"] < branches["tokens_per_microbatch"] < full["tokens_per_microbatch"]
-    # With 100 layers of width 512 and batches of 4096 tokens, the run fits into 141 GB without recomputation.
-    assert plan["chosen_remat"] == "none"
+    # The run fits into 141 GB without recomputation, but a loop of 100 layers would copy all that it stores.
+    assert none["fits"] and plan["chosen_remat"] == "full"
 
 
 def test_traced_flops_of_an_update_match_the_formula() -> None:
@@ -134,7 +134,9 @@ def test_calibration_is_exact_at_the_measured_depths(monkeypatch: pytest.MonkeyP
 
 @pytest.mark.slow
 def test_runs_that_may_not_fit_start_with_a_warning() -> None:
-    run = config("100L-100L", model__width=64, model__ffn_width=256, model__heads=2, data__vocab_size=400)
+    run = config(
+        "100L-100L", model__width=64, model__ffn_width=256, model__heads=2, data__vocab_size=400, model__remat="none"
+    )
     peaks = {remat: peak_bytes(with_remat(run, remat), 1) for remat in REMAT}
     assert warning(run, 1.01 * peaks["none"]) == ""
     assert resolve_remat(run, 0.99 * peaks["none"]) == run
@@ -159,7 +161,7 @@ def test_runs_that_may_not_fit_start_with_a_warning() -> None:
     ids=str,
 )
 def test_runs_whose_state_cannot_fit_are_rejected(options: dict[str, object], bytes_per_parameter: int) -> None:
-    run = config("2L-2L", **options)
+    run = config("2L-2L", **{"model__remat": "none", **options})
     count = sum(leaf.size for leaf in jax.tree.leaves(Transformer(run.model, 8000, 8000).abstract_params()))
     available = bytes_per_parameter * count + 100  # 100 bytes for the step counters
     assert resolve_remat(run, available) == run

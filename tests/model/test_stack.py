@@ -72,6 +72,7 @@ def test_memory_stored_for_the_backward_pass() -> None:
     assert stored_numbers("full") == 64 * carry
     assert stored_numbers("save_branches") == 2 * 64 * carry
     assert stored_numbers("none") >= 2 * 64 * carry
+    assert stored_numbers("full", group=8) == 8 * carry
     assert stored_numbers("nested", group=8) == 8 * carry
     assert stored_numbers("nested", depth=67, group=8) == 9 * carry
 
@@ -85,8 +86,9 @@ def stored_carries(method: str, remat: str) -> float:
     Parameters and masks are not included.
     """
     config = ModelConfig(
-        method=method, encoder_layers=DEPTH, decoder_layers=1, width=16, ffn_width=32, heads=2, remat=remat, group=4
-    )
+        method=method, encoder_layers=DEPTH, decoder_layers=1, width=16, ffn_width=32, heads=2, remat=remat,
+        group=4 if remat == "nested" else 0,
+    )  # fmt: skip
     model, source = Transformer(config, 30, 30), jnp.ones((3, 7), int)
 
     def residuals(params: Any) -> Any:

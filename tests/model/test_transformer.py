@@ -219,6 +219,37 @@ def test_scan_unroll_and_remat_give_the_same_loss_and_gradient() -> None:
         assert max(jax.tree.leaves(difference)) <= 1e-6 * norm
 
 
+@pytest.mark.parametrize(
+    ("method", "changes"),
+    [
+        ("branchnorm", {}),
+        pytest.param("b2t", {}, marks=pytest.mark.slow),
+        pytest.param("deepnorm", {"remat": "full", "group": 2}, marks=pytest.mark.slow),
+    ],
+)
+def test_fused_kernels_give_the_same_loss_and_gradient(method: str, changes: dict[str, Any]) -> None:
+    """With dropout and packed rows; the kernels are interpreted."""
+    rng, key = np.random.default_rng(0), jax.random.key(5)
+    source, target = (jnp.asarray(rng.integers(0, 30, (8, 16)).clip(1)) for _ in range(2))
+    options = dict(method=method, width=128, ffn_width=64, heads=4, decoder_layers=3, **RATES, **changes)
+    params = randomised(init(small(**options), KEY), 0.1)
+
+    def loss_and_gradient(kernels: str) -> Any:
+        model = small(kernels=kernels, **options)
+
+        def loss(params: Any) -> jax.Array:
+            x = model.hidden(params, source, target, jnp.float32(0.4), key)[0]
+            return smoothed_cross_entropy(x, model.output(params), target, target != 0, 0.1).loss / target.size
+
+        return jax.jit(jax.value_and_grad(loss))(params)
+
+    (expected, gradient), (loss, ours) = loss_and_gradient("plain"), loss_and_gradient("interpret")
+    np.testing.assert_allclose(loss, expected, rtol=1e-6)
+    norm = np.sqrt(sum(float(jnp.square(leaf).sum()) for leaf in jax.tree.leaves(gradient)))
+    difference = jax.tree.map(lambda a, b: float(jnp.abs(a - b).max()), gradient, ours)
+    assert max(jax.tree.leaves(difference)) <= 1e-6 * norm
+
+
 def test_dropout_depends_on_its_key_and_is_off_without_one() -> None:
     params = init(small(), KEY)
     plain = forward(small(**RATES), params, SOURCE, TARGET, ONE)

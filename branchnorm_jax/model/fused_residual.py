@@ -1,0 +1,232 @@
+"""The residual addition with its dropout and its LayerNorm in one kernel: y = LN(a x + b Dropout(h)).
+
+XLA needs about three kernels for it in each direction, which pass float32 arrays of the size of the stream on to each
+other. This kernel reads x and h and writes y. Its gradient reads x, h and dy and writes dx and dh:
+
+    s = a x + b Dropout(h)     n = r (s - mean(s)),  r = 1 / sqrt(var(s) + eps)     y = scale n + bias
+    g = scale dy               ds = r (g - mean(g) - n mean(n g))
+    dx = a ds                  dh = b Dropout(ds)
+
+and the sums over rows for scale, bias, a and b. Both are written in Pallas; Triton compiles them for GPUs, and Mosaic
+for TPUs. Dropout hashes the indices that `dropout.random_bits` hashes, so the mask is the one of `dropout.dropout`.
+"""
+
+import functools
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton
+
+from branchnorm_jax.axes import replica
+from branchnorm_jax.model.dropout import drop_threshold, hash_bits
+
+ELEMENTS = 2048
+"""Elements that a program has in registers at once."""
+
+ROWS = 128
+"""Rows of a program of the gradient, which adds up the gradients of its rows."""
+
+EPSILON = 1e-5
+"""Added to the variance, as in `norms.layer_norm`."""
+
+SUMS = 4
+"""Sums over rows that the gradient returns: of the norm's scale and bias, and of a and b."""
+
+
+Ref = Any
+"""A reference to a block in the device's memory: `pallas` has no public name for its type."""
+
+
+class Weights(NamedTuple):
+    """What the addition has besides the stream and the branch, float32."""
+
+    skip: jax.Array
+    """a, []."""
+    branch: jax.Array
+    """b, []."""
+    scale: jax.Array
+    """[D]."""
+    bias: jax.Array
+    """[D]."""
+
+
+def supported(platform: str, x: jax.Array, weights: Weights) -> bool:
+    """Returns whether there is a kernel for these shapes: x [..., D] with D a power of two, and scalar a and b.
+
+    Mosaic has no float16.
+    """
+    rows, width = math.prod(x.shape[:-1]), x.shape[-1]
+    scalars = jnp.shape(weights.skip) == jnp.shape(weights.branch) == ()
+    fits = width.bit_count() == 1 and 128 <= width <= 8192 and rows % ROWS == 0
+    narrow = x.dtype.itemsize <= 4 and (platform != "tpu" or x.dtype != jnp.float16)
+    return bool(platform) and scalars and fits and narrow
+
+
+def fused_residual(
+    platform: str, x: jax.Array, h: jax.Array, weights: Weights, rate: float = 0.0, key: jax.Array | None = None
+) -> jax.Array:
+    """Computes LN(a x + b Dropout(h)) in float32; returns it in the type of x.
+
+    Args:
+      platform: "gpu", "tpu", or "cpu", where the kernel is interpreted.
+      x: the residual stream, [..., D].
+      h: the branch, [..., D].
+      weights: see `Weights`.
+      rate: dropout rate.
+      key: random key; None switches dropout off. The mask is that of `dropout.dropout`.
+    """
+    first = jnp.uint32(replica()) * np.uint32(x.size % 2**32)
+    halves = jnp.zeros(2, jnp.uint32) if key is None else jax.random.key_data(key)
+    options = Options(0.0 if key is None else rate, platform)
+    return _residual(options, x, h, weights, jnp.stack([halves[0], halves[-1], first]))
+
+
+class Options(NamedTuple):
+    """Static arguments."""
+
+    rate: float
+    platform: str
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _residual(options: Options, x: jax.Array, h: jax.Array, weights: Weights, seed: jax.Array) -> jax.Array:
+    """Runs the kernel. `seed`: two halves of the key, and the index of the first element, uint32."""
+    width = x.shape[-1]
+    rows, step = x.size // width, _step(width, options.platform)
+    call = pl.pallas_call(
+        functools.partial(_add, options.rate),
+        jax.ShapeDtypeStruct((rows, width), x.dtype),
+        grid=(rows // step,),
+        in_specs=[(_rows(step, width),) * 2, *_whole(width)],
+        out_specs=_rows(step, width),
+        name="residual",
+        **_compiler(options.platform),
+    )
+    return call((x.reshape(rows, width), h.reshape(rows, width)), *_flat(weights, seed)).reshape(x.shape)
+
+
+def _forward(options: Options, x: jax.Array, h: jax.Array, weights: Weights, seed: jax.Array) -> tuple[jax.Array, Any]:
+    return _residual(options, x, h, weights, seed), (x, h, weights, seed)
+
+
+def _backward(options: Options, kept: Any, by_y: jax.Array) -> Any:
+    x, h, weights, seed = kept
+    width = x.shape[-1]
+    rows = x.size // width
+    *arrays, by_y = (array.reshape(rows, width) for array in (x, h, by_y))
+    sums = jax.ShapeDtypeStruct((rows // ROWS, SUMS, width), jnp.float32)
+    call = pl.pallas_call(
+        functools.partial(_add_gradient, options.rate, _step(width, options.platform)),
+        [(*(jax.ShapeDtypeStruct((rows, width), array.dtype) for array in arrays), sums)],
+        grid=(rows // ROWS,),
+        in_specs=[(_rows(ROWS, width),) * 2, _rows(ROWS, width), *_whole(width)],
+        out_specs=[(*(_rows(ROWS, width),) * 2, pl.BlockSpec((1, SUMS, width), lambda i: (i, 0, 0)))],
+        name="residual_backward",
+        **_compiler(options.platform),
+    )
+    ((by_x, by_h, parts),) = call(tuple(arrays), by_y, *_flat(weights, seed))
+    by_scale, by_bias, by_skip, by_branch = parts.sum(0)
+    by_weights = Weights(by_skip.sum(), by_branch.sum(), by_scale, by_bias)
+    return by_x.reshape(x.shape), by_h.reshape(h.shape), by_weights, None
+
+
+_residual.defvjp(_forward, _backward)
+
+
+def _step(width: int, platform: str) -> int:
+    """Returns the number of rows that a program has in registers at once."""
+    return ROWS if platform == "tpu" else max(1, min(ROWS, ELEMENTS // width))
+
+
+def _rows(number: int, width: int) -> pl.BlockSpec:
+    return pl.BlockSpec((number, width), lambda i: (i, 0))
+
+
+def _whole(width: int) -> list[pl.BlockSpec]:
+    return [pl.BlockSpec(shape, lambda i: (0, 0)) for shape in ((1, 2), (2, width), (1, 3))]
+
+
+def _flat(weights: Weights, seed: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    scalars = jnp.stack([weights.skip, weights.branch]).astype(jnp.float32)[None]
+    return scalars, jnp.stack([weights.scale, weights.bias]), seed[None]
+
+
+def _compiler(platform: str) -> dict[str, Any]:
+    if platform == "gpu":
+        return {"compiler_params": triton.CompilerParams(num_warps=4, num_stages=1)}
+    return {"interpret": platform == "cpu"}
+
+
+def _read(
+    arrays: tuple[Ref, Ref], seed_ref: Ref, rate: float, at: Any, first: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array | float]:
+    """Returns x, Dropout(h) and the factors of the dropout, float32 [n, D].
+
+    These are the rows `at` of a block; the first of them is row `first` of the whole array.
+    """
+    x, h = (ref[at, :].astype(jnp.float32) for ref in arrays)
+    if not rate:
+        return x, h, 1.0
+    width = x.shape[1]
+    index = (first + jax.lax.broadcasted_iota(jnp.uint32, x.shape, 0)) * np.uint32(width)
+    index = seed_ref[0, 2] + index + jax.lax.broadcasted_iota(jnp.uint32, x.shape, 1)
+    dropped = hash_bits(index, seed_ref[0, 0], seed_ref[0, 1]) < drop_threshold(rate)
+    kept = jnp.where(dropped, 0.0, 1 / (1 - rate))
+    return x, h * kept, kept
+
+
+def _mean(x: jax.Array) -> jax.Array:
+    return x.sum(-1, keepdims=True) / x.shape[-1]
+
+
+def _standardise(s: jax.Array) -> tuple[jax.Array, jax.Array]:
+    centred = s - _mean(s)
+    r = jax.lax.rsqrt(_mean(centred * centred) + EPSILON)
+    return centred * r, r
+
+
+def _add(rate: float, arrays: tuple[Ref, Ref], scalars_ref: Ref, norm_ref: Ref, seed_ref: Ref, y_ref: Ref) -> None:
+    """Computes y, see the top of this module."""
+    first = (pl.program_id(0) * y_ref.shape[0]).astype(jnp.uint32)
+    x, h, _ = _read(arrays, seed_ref, rate, slice(None), first)
+    n, _ = _standardise(scalars_ref[0, 0] * x + scalars_ref[0, 1] * h)
+    y_ref[...] = (n * norm_ref[0, :][None] + norm_ref[1, :][None]).astype(y_ref.dtype)
+
+
+def _add_gradient(
+    rate: float,
+    step: int,
+    arrays: tuple[Ref, Ref],
+    by_y_ref: Ref,
+    scalars_ref: Ref,
+    norm_ref: Ref,
+    seed_ref: Ref,
+    results: tuple[Ref, Ref, Ref],
+) -> None:
+    """Computes dx, dh and the sums, see the top of this module, with `step` rows at a time."""
+    by_x_ref, by_h_ref, sums_ref = results
+    rows, width = by_y_ref.shape
+    a, b, scale = scalars_ref[0, 0], scalars_ref[0, 1], norm_ref[0, :][None]
+    block = pl.program_id(0) * rows
+
+    def part(number: Any, sums: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        at = pl.ds(number * step, step)
+        x, h, kept = _read(arrays, seed_ref, rate, at, (block + number * step).astype(jnp.uint32))
+        n, r = _standardise(a * x + b * h)
+        by_y = by_y_ref[at, :].astype(jnp.float32)
+        g = by_y * scale
+        by_s = r * (g - _mean(g) - n * _mean(n * g))
+        by_x_ref[at, :] = (a * by_s).astype(by_x_ref.dtype)
+        by_h_ref[at, :] = (b * by_s * kept).astype(by_h_ref.dtype)
+        return tuple(
+            so_far + each.sum(0) for so_far, each in zip(sums, (by_y * n, by_y, by_s * x, by_s * h), strict=True)
+        )
+
+    sums = (jnp.zeros(width, jnp.float32),) * SUMS
+    sums = part(0, sums) if step == rows else jax.lax.fori_loop(0, rows // step, part, sums)
+    for index, each in enumerate(sums):
+        sums_ref[0, index, :] = each

@@ -43,7 +43,7 @@ class Kernel(NamedTuple):
 
 NONE: frozenset[int] = frozenset()
 
-ALONE = (*LOOPS, "dot_general", "gather", "scatter", "scatter-add", "sort", "top_k", "cumsum")
+ALONE = (*LOOPS, "pallas_call", "dot_general", "gather", "scatter", "scatter-add", "sort", "top_k", "cumsum")
 """Primitives that are not fused with the operations that compute their operands."""
 
 UPDATES = (*LOOPS, "scatter", "scatter-add", "dynamic_update_slice")

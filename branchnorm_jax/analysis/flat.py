@@ -79,7 +79,7 @@ class _Flat:
             name, params = equation.primitive.name, equation.params
             inputs = [value(atom) for atom in equation.invars]
             inner = params.get("jaxpr", params.get("call_jaxpr", params.get("fun_jaxpr")))
-            if inner is not None and name not in LOOPS:
+            if inner is not None and name not in (*LOOPS, "pallas_call"):
                 outputs = self.run(getattr(inner, "jaxpr", inner), inputs)
             elif name in SAME_BYTES and len(inputs) == len(equation.outvars):
                 outputs = inputs

@@ -61,6 +61,7 @@ def make_plan(config: Config, progress: Callable[[], Any] = lambda: None) -> dic
         tokens = fitting_tokens(choice, device.memory)
         progress()
         return {
+            "layers_per_group": choice.model.group or 1,
             "flops_per_target_token": 3 * sum(flops.values()) + recomputed_flops(choice, flops, sentence, sentence),
             "peak_bytes": peak,
             "fits": peak <= device.memory,
@@ -154,7 +155,8 @@ def format_plan(config: Config, plan: Mapping[str, Any]) -> str:
             f"{choice['target_tokens_per_second']:>10,.0f}{days:>13}" + ("" if choice["fits"] else "  does not fit")
         )
     groups = plan["group"]
-    lines += ["", f"nested: groups of {groups['encoder']} and {groups['decoder']} layers (encoder, decoder)"]
+    full, nested = plan["remat"]["full"]["layers_per_group"], f"{groups['encoder']} and {groups['decoder']}"
+    lines += ["", f"layers per group: full {full}, nested {nested} (encoder and decoder)"]
     if "compiled_bytes" in plan:
         lines.append(f"compiled with model.remat={plan['chosen_remat']}: peak {plan['compiled_bytes'] / 1e9:,.3f} GB")
     return "\n".join([*lines, PAPER])

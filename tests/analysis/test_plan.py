@@ -4,6 +4,7 @@ import dataclasses
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import jax
 import pytest
@@ -87,6 +88,25 @@ def test_plan_of_a_deep_run() -> None:
     assert none["tokens_per_microbatch"] < branches["tokens_per_microbatch"] < full["tokens_per_microbatch"]
     # The run fits into 141 GB without recomputation, but a loop of 100 layers would copy all that it stores.
     assert none["fits"] and plan["chosen_remat"] == "full"
+
+
+@pytest.mark.parametrize(
+    ("depth", "options", "expected"),
+    [
+        ("6L-6L", {"plan__device": "h200"},
+         [("none", 0, 6), ("save_branches", 0, 6), ("full", 6, 0), ("nested", 0, 0)]),
+        ("100L-50L", {"plan__device": "h200"}, [("full", 5, 0), ("nested", 0, 0)]),
+        ("97L-97L", {"plan__device": "v5e"}, [("full", 1, 0), ("nested", 0, 0)]),
+        ("100L-100L", {"plan__device": "h200", "model__group": 2, "model__unroll": 100},
+         [("none", 2, 100), ("save_branches", 2, 100), ("full", 2, 100), ("nested", 2, 100)]),
+        ("6L-6L", {"plan__device": "v5p", "parallel__fsdp": 4}, [(remat, 0, 0) for remat in REMAT]),
+        ("6L-6L", {"plan__device": "cpu"}, [(remat, 0, 0) for remat in REMAT]),
+    ],
+)  # fmt: skip
+def test_choices_and_loops_of_remat_auto(depth: str, options: dict[str, Any], expected: list[Any]) -> None:
+    """(remat, group, unroll) from the fastest to the smallest: on accelerators, deep loops store little."""
+    order = estimate.remat_order(config(depth, **options))
+    assert [(c.model.remat, c.model.group, c.model.unroll) for c in order] == expected
 
 
 def test_traced_flops_of_an_update_match_the_formula() -> None:

@@ -116,20 +116,21 @@ def platform() -> str:
 
 
 def kernels(choice: str) -> str:
-    """Returns the platform for which the program uses Pallas kernels: gpu, cpu (interpreted), or "" for none.
+    """Returns the platform for which the program uses Pallas kernels: gpu, tpu, cpu (interpreted), or "" for none.
 
     XLA cannot split the work of a Pallas kernel among devices, so "auto" uses them only where the mesh that
-    `jax.set_mesh` has set is a single one of `LARGE_GPUS`.
+    `jax.set_mesh` has set is a single TPU, or one of `LARGE_GPUS`.
 
     Args:
       choice: the option `model.kernels`.
     """
     if choice == "interpret":
         return "cpu"
-    mesh = jax.sharding.get_abstract_mesh()
-    if choice == "plain" or platform() != "gpu" or mesh.size != 1:
+    mesh, here = jax.sharding.get_abstract_mesh(), platform()
+    if choice == "plain" or here not in ("gpu", "tpu") or mesh.size != 1:
         return ""
-    return "gpu" if any(name in mesh.abstract_device.device_kind for name in LARGE_GPUS) else ""
+    large = here == "tpu" or any(name in mesh.abstract_device.device_kind for name in LARGE_GPUS)
+    return here if large else ""
 
 
 REPLICA = "replica"

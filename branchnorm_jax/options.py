@@ -141,7 +141,8 @@ class ModelConfig:
     )
     kernels: str = option(
         "auto",
-        "fused kernels written in Pallas: on a single GPU (auto); never (plain); interpreted, for tests (interpret)",
+        "fused kernels written in Pallas: on a single TPU or large GPU (auto); never (plain); interpreted, for tests "
+        "(interpret)",
         choices=("auto", "plain", "interpret"),
         free=True,
     )

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from branchnorm_jax.axes import kernels
-from branchnorm_jax.model import fused_attention
+from branchnorm_jax.model import fused_attention, fused_attention_tpu
 from branchnorm_jax.model.declared import declared
 from branchnorm_jax.model.dropout import dropout
 from branchnorm_jax.model.linear import linear
@@ -146,9 +146,11 @@ class Attention(nn.Module):
         """Computes attention from x to the given keys and values: [B, T, D] -> [B, T, D]."""
         q_BTHK = self._heads(checkpoint_name(self.q(x_BTD), "projection"))
         rate, platform = self.config.attention_dropout, kernels(self.config.kernels)
-        if platform in ("gpu", "cpu") and fused_attention.supported(q_BTHK, *keys_values):
-            fused = fused_attention.fused_attend(q_BTHK, *keys_values, mask_BTS, rate, key, interpret=platform == "cpu")
-            return self._out(fused)
+        kernel = fused_attention_tpu if platform == "tpu" else fused_attention
+        if platform and kernel.supported(q_BTHK, *keys_values):
+            return self._out(
+                kernel.fused_attend(q_BTHK, *keys_values, mask_BTS, rate, key, interpret=platform == "cpu")
+            )
         return self._out(attend(q_BTHK, *keys_values, mask_BTS, rate, key))
 
     def probabilities(self, x_BTD: jax.Array, k_BSHK: jax.Array, mask_BTS: jax.Array) -> jax.Array:

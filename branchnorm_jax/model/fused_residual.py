@@ -7,8 +7,8 @@ other. This kernel reads x and h and writes y. Its gradient reads x, h and dy an
     g = scale dy               ds = r (g - mean(g) - n mean(n g))
     dx = a ds                  dh = b Dropout(ds)
 
-and the sums over rows for scale, bias, a and b. Both are written in Pallas; Triton compiles them for GPUs, and Mosaic
-for TPUs. Dropout hashes the indices that `dropout.random_bits` hashes, so the mask is the one of `dropout.dropout`.
+and the sums over rows for scale, bias, a and b. Both are written in Pallas and compiled by Triton. Dropout hashes the
+indices that `dropout.random_bits` hashes, so the mask is the one of `dropout.dropout`.
 """
 
 import functools
@@ -57,13 +57,12 @@ class Weights(NamedTuple):
 def supported(platform: str, x: jax.Array, weights: Weights) -> bool:
     """Returns whether there is a kernel for these shapes: x [..., D] with D a power of two, and scalar a and b.
 
-    Mosaic has no float16.
+    There is none for TPUs, where it takes longer than XLA's kernels, because attention changes the layout around it.
     """
     rows, width = math.prod(x.shape[:-1]), x.shape[-1]
     scalars = jnp.shape(weights.skip) == jnp.shape(weights.branch) == ()
     fits = width.bit_count() == 1 and 128 <= width <= 8192 and rows % ROWS == 0
-    narrow = x.dtype.itemsize <= 4 and (platform != "tpu" or x.dtype != jnp.float16)
-    return bool(platform) and scalars and fits and narrow
+    return platform in ("gpu", "cpu") and scalars and fits and x.dtype.itemsize <= 4
 
 
 def fused_residual(
@@ -72,7 +71,7 @@ def fused_residual(
     """Computes LN(a x + b Dropout(h)) in float32; returns it in the type of x.
 
     Args:
-      platform: "gpu", "tpu", or "cpu", where the kernel is interpreted.
+      platform: "gpu", or "cpu", where the kernel is interpreted.
       x: the residual stream, [..., D].
       h: the branch, [..., D].
       weights: see `Weights`.
@@ -96,7 +95,7 @@ class Options(NamedTuple):
 def _residual(options: Options, x: jax.Array, h: jax.Array, weights: Weights, seed: jax.Array) -> jax.Array:
     """Runs the kernel. `seed`: two halves of the key, and the index of the first element, uint32."""
     width = x.shape[-1]
-    rows, step = x.size // width, _step(width, options.platform)
+    rows, step = x.size // width, _step(width)
     call = pl.pallas_call(
         functools.partial(_add, options.rate),
         jax.ShapeDtypeStruct((rows, width), x.dtype),
@@ -120,7 +119,7 @@ def _backward(options: Options, kept: Any, by_y: jax.Array) -> Any:
     *arrays, by_y = (array.reshape(rows, width) for array in (x, h, by_y))
     sums = jax.ShapeDtypeStruct((rows // ROWS, SUMS, width), jnp.float32)
     call = pl.pallas_call(
-        functools.partial(_add_gradient, options.rate, _step(width, options.platform)),
+        functools.partial(_add_gradient, options.rate, _step(width)),
         [(*(jax.ShapeDtypeStruct((rows, width), array.dtype) for array in arrays), sums)],
         grid=(rows // ROWS,),
         in_specs=[(_rows(ROWS, width),) * 2, _rows(ROWS, width), *_whole(width)],
@@ -137,9 +136,9 @@ def _backward(options: Options, kept: Any, by_y: jax.Array) -> Any:
 _residual.defvjp(_forward, _backward)
 
 
-def _step(width: int, platform: str) -> int:
+def _step(width: int) -> int:
     """Returns the number of rows that a program has in registers at once."""
-    return ROWS if platform == "tpu" else max(1, min(ROWS, ELEMENTS // width))
+    return max(1, min(ROWS, ELEMENTS // width))
 
 
 def _rows(number: int, width: int) -> pl.BlockSpec:
@@ -156,9 +155,7 @@ def _flat(weights: Weights, seed: jax.Array) -> tuple[jax.Array, jax.Array, jax.
 
 
 def _compiler(platform: str) -> dict[str, Any]:
-    if platform == "gpu":
-        return {"compiler_params": triton.CompilerParams(num_warps=4, num_stages=1)}
-    return {"interpret": platform == "cpu"}
+    return {"compiler_params": triton.CompilerParams(num_warps=4, num_stages=1), "interpret": platform == "cpu"}
 
 
 def _read(

@@ -219,13 +219,9 @@ def test_scan_unroll_and_remat_give_the_same_loss_and_gradient() -> None:
         assert max(jax.tree.leaves(difference)) <= 1e-6 * norm
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("method", "changes"),
-    [
-        ("branchnorm", {}),
-        pytest.param("b2t", {}, marks=pytest.mark.slow),
-        pytest.param("deepnorm", {"remat": "full", "group": 2}, marks=pytest.mark.slow),
-    ],
+    ("method", "changes"), [("branchnorm", {}), ("b2t", {}), ("deepnorm", {"remat": "full", "group": 2})]
 )
 def test_fused_kernels_give_the_same_loss_and_gradient(method: str, changes: dict[str, Any]) -> None:
     """With dropout and packed rows; the kernels are interpreted."""

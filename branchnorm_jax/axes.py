@@ -105,8 +105,9 @@ def mesh_sizes() -> dict[str, int]:
     return dict.fromkeys(MESH, 1) | dict(jax.sharding.get_abstract_mesh().shape)
 
 
-LARGE_GPUS = ("A100", "H100", "H200", "GH200", "B200", "GB200", "B300")
-"""GPUs whose processors have at least 164 KB of shared memory. The kernels would not start on others."""
+LARGE_GPUS = ("A100", "H100", "H200", "B200", "B300")
+"""Parts of the names of GPUs whose processors have at least 164 KB of shared memory. The kernels would not start on
+others."""
 
 
 def platform() -> str:

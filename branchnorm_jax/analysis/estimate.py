@@ -74,9 +74,9 @@ def recomputed_flops(config: Config, forward: dict[str, float], source_length: f
 def with_remat(config: Config, remat: str) -> Config:
     """Returns the config with another `model.remat`, and with the loops that suit it on the device.
 
-    On GPUs, a loop copies what it stores to stacked arrays and back, which takes longer than computing it again. So
-    shallow stacks that store their activations are not loops, and `full` recomputes groups of layers that are not
-    loops. `model.unroll` and `model.group` are only chosen where they are 0.
+    On GPUs and TPUs, a loop copies what it stores to stacked arrays and back, which takes longer than computing it
+    again. So shallow stacks that store their activations are not loops, and `full` recomputes groups of layers that are
+    not loops. `model.unroll` and `model.group` are only chosen where they are 0.
     """
     model = config.model
     depths, changed = (model.encoder_layers, model.decoder_layers), dict[str, Any](remat=remat)

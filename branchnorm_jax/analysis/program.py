@@ -287,13 +287,15 @@ def cycles(program: Program) -> int:
 
     Kernels for which the compiler states no estimate count as 0, as do all programs for other devices.
     """
-    total = 0
-    for instruction, _, times, _, kernel in executed(program):
-        estimate = "" if kernel else matched(instruction.attributes, r'"?estimated_cycles"?:"?(\d+)')
-        # The largest number of 63 bits means unknown.
-        if estimate and int(estimate) < 2**62:
-            total += times * int(estimate)
-    return total
+    found = executed(program)
+    return sum(times * estimated_cycles(instruction) for instruction, _, times, _, kernel in found if not kernel)
+
+
+def estimated_cycles(instruction: Instruction) -> int:
+    """Returns the TPU compiler's estimate of the clock cycles of one run of a kernel, or 0 without one."""
+    estimate = int(matched(instruction.attributes, r'"?estimated_cycles"?:"?(\d+)') or 0)
+    # The largest number of 63 bits means unknown.
+    return estimate if estimate < 2**62 else 0
 
 
 def unknown_loops(program: Program) -> list[str]:

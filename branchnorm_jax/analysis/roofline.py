@@ -17,6 +17,7 @@ from branchnorm_jax.analysis.program import (
     Instruction,
     Program,
     called,
+    estimated_cycles,
     executed,
     matched,
 )
@@ -99,7 +100,6 @@ def kernels(program: Program) -> Iterator[Kernel]:
 
 def _kernel(program: Program, found: Executed) -> Kernel:
     instruction, computation = found.instruction, found.computation
-    cycles = int(matched(instruction.attributes, r'"?estimated_cycles"?:"?(\d+)') or 0)
     return Kernel(
         name=instruction.name,
         op_name=instruction.op_name,
@@ -109,8 +109,7 @@ def _kernel(program: Program, found: Executed) -> Kernel:
         read=_read(program, instruction, computation),
         written=_written(program, instruction, computation),
         flops=_flops(program, instruction, computation),
-        # The largest number of 63 bits means unknown.
-        cycles=cycles if cycles < 2**62 else 0,
+        cycles=estimated_cycles(instruction),
         pallas="tpu_custom_call" in instruction.attributes,
     )
 

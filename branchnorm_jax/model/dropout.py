@@ -74,6 +74,16 @@ def random_bits(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     return hash_bits(index, halves[0], halves[-1])
 
 
+def seed_of(key: jax.Array | None, size: int) -> jax.Array:
+    """Returns what a kernel needs for the hash of `random_bits`, uint32 [3].
+
+    These are the two halves of the key (0 without a key), and the index of the first of `size` elements in the whole
+    batch.
+    """
+    halves = jnp.zeros(2, jnp.uint32) if key is None else jax.random.key_data(key)
+    return jnp.stack([halves[0], halves[-1], jnp.uint32(replica()) * np.uint32(size % 2**32)])
+
+
 def hash_bits(index: jax.Array, first: jax.Array, second: jax.Array) -> jax.Array:
     """Returns a hash of numbers and of the two halves of a key, uint32.
 

@@ -25,8 +25,7 @@ import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
-from branchnorm_jax.axes import replica
-from branchnorm_jax.model.dropout import drop_threshold, hash_bits
+from branchnorm_jax.model.dropout import drop_threshold, hash_bits, seed_of
 from branchnorm_jax.model.segments import MASKED
 
 SMALLEST = 16
@@ -77,31 +76,19 @@ def fused_attend(
     key: jax.Array | None = None,
     interpret: bool = False,
 ) -> jax.Array:
-    """Dropout(softmax(q k^T / sqrt(K))) v, scores and softmax in float32, with the dropout mask of `attend`.
+    """Computes `attention.attend`, with the same dropout mask, for arrays that are `supported`.
 
-    As in `attend`, GPUs multiply float32 matrices in TF32 unless `jax_default_matmul_precision` says otherwise.
-
-    Args:
-      q_BTHK: queries; k_BSHK, v_BSHK: keys and values. See `supported`.
-      mask_BTS: True where query t attends to key s; axes of size 1 broadcast.
-      rate: dropout rate of the attention weights.
-      key: random key; None switches dropout off.
-      interpret: runs the kernels as ordinary JAX operations, for tests on CPUs.
-
-    Returns:
-      [B, T, H, K] in the values' dtype.
+    As there, GPUs multiply float32 matrices in TF32 unless `jax_default_matmul_precision` says otherwise. `interpret`
+    runs the kernels as ordinary JAX operations, for tests on CPUs.
     """
     rows, length, heads, _ = q_BTHK.shape
-    first = jnp.uint32(replica()) * np.uint32(rows * heads * length * k_BSHK.shape[1] % 2**32)
-    halves = jnp.zeros(2, jnp.uint32) if key is None else jax.random.key_data(key)
-    options = Options(0.0 if key is None else rate, interpret)
-    seed = jnp.stack([halves[0], halves[-1], first])
-    return _attend(options, (q_BTHK, k_BSHK, v_BSHK), mask_BTS, seed)
+    seed = seed_of(key, rows * heads * length * k_BSHK.shape[1])
+    return _attend(Options(0.0 if key is None else rate, interpret), (q_BTHK, k_BSHK, v_BSHK), mask_BTS, seed)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attend(options: Options, qkv: Arrays, mask: jax.Array, seed: jax.Array) -> jax.Array:
-    """Runs the forward kernel. `seed`: two halves of the key, and the index of the first attention weight, uint32."""
+    """Runs the forward kernel. `seed`: see `dropout.seed_of`."""
     q, k, v = qkv
     (rows, length, heads, _), keys = q.shape, k.shape[1]
     block = min(length, 64, 8192 // keys)

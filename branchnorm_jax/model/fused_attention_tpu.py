@@ -27,8 +27,7 @@ import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu
 
-from branchnorm_jax.axes import replica
-from branchnorm_jax.model.dropout import drop_threshold, hash_bits
+from branchnorm_jax.model.dropout import drop_threshold, hash_bits, seed_of
 from branchnorm_jax.model.fused_attention import Arrays, Kept, Ref
 from branchnorm_jax.model.segments import MASKED
 
@@ -115,32 +114,21 @@ def fused_attend(
     key: jax.Array | None = None,
     interpret: bool = False,
 ) -> jax.Array:
-    """Dropout(softmax(q k^T / sqrt(K))) v, scores and softmax in float32, with the dropout mask of `attend`.
+    """Computes `attention.attend`, with the same dropout mask, for arrays that are `supported`.
 
-    As in `attend`, TPUs round float32 matrices to bfloat16 unless `jax_default_matmul_precision` says otherwise.
-
-    Args:
-      q_BTHK: queries; k_BSHK, v_BSHK: keys and values. See `supported`.
-      mask_BTS: True where query t attends to key s; axes of size 1 broadcast.
-      rate: dropout rate of the attention weights.
-      key: random key; None switches dropout off.
-      interpret: runs the kernels as ordinary JAX operations, for tests on CPUs.
-
-    Returns:
-      [B, T, H, K] in the values' dtype.
+    As there, TPUs round float32 matrices to bfloat16 unless `jax_default_matmul_precision` says otherwise.
+    `interpret` runs the kernels as ordinary JAX operations, for tests on CPUs.
     """
     (rows, length, heads, width), keys = q_BTHK.shape, k_BSHK.shape[1]
-    first = jnp.uint32(replica()) * np.uint32(rows * heads * length * keys % 2**32)
-    halves = jnp.zeros(2, jnp.uint32) if key is None else jax.random.key_data(key)
     tiling = Tiling(0.0 if key is None else rate, heads, length, keys, width, interpret)
     q, k, v = (x.reshape(*x.shape[:2], heads * width) for x in (q_BTHK, k_BSHK, v_BSHK))
-    seed = jnp.stack([halves[0], halves[-1], first])
+    seed = seed_of(key, rows * heads * length * keys)
     return _attend(tiling, (q, k, v), mask_BTS, seed).reshape(q_BTHK.shape)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attend(tiling: Tiling, qkv: Arrays, mask: jax.Array, seed: jax.Array) -> jax.Array:
-    """Runs the forward kernel. `seed`: two halves of the key, and the index of the first attention weight, uint32."""
+    """Runs the forward kernel. `seed`: see `dropout.seed_of`."""
     q, _, v = qkv
     of_queries, of_keys, of_mask, of_seed = _blocks(tiling, q, mask)
     return pl.pallas_call(

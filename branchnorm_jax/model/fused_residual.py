@@ -21,8 +21,7 @@ import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
-from branchnorm_jax.axes import replica
-from branchnorm_jax.model.dropout import drop_threshold, hash_bits
+from branchnorm_jax.model.dropout import drop_threshold, hash_bits, seed_of
 
 ELEMENTS = 2048
 """Elements that a program has in registers at once."""
@@ -78,10 +77,7 @@ def fused_residual(
       rate: dropout rate.
       key: random key; None switches dropout off. The mask is that of `dropout.dropout`.
     """
-    first = jnp.uint32(replica()) * np.uint32(x.size % 2**32)
-    halves = jnp.zeros(2, jnp.uint32) if key is None else jax.random.key_data(key)
-    options = Options(0.0 if key is None else rate, platform)
-    return _residual(options, x, h, weights, jnp.stack([halves[0], halves[-1], first]))
+    return _residual(Options(0.0 if key is None else rate, platform), x, h, weights, seed_of(key, x.size))
 
 
 class Options(NamedTuple):
@@ -93,7 +89,7 @@ class Options(NamedTuple):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _residual(options: Options, x: jax.Array, h: jax.Array, weights: Weights, seed: jax.Array) -> jax.Array:
-    """Runs the kernel. `seed`: two halves of the key, and the index of the first element, uint32."""
+    """Runs the kernel. `seed`: see `dropout.seed_of`."""
     width = x.shape[-1]
     rows, step = x.size // width, _step(width)
     call = pl.pallas_call(

@@ -28,8 +28,8 @@ class Taps(NamedTuple):
 
 
 WATCHED_ROWS = 64
-"""Number of rows of a batch from which the statistics of layers are computed. They would take a tenth of the time of an
-update on an accelerator if they read all rows."""
+"""Number of rows of a batch from which the statistics of layers are computed. With all rows, they would take 8 % of the
+time of an update at 6L-6L, by the roofline of an H200."""
 
 
 def watched_rows(x: jax.Array) -> jax.Array:

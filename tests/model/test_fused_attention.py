@@ -1,7 +1,8 @@
-"""The attention kernels against `attend`, in Pallas's interpret mode."""
+"""The attention kernels against `attend`, in Pallas's interpret mode: those for GPUs, and what both have in common."""
 
 import functools
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -9,49 +10,36 @@ import numpy as np
 import pytest
 
 from branchnorm_jax.axes import REPLICA
+from branchnorm_jax.model import fused_attention_tpu
 from branchnorm_jax.model.attention import attend
 from branchnorm_jax.model.fused_attention import fused_attend, supported
 from branchnorm_jax.model.segments import causal_mask, same_sentence, source_mask, source_segments, target_segments
-from branchnorm_jax.tokens import EOS, PAD
+from tests.model import attention_examples
+from tests.model.attention_examples import Arrays, B, errors, packed, results
 
-B, H, K = 2, 2, 16
-
-Arrays = tuple[jax.Array, ...]
-
-
-def packed(length: int) -> jax.Array:
-    """Returns rows [B, length] of three sentences each, with padding at the end."""
-    tokens = np.full((B, length), 7)
-    tokens[0, [length // 4, length // 2, length - 4]] = EOS
-    tokens[1, [2, length // 3, length - 1]] = EOS
-    tokens[0, length - 3 :] = PAD
-    return jnp.array(tokens)
-
-
-def example(length: int, keys: int, dtype: jnp.dtype = jnp.float32) -> Arrays:
-    """Returns q, k, v and the cotangent of the output."""
-    draw = np.random.default_rng(length + keys).normal
-    return tuple(jnp.array(draw(size=(B, size, H, K)), dtype) for size in (length, keys, keys, length))
-
-
-def results(function: Callable[..., jax.Array], arrays: Arrays, mask: jax.Array, rate: float = 0.0) -> Arrays:
-    """Returns the output and the gradients of q, k and v."""
-
-    @jax.jit
-    def run(q: jax.Array, k: jax.Array, v: jax.Array, dy: jax.Array) -> Arrays:
-        y, backward = jax.vjp(lambda *qkv: function(*qkv, mask, rate, jax.random.key(5)), q, k, v)
-        return y, *backward(dy)
-
-    return run(*arrays)
-
-
+example = functools.partial(attention_examples.example, heads=2, width=16)
 fused = functools.partial(fused_attend, interpret=True)
 
 
-def errors(actual: Arrays, expected: Arrays, size: Callable[[np.ndarray], np.floating] = np.max) -> list[float]:
-    """Returns the size of each array's differences, divided by the size of the expected values."""
-    pairs = [(np.asarray(x, np.float64), np.asarray(y, np.float64)) for x, y in zip(actual, expected, strict=True)]
-    return [float(size(abs(x - y)) / size(abs(y))) for x, y in pairs]
+class Kernel(NamedTuple):
+    """The kernels of one platform, and a shape that they support."""
+
+    fused: Callable[..., jax.Array]
+    example: Callable[..., Arrays]
+
+
+KERNELS = [
+    pytest.param(Kernel(fused, example), id="gpu"),
+    pytest.param(
+        Kernel(
+            functools.partial(fused_attention_tpu.fused_attend, interpret=True),
+            functools.partial(attention_examples.example, heads=4, width=64),
+        ),
+        id="tpu",
+        marks=pytest.mark.slow,
+    ),
+]
+both = pytest.mark.parametrize("kernel", KERNELS)
 
 
 MASKS = {
@@ -77,36 +65,39 @@ def test_equals_attend(name: str, rate: float) -> None:
     assert max(errors(actual, expected)) < 1e-6
 
 
-def test_masked_row_gives_the_mean() -> None:
-    arrays = example(32, 32)
+@both
+def test_masked_row_gives_the_mean(kernel: Kernel) -> None:
+    arrays = kernel.example(32, 32)
     mask = jnp.ones((B, 32, 32), bool).at[1].set(False)
-    y, dq, dk, _ = results(fused, arrays, mask)
+    y, dq, dk, _ = results(kernel.fused, arrays, mask)
     np.testing.assert_allclose(y[1], jnp.broadcast_to(arrays[2][1].mean(0), y[1].shape), rtol=1e-5, atol=1e-6)
     assert not dq[1].any() and not dk[1].any()
     assert max(errors((y, dq, dk), results(attend, arrays, mask)[:3])) < 1e-6
 
 
-def test_bfloat16_is_about_as_exact_as_attend() -> None:
-    arrays, mask = example(32, 32, jnp.bfloat16), MASKS["padding"]()
+@both
+def test_bfloat16_is_about_as_exact_as_attend(kernel: Kernel) -> None:
+    arrays, mask = kernel.example(32, 32, dtype=jnp.bfloat16), MASKS["padding"]()
     with jax.enable_x64():
         exact = results(attend, tuple(x.astype(jnp.float64) for x in arrays), mask)
-    kernel, twin = (errors(results(function, arrays, mask), exact, np.mean) for function in (fused, attend))
+    ours, twin = (errors(results(function, arrays, mask), exact, np.mean) for function in (kernel.fused, attend))
     # The kernel rounds ds to bfloat16 before the products for dq and dk; `attend` does not.
-    assert max(kernel) < jnp.finfo(jnp.bfloat16).eps
-    assert all(mine < factor * other for mine, other, factor in zip(kernel, twin, (1.1, 2, 2, 1.1), strict=True))
+    assert max(ours) < jnp.finfo(jnp.bfloat16).eps
+    assert all(mine < factor * other for mine, other, factor in zip(ours, twin, (1.1, 2, 2, 1.1), strict=True))
 
 
 def test_float16() -> None:
-    assert all(x.dtype == jnp.float16 for x in results(fused, example(16, 16, jnp.float16), causal_mask(16), 0.1))
+    assert all(x.dtype == jnp.float16 for x in results(fused, example(16, 16, dtype=jnp.float16), causal_mask(16), 0.1))
 
 
-def test_no_leak_between_sentences() -> None:
+@both
+def test_no_leak_between_sentences(kernel: Kernel) -> None:
     segments = target_segments(packed(32))
     mask = same_sentence(segments, segments) & causal_mask(32)
-    q, k, v, dy = example(32, 32)
+    q, k, v, dy = kernel.example(32, 32)
     # The cotangent is that of the second sentence alone.
     second = ((segments.ids == 2) & segments.real)[:, :, None, None]
-    _, *gradients = results(fused, (q, k, v, jnp.where(second, dy, 0)), mask, 0.5)
+    _, *gradients = results(kernel.fused, (q, k, v, jnp.where(second, dy, 0)), mask, 0.5)
     for gradient in gradients:
         assert not jnp.where(second, 0, gradient).any()
         assert jnp.where(second, gradient, 0).any()
@@ -126,9 +117,10 @@ def test_dropout_depends_only_on_the_key() -> None:
     assert abs(kept(1).mean() - 1) < 0.05
 
 
-def test_scan_remat_and_replicas() -> None:
+@both
+def test_scan_remat_and_replicas(kernel: Kernel) -> None:
     """Each replica of `jax.vmap` continues the indices of the one before, as in `random_bits`."""
-    q, k, v, _ = example(32, 32)
+    q, k, v, _ = kernel.example(32, 32)
 
     def loss(function: Callable[..., jax.Array], q: jax.Array) -> jax.Array:
         @jax.checkpoint
@@ -141,7 +133,7 @@ def test_scan_remat_and_replicas() -> None:
         differentiate = jax.grad(lambda q: loss(function, q))
         return jax.jit(jax.vmap(differentiate, axis_name=REPLICA))(q[:, None])
 
-    actual, expected = gradient(fused), gradient(attend)
+    actual, expected = gradient(kernel.fused), gradient(attend)
     assert errors((actual,), (expected,))[0] < 1e-6
     assert (actual[0] != actual[1]).any()
 

@@ -16,6 +16,8 @@ CTranslate2 runs the exported model in float32 with batches of 32 and two thread
 of two concurrent batches, whichever is faster on this machine. With untrained models, all translations have 30 tokens
 in both systems.
 
+One sentence at a time, as in interactive use, is compared with one batch and two threads.
+
 The benchmark also compares our decoder with one batch at a time and with two concurrent batches.
 """
 
@@ -38,7 +40,7 @@ from benchmarks.measure import alternate, in_turn, save
 from branchnorm_jax import config as configs
 from branchnorm_jax.data.corpus import read_pairs
 from branchnorm_jax.decoding.beam import length_penalty
-from branchnorm_jax.decoding.engine import Engine, Query, pad
+from branchnorm_jax.decoding.engine import UNROLLED, Engine, Query, pad
 from branchnorm_jax.evaluation.bleu import corpus_bleu
 from branchnorm_jax.export import ctranslate2, fold
 from branchnorm_jax.model.cache import Cache
@@ -51,7 +53,7 @@ from branchnorm_jax.options import DecodeConfig, ModelConfig
 from branchnorm_jax.tokens import EOS, PAD, UNK
 from branchnorm_jax.workdir import Workdir
 
-SENTENCES, ROWS, SLOTS, VOCABULARY, LENGTH = 64, 32, 256, 8000, 30
+SENTENCES, ROWS, SLOTS, VOCABULARY, LENGTH, SINGLE = 64, 32, 256, 8000, 30, 8
 CONFIG = DecodeConfig(beam_size=4, length_penalty=0.6, max_length_a=1.2, max_length_b=3, batch_tokens=ROWS * 32 * 4)
 MODELS = {
     "6L": ModelConfig(encoder_layers=6, decoder_layers=6, width=512, ffn_width=2048, heads=8, dropout=0.0),
@@ -193,17 +195,21 @@ def exported(
     weights: tuple[Any, Any],
     vocabularies: Sequence[list[str]],
     sources: Sequence[Sequence[str]],
+    rows: int = ROWS,
     **settings: Any,
 ) -> tuple[Callable[[], Any], str]:
-    """Returns CTranslate2's search with the same model, and its fastest setting, "batches x threads"."""
+    """Returns CTranslate2's search with the same model, and its fastest setting, "batches x threads".
+
+    With one row, every sentence waits for the one before, as in interactive use.
+    """
     searches = {}
     with tempfile.TemporaryDirectory() as folder:
         ctranslate2.write(fold.fold(model, *weights), model.config, vocabularies, Path(folder), 1024, "")
-        for batches, threads in ((1, 2), (2, 1)):
+        for batches, threads in ((1, 2),) if rows == 1 else ((1, 2), (2, 1)):
             translator = ctranslate2.imported().Translator(
                 folder, device="cpu", compute_type="float32", inter_threads=batches, intra_threads=threads
             )
-            search = functools.partial(translator.translate_batch, sources, max_batch_size=ROWS, **settings)
+            search = functools.partial(translator.translate_batch, sources, max_batch_size=rows, **settings)
             searches[f"{batches} x {threads}"] = search
     times = zip(searches, in_turn(list(searches.values()), 3), strict=True)
     fastest, _ = min(times, key=lambda found: statistics.median(found[1]))
@@ -218,15 +224,20 @@ def against_ctranslate2(name: str, pairs: int) -> dict[str, Any]:
     """
     model, weights, sources = made(name)
     config = dataclasses.replace(CONFIG, max_length_a=0.0, max_length_b=LENGTH, min_length=LENGTH)
-    ours = searched(Engine((model,), config), weights, sources)
+    engine = Engine((model,), config)
+    ours = searched(engine, weights, sources)
     pieces = ["<pad>", "</s>", "<unk>", *(f"w{number}" for number in range(UNK + 1, VOCABULARY))]
     given = [[pieces[token] for token in source[:-1]] for source in sources]
     settings = ctranslate2.search_settings(config, LENGTH + 2)
     other, threads = exported(model, weights, (pieces, pieces), given, **settings)
     mine = {index: [pieces[token] for token in nbest.tokens[0, :LENGTH]] for index, nbest in ours()}
     equal = sum(one.hypotheses[0][:LENGTH] == mine[index] for index, one in enumerate(other()))
-    measured = {"over_ctranslate2": alternate(other, ours, pairs)}
-    if model.config.decoder_layers > config.unroll:
+    measured: dict[str, Any] = {"over_ctranslate2": alternate(other, ours, pairs)}
+    few = range(0, SENTENCES, SENTENCES // SINGLE)
+    one_by_one = [searched(engine, weights, [sources[index]]) for index in few]
+    alone, _ = exported(model, weights, (pieces, pieces), [given[index] for index in few], rows=1, **settings)
+    measured["one_at_a_time_over_ctranslate2"] = alternate(alone, lambda: [search() for search in one_by_one], pairs)
+    if model.config.decoder_layers > UNROLLED:
         unrolled = dataclasses.replace(config, unroll=model.config.decoder_layers)
         flat = searched(Engine((model,), unrolled), weights, sources)
         measured["without_loop_over_ctranslate2"] = alternate(other, flat, pairs)

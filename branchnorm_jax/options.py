@@ -524,8 +524,9 @@ class DecodeConfig:
         free=True,
     )
     unroll: int = option(
-        12,
-        "decoders of up to this many layers run without a loop: a quarter faster, but slower to compile",
+        0,
+        "decoders of up to this many layers run without a loop: faster, but slower to compile; 0: 12, or on CPUs any "
+        "number if the input is long enough",
         unit="layers",
         minimum=0,
         free=True,

@@ -9,7 +9,7 @@ from branchnorm_jax.model.attention import Attention, KVCache
 from branchnorm_jax.model.cache import Cache, Caches, empty, to_cache, write_tokens
 from branchnorm_jax.model.coefficients import Alpha
 from branchnorm_jax.model.parameters import Params
-from branchnorm_jax.model.stack import unstack
+from branchnorm_jax.model.stack import depth_of, unstack
 from branchnorm_jax.model.transformer import Transformer
 
 
@@ -37,8 +37,14 @@ def unstack_decoder(model: Transformer, params: Params) -> Params:
     """
     if model.recipe.combines:
         return params
-    # Compiled, because slicing one leaf at a time would take longer than a short search.
-    return params | {"decoder": jax.jit(unstack)(params["decoder"])}
+    stacked = params["decoder"]
+    # One program for all layers would take longer to compile, and slicing leaf by leaf longer to run.
+    return params | {"decoder": [_layer(stacked, jnp.int32(index)) for index in range(depth_of(stacked))]}
+
+
+@jax.jit
+def _layer(stacked: Params, index: jax.Array) -> Params:
+    return jax.tree.map(lambda leaf: leaf[index], stacked)
 
 
 def start_cache(model: Transformer, params: Params, memory_BSD: jax.Array, slots: int) -> Caches:

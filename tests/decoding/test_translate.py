@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 
 from branchnorm_jax.data.tokenizer import Tokenizer, train_tokenizer
+from branchnorm_jax.decoding import engine as engines
 from branchnorm_jax.decoding.engine import coarse, interleave, padded_length, padded_lengths, rounded
 from branchnorm_jax.decoding.translate import Sentence, Translator, pharaoh
 from branchnorm_jax.model.transformer import Transformer
@@ -80,7 +82,7 @@ def test_beam_size_1_equals_the_teacher_forced_argmax(translator: tuple[Translat
         assert hypotheses[0].text == engine.tokenizer.decode_target(tokens)
 
 
-@pytest.mark.parametrize(("batch_tokens", "streams", "unroll"), [(1, 1, 12), (64, 2, 0), (64, 3, 12), (100_000, 1, 12)])
+@pytest.mark.parametrize(("batch_tokens", "streams", "unroll"), [(1, 1, 12), (64, 2, 1), (64, 3, 12), (100_000, 1, 12)])
 def test_results_do_not_depend_on_batch_or_order(
     translator: tuple[Translator, dict], batch_tokens: int, streams: int, unroll: int
 ) -> None:
@@ -95,6 +97,51 @@ def test_results_do_not_depend_on_batch_or_order(
         np.testing.assert_allclose(
             [h.score for h in translations[place]], [h.score for h in expected[index]], atol=1e-5
         )
+
+
+def test_short_sources_among_long_ones_are_translated_as_if_alone(translator: tuple[Translator, dict]) -> None:
+    # The encoder pads a few short sources less than the batch that they join.
+    engine, params = translator
+    rng = np.random.default_rng(0)
+    lengths = [30, 29, 28, 27, 16, 9, 5, 3, 16, 15, 2, 17]
+    lines = [" ".join(rng.choice(WORDS, length)) for length in lengths]
+    assert max(map(len, engine.sources(lines)[0])) > 16 > min(map(len, engine.sources(lines)[0]))
+    together = engine.translate(params, ALPHA, lines)
+    for line, hypotheses in list(zip(lines, together, strict=True))[-3:]:
+        (alone,) = engine.translate(params, ALPHA, [line])
+        assert [h.text for h in hypotheses] == [h.text for h in alone]
+        np.testing.assert_allclose([h.score for h in hypotheses], [h.score for h in alone], atol=1e-5)
+
+
+def test_deep_decoders_run_without_a_loop_only_for_long_inputs(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engines, "UNROLLED", 1)
+    monkeypatch.setattr(engines, "LONG", 4)
+    config = ModelConfig(width=8, heads=2, ffn_width=8, encoder_layers=1, decoder_layers=2)
+    params = jax.jit(Transformer(config, tokenizer.source_size, tokenizer.target_size).init)(jax.random.key(1))
+    decode = DecodeConfig(beam_size=2, max_length_a=0.0, max_length_b=2)
+    seen: list[bool] = []
+
+    class Watched(Transformer):
+        def run_layers(self, params: dict, stack: str, *args: Any, **options: Any) -> Any:
+            if stack == "decoder":
+                seen.append(isinstance(params["decoder"], list))
+            return super().run_layers(params, stack, *args, **options)
+
+    watched = Watched(config, tokenizer.source_size, tokenizer.target_size)
+    few, many = LINES[1:3], LINES[1:3] * 2
+    few_tokens, many_tokens = (sum(map(len, tokenizer.encode_source(lines))) for lines in (few, many))
+    assert few_tokens < 8 <= many_tokens
+    looped = Translator(watched, tokenizer, decode).translate(params, ALPHA, few)
+    assert not any(seen)
+    seen.clear()
+    flat = Translator(watched, tokenizer, decode).translate(params, ALPHA, many)[:2]
+    assert all(seen)
+    assert [[h.text for h in each] for each in flat] == [[h.text for h in each] for each in looped]
+    seen.clear()
+    Translator(watched, tokenizer, dataclasses.replace(decode, unroll=1)).translate(params, ALPHA, many)
+    assert not any(seen)
 
 
 def test_streams_run_concurrently_and_their_failures_are_raised() -> None:

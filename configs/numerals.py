@@ -26,16 +26,20 @@ def get_config(depth: str = "") -> ml_collections.ConfigDict:
     config.model.width = 128
     config.model.ffn_width = 256
     config.model.heads = 4
-    config.model.dropout = 0.1
+    # No sentence is seen twice often enough to be learned by heart.
+    config.model.dropout = 0.0
     config.data.source = "numerals"
     config.data.vocab_size = 800
     config.data.max_length = 96
-    config.train.steps = 1200
+    config.train.steps = 600
     config.train.batch_tokens = 2048
-    config.train.learning_rate = 1.5e-3
-    config.train.warmup_steps = 400
-    config.train.eval_every = 400
-    config.train.checkpoint_every = 400
+    config.train.learning_rate = 3e-3
+    config.train.warmup_steps = 200
+    # In so short a run, a learning rate that ends at 0 saves a third of the updates.
+    config.train.schedule = "polynomial"
+    config.train.decay_steps = 600
+    config.train.eval_every = 200
+    config.train.checkpoint_every = 200
     config.train.eval_bleu_sentences = 100
     set_depth(config, depth)
     return config

@@ -137,6 +137,7 @@ class Run:
         self.plan, valid_plans = make_plans(config.data, corpus.train, corpus.valid, train.batch_tokens, train.seed)
         self.epoch = self.plan.batches_per_epoch / config.data.tokenisations
         self.total = train.steps or math.ceil(train.epochs * self.epoch)
+        schedules.check_end(train, self.total)
         self.model = make_model(config.model, corpus.tokenizer)
         self.optimizer = make_optimizer(train)
         self.abstract = abstract_state(self.model, self.optimizer, self.mesh, bool(train.ema_decay))

@@ -94,6 +94,19 @@ def polynomial(train: TrainConfig, width: int) -> Schedule:
     return schedule
 
 
+def check_end(train: TrainConfig, updates: int) -> None:
+    """Checks that a learning rate that decays to 0 does not reach it before the last update.
+
+    Raises:
+      UserError: if it does.
+    """
+    if train.schedule == "polynomial" and not train.end_learning_rate and updates > train.decay_steps:
+        raise UserError(
+            f"train.schedule=polynomial: the learning rate is 0 from update {train.decay_steps} on, but the run has "
+            f"{updates} updates; set train.decay_steps={updates}, or another train.schedule"
+        )
+
+
 def range_test(train: TrainConfig, width: int) -> Schedule:
     """Returns a range test (Smith, 2017): init (peak / init)^(step / W) with init = `warmup_init`.
 

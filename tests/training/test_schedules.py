@@ -253,3 +253,12 @@ def test_rates_are_not_scaled_if_no_branch_grows(method: str) -> None:
     assert {name: rate.tolist() for name, rate in result.items()} == dict.fromkeys(
         ("encoder", "decoder"), float(np.float32(0.01))
     )
+
+
+def test_a_rate_that_is_0_before_the_last_update_is_refused() -> None:
+    train = TrainConfig(schedule="polynomial", decay_steps=100)
+    schedules.check_end(train, 100)
+    schedules.check_end(dataclasses.replace(train, end_learning_rate=1e-5), 101)
+    schedules.check_end(dataclasses.replace(train, schedule="inverse_sqrt"), 101)
+    with pytest.raises(UserError, match=r"is 0 from update 100 on, but the run has 101.*train.decay_steps=101"):
+        schedules.check_end(train, 101)

@@ -317,10 +317,11 @@ class TrainConfig:
     warmup_steps: int = option(4000, "updates until the peak learning rate", unit="updates", minimum=0, common=True)
     warmup_init: float = option(1e-7, "learning rate of the first update", minimum=0)
     decay_steps: int = option(
-        4000,
-        "inverse_sqrt_nowarmup: P in sqrt(P / (P + step)); polynomial: update at which the decay ends",
+        0,
+        "inverse_sqrt_nowarmup: P in sqrt(P / (P + step)); polynomial: update at which the decay ends; "
+        "0: the length of the run",
         unit="updates",
-        minimum=1,
+        minimum=0,
     )
     decay_power: float = option(1.0, "polynomial: exponent of the decay", minimum=0)
     end_learning_rate: float = option(0.0, "polynomial: learning rate after the decay", minimum=0)

@@ -31,6 +31,7 @@ TINY = (
     "--config.train.steps=120",
     "--config.train.warmup_steps=10",
     "--config.train.learning_rate=5e-3",
+    "--config.train.schedule=inverse_sqrt",
     "--config.train.eval_every=60",
     "--config.train.checkpoint_every=10",
     "--config.train.log_every=1",

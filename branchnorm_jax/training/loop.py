@@ -131,13 +131,14 @@ class Run:
 
         The state comes from the newest intact checkpoint. Without a checkpoint it is initialised.
         """
-        self.config, self.workdir, self.corpus, self.mesh = config, workdir, corpus, mesh
+        self.workdir, self.corpus, self.mesh = workdir, corpus, mesh
         train = config.train
         self.rows = Rows(mesh, train.accumulation)
         self.plan, valid_plans = make_plans(config.data, corpus.train, corpus.valid, train.batch_tokens, train.seed)
         self.epoch = self.plan.batches_per_epoch / config.data.tokenisations
         self.total = train.steps or math.ceil(train.epochs * self.epoch)
-        schedules.check_end(train, self.total)
+        train = schedules.with_end(train, self.total)
+        self.config = config = dataclasses.replace(config, train=train)
         self.model = make_model(config.model, corpus.tokenizer)
         self.optimizer = make_optimizer(train)
         self.abstract = abstract_state(self.model, self.optimizer, self.mesh, bool(train.ema_decay))

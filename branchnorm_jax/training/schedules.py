@@ -5,6 +5,7 @@ clock on traced int32 scalars.
 """
 
 import bisect
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 
 import jax
@@ -66,7 +67,7 @@ def constant(train: TrainConfig, width: int) -> Schedule:
 
 def inverse_sqrt_nowarmup(train: TrainConfig, width: int) -> Schedule:
     """Returns T-Fixup's schedule: peak sqrt(P / (P + step)) with P = `decay_steps`."""
-    period = train.decay_steps
+    period = max(train.decay_steps, 1)
 
     def schedule(step: jax.Array) -> jax.Array:
         return train.learning_rate * jnp.sqrt(period / (period + step.astype(jnp.float32)))
@@ -94,17 +95,23 @@ def polynomial(train: TrainConfig, width: int) -> Schedule:
     return schedule
 
 
-def check_end(train: TrainConfig, updates: int) -> None:
-    """Checks that a learning rate that decays to 0 does not reach it before the last update.
+def with_end(train: TrainConfig, updates: int) -> TrainConfig:
+    """Returns the options of a run of `updates` updates, with `decay_steps` > 0.
 
     Raises:
-      UserError: if it does.
+      UserError: if the learning rate is 0 before the last update.
+
+    >>> with_end(TrainConfig(schedule="polynomial"), updates=600).decay_steps
+    600
     """
+    if not train.decay_steps:
+        return dataclasses.replace(train, decay_steps=updates)
     if train.schedule == "polynomial" and not train.end_learning_rate and updates > train.decay_steps:
         raise UserError(
             f"train.schedule=polynomial: the learning rate is 0 from update {train.decay_steps} on, but the run has "
-            f"{updates} updates; set train.decay_steps={updates}, or another train.schedule"
+            f"{updates} updates; set train.decay_steps=0, for the length of the run, or another train.schedule"
         )
+    return train
 
 
 def range_test(train: TrainConfig, width: int) -> Schedule:

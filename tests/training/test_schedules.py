@@ -257,8 +257,17 @@ def test_rates_are_not_scaled_if_no_branch_grows(method: str) -> None:
 
 def test_a_rate_that_is_0_before_the_last_update_is_refused() -> None:
     train = TrainConfig(schedule="polynomial", decay_steps=100)
-    schedules.check_end(train, 100)
-    schedules.check_end(dataclasses.replace(train, end_learning_rate=1e-5), 101)
-    schedules.check_end(dataclasses.replace(train, schedule="inverse_sqrt"), 101)
-    with pytest.raises(UserError, match=r"is 0 from update 100 on, but the run has 101.*train.decay_steps=101"):
-        schedules.check_end(train, 101)
+    for options, updates in (
+        (train, 100),
+        (dataclasses.replace(train, end_learning_rate=1e-5), 101),
+        (dataclasses.replace(train, schedule="inverse_sqrt"), 101),
+    ):
+        assert schedules.with_end(options, updates) == options
+    with pytest.raises(UserError, match=r"is 0 from update 100 on, but the run has 101.*train.decay_steps=0"):
+        schedules.with_end(train, 101)
+
+
+def test_without_decay_steps_the_decay_ends_with_the_run() -> None:
+    options = schedules.with_end(TrainConfig(schedule="polynomial", warmup_steps=10), 50)
+    rate = schedules.learning_rate(options, 512)
+    assert [float(rate(jnp.int32(step))) == 0 for step in (30, 49, 50)] == [False, False, True]

@@ -196,16 +196,14 @@ def exported(
     vocabularies: Sequence[list[str]],
     sources: Sequence[Sequence[str]],
     rows: int = ROWS,
+    threading: Sequence[tuple[int, int]] = ((1, 2), (2, 1)),
     **settings: Any,
 ) -> tuple[Callable[[], Any], str]:
-    """Returns CTranslate2's search with the same model, and its fastest setting, "batches x threads".
-
-    With one row, every sentence waits for the one before, as in interactive use.
-    """
+    """Returns CTranslate2's search with the same model, and the fastest of the settings (batches, threads of each)."""
     searches = {}
     with tempfile.TemporaryDirectory() as folder:
         ctranslate2.write(fold.fold(model, *weights), model.config, vocabularies, Path(folder), 1024, "")
-        for batches, threads in ((1, 2),) if rows == 1 else ((1, 2), (2, 1)):
+        for batches, threads in threading:
             translator = ctranslate2.imported().Translator(
                 folder, device="cpu", compute_type="float32", inter_threads=batches, intra_threads=threads
             )
@@ -235,7 +233,9 @@ def against_ctranslate2(name: str, pairs: int) -> dict[str, Any]:
     measured: dict[str, Any] = {"over_ctranslate2": alternate(other, ours, pairs)}
     few = range(0, SENTENCES, SENTENCES // SINGLE)
     one_by_one = [searched(engine, weights, [sources[index]]) for index in few]
-    alone, _ = exported(model, weights, (pieces, pieces), [given[index] for index in few], rows=1, **settings)
+    alone, _ = exported(
+        model, weights, (pieces, pieces), [given[index] for index in few], rows=1, threading=((1, 2),), **settings
+    )
     measured["one_at_a_time_over_ctranslate2"] = alternate(alone, lambda: [search() for search in one_by_one], pairs)
     if model.config.decoder_layers > UNROLLED:
         unrolled = dataclasses.replace(config, unroll=model.config.decoder_layers)

@@ -1,4 +1,4 @@
-"""What the compilers of absent devices make of the update: memory, bytes moved, kernels, least time, and MFU.
+"""Compiles the update for absent devices and reports its memory, traffic, kernels, estimated time and MFU.
 
     python -m benchmarks.compiled h200:1 6L-6L 100L-100L 500L-500L --state=kernels
     python -m benchmarks.compiled v5e:1x1 6L-6L:none --config.train.batch_tokens=16384 --config.model.kernels=plain
@@ -10,7 +10,8 @@ changes the rows, and more options of the project can follow. The results of one
 benchmarks/results/compiled_<state>.json, with the twenty kernels that take the most time.
 
 Nothing is measured. The time on a GPU is a roofline, and the time on a TPU is its compiler's estimate in cycles; see
-`analysis/roofline.py`. MFU is 3 x the FLOPs of the forward pass / (time x the peak FLOP/s of the device).
+`analysis/roofline.py`. The time of communication between devices is not counted. MFU is 3 x the FLOPs of the forward
+pass / (time x the peak FLOP/s of the device).
 `--hlo FILE` reads the text of a program instead of compiling one, for example one of an earlier commit.
 """
 
@@ -21,7 +22,7 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-from benchmarks.compilers import config_of
+from benchmarks.compilers import config_of, on_target
 from benchmarks.measure import RESULTS
 from branchnorm_jax.analysis import compiled, devices, estimate, plan, program, roofline, topologies
 from branchnorm_jax.data.packing import Shape
@@ -41,7 +42,7 @@ KEY = ("target", "depth", "remat", "options", "row_length")
 
 def planned(depth: str, remat: str, options: dict[str, str], target: topologies.Target) -> Config:
     """Returns the config of a program on one device of the target; `auto` is resolved as training would."""
-    config = config_of(depth, remat, {**options, "plan.device": target.device})
+    config = on_target(config_of(depth, remat, options), target)
     if remat == "auto":
         return plan.resolve_remat(config, devices.find(target.device).memory)
     return estimate.with_remat(config, remat)
@@ -56,6 +57,11 @@ def figures(text: str, config: Config, target: topologies.Target, shape: Shape) 
     flops = 3 * shape.rows * shape.source * sum(forward.values())
     layers = config.model.encoder_layers + config.model.decoder_layers
     memory_bound = [k for k in found if k.memory_seconds(device) >= k.matrix_seconds(device)]
+    # TPU compilers replace matrix products by convolutions, whose operations are not counted.
+    products = {
+        "flops": sum(kernel.times * kernel.flops for kernel in found),
+        "memory_bound_share": round(sum(kernel.seconds(device) for kernel in memory_bound) / seconds, 4),
+    }
     by_loop: dict[str, float] = defaultdict(float)
     for kernel in found:
         by_loop[" in ".join(kernel.loops[::-1]) or "no loop"] += kernel.seconds(device)
@@ -63,10 +69,9 @@ def figures(text: str, config: Config, target: topologies.Target, shape: Shape) 
         "seconds": round(seconds, 5),
         "mfu": round(flops / (seconds * device.matrix * target.count), 4),
         "model_flops": flops,
-        "flops": sum(kernel.times * kernel.flops for kernel in found),
+        **({} if device.clock else products),
         "traffic_bytes": traffic,
         "traffic_bytes_per_layer": round(traffic / layers),
-        "memory_bound_share": round(sum(kernel.seconds(device) for kernel in memory_bound) / seconds, 4),
         "kernels": sum(kernel.times for kernel in found),
         "loop_seconds": {name: round(part, 5) for name, part in by_loop.items()},
         "worst": [worst(kernel, device) for kernel in found[:WORST]],
@@ -99,6 +104,8 @@ def compile_one(key: dict[str, Any], options: dict[str, str], hlo: str) -> dict[
     config, absent = compiled.planned_for(config, target)
     report, text = compiled.compile_update(config, absent, shape)
     row = key | {
+        "date": time.strftime("%Y-%m-%d"),
+        "git_revision": git_revision(),
         "chosen": {name: getattr(config.model, name) for name in ("remat", "group", "unroll")},
         "compile_seconds": round(report["seconds"]),
         **{name: report.get(name) for name in ("peak_bytes", "versions", "error")},
@@ -111,8 +118,7 @@ def save(state: str, row: dict[str, Any]) -> None:
     path = RESULTS / f"compiled_{state}.json"
     old = json.loads(path.read_text(encoding="utf-8"))["programs"] if path.exists() else []
     rows = [*(other for other in old if any(other[name] != row[name] for name in KEY)), row]
-    head = {"date": time.strftime("%Y-%m-%d"), "git_revision": git_revision()}
-    path.write_text(json.dumps({**head, "programs": rows}, indent=1) + "\n", encoding="utf-8")
+    path.write_text(json.dumps({"programs": rows}, indent=1) + "\n", encoding="utf-8")
 
 
 def show(row: dict[str, Any]) -> None:
@@ -143,7 +149,9 @@ def table() -> None:
                 ]
             peak = f"{row['peak_bytes'] / 1e9:.1f}" if row.get("peak_bytes") else ""
             first = [row["target"], f"{row['depth']} {row['remat']}", row["options"], str(row["row_length"])]
-            lines.append((*first, state["date"], path.stem.removeprefix("compiled_"), *numbers, peak))
+            lines.append(
+                (*first, row.get("date") or state["date"], path.stem.removeprefix("compiled_"), *numbers, peak)
+            )
     for *first, _, state, ms, mfu, per_layer, kernels, peak in sorted(lines):
         print(f"| {' | '.join((*first, state, ms, mfu, per_layer, kernels, peak))} |")
 

@@ -48,17 +48,22 @@ def config_of(depth: str, remat: str, options: dict[str, str]) -> Config:
     with values.unlocked():
         for name, text in {**SHAPE, "model.remat": remat, **options}.items():
             section, option = name.split(".")
-            values[section][option] = type(values[section][option])(text)
+            kind = type(values[section][option])
+            values[section][option] = text == "True" if kind is bool else kind(text)
     return configs.from_config_dict(values)
 
 
-def predicted(config: Config, target: topologies.Target) -> float:
-    """Returns the peak memory of each device according to the plan, in bytes; needs no compiler."""
+def on_target(config: Config, target: topologies.Target) -> Config:
+    """Returns the config of the run on the devices of a target; needs no compiler."""
     parallel = config.parallel
     data = target.count // (parallel.fsdp * parallel.model)
     plan = dataclasses.replace(config.plan, device=target.device, devices=target.count)
-    changed = dataclasses.replace(config, plan=plan, parallel=dataclasses.replace(parallel, data=data))
-    return estimate.peak_bytes(changed, target.count // parallel.model)
+    return dataclasses.replace(config, plan=plan, parallel=dataclasses.replace(parallel, data=data))
+
+
+def predicted(config: Config, target: topologies.Target) -> float:
+    """Returns the peak memory of each device according to the plan, in bytes."""
+    return estimate.peak_bytes(on_target(config, target), target.count // config.parallel.model)
 
 
 def compare(config: Config, target: topologies.Target) -> tuple[dict[str, Any], list[dict[str, Any]]]:

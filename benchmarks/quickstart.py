@@ -8,6 +8,7 @@ starting, preparing the corpus, and compiling.
 """
 
 import argparse
+import collections
 import re
 import statistics
 import subprocess
@@ -22,8 +23,8 @@ GOAL = 95.0
 VALIDATED = re.compile(r"step (\d+): validation .*\bbleu ([\d.]+)")
 
 
-def reach(checkout: Path, goal: float = GOAL) -> dict[str, float]:
-    """Trains until a validation has this BLEU.
+def reach(checkout: Path) -> dict[str, float]:
+    """Trains until a validation has a BLEU of `GOAL`.
 
     Returns:
       The seconds since the start, the updates and the BLEU at that validation.
@@ -40,18 +41,20 @@ def reach(checkout: Path, goal: float = GOAL) -> dict[str, float]:
             "--config.train.eval_every=50",
             "--config.train.eval_bleu_sentences=100",
         ]
-        begin = time.monotonic()
-        process = subprocess.Popen(
+        begin, output = time.monotonic(), collections.deque[str](maxlen=5)
+        with subprocess.Popen(
             command, cwd=checkout, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, bufsize=1
-        )
-        assert process.stdout is not None
-        for line in process.stdout:
-            if (found := VALIDATED.search(line)) and float(found[2]) >= goal:
-                seconds = time.monotonic() - begin
+        ) as process:
+            assert process.stdout is not None
+            try:
+                for line in process.stdout:
+                    output.append(line)
+                    if (found := VALIDATED.search(line)) and float(found[2]) >= GOAL:
+                        seconds = time.monotonic() - begin
+                        return {"seconds": seconds, "updates": int(found[1]), "bleu": float(found[2])}
+            finally:
                 process.terminate()
-                process.communicate()
-                return {"seconds": seconds, "updates": int(found[1]), "bleu": float(found[2])}
-    raise RuntimeError(f"{checkout}: the training ended without a BLEU of {goal}")
+    raise RuntimeError(f"{checkout}: the training ended without a BLEU of {GOAL}:\n{''.join(output)}")
 
 
 def main() -> None:

@@ -135,7 +135,8 @@ class ModelConfig:
     )
     group: int = option(
         0,
-        "layers per group of remat=full and nested; 0: 1 for full, and for nested the size that needs the least memory",
+        "layers per group of remat=full and nested; 0: for full about 5 on GPUs and TPUs and 1 on CPUs, for nested the "
+        "size that needs the least memory",
         minimum=0,
         free=True,
     )
@@ -149,8 +150,8 @@ class ModelConfig:
     logits_mb: int = option(512, "largest block of logits in the loss, per device", unit="MB", minimum=1, free=True)
     unroll: int = option(
         0,
-        "layers per iteration of lax.scan; with the full depth there is no loop: faster, but slower to compile; 0: 1, "
-        "or what remat=auto chooses",
+        "layers per iteration of lax.scan; with the full depth there is no loop: faster, but slower to compile; 0: the "
+        "full depth on GPUs and TPUs if remat is none or save_branches and no stack has more than 24 layers, else 1",
         unit="layers",
         minimum=0,
         free=True,
@@ -238,6 +239,12 @@ class DataConfig:
         minimum=1,
     )
 
+    power_of_two_rows: bool = option(
+        False,
+        "row lengths are powers of two, the same on both sides, as the fused kernels of GPUs and TPUs need; the rows "
+        "are a few percent emptier",
+    )
+
     def directions(self, pairs: str = "") -> "list[DataConfig]":
         """Returns one config per language pair of `pairs` (default: the run's), or [self] without pairs."""
         if not (pairs := pairs or self.pairs):
@@ -317,7 +324,7 @@ class TrainConfig:
     warmup_steps: int = option(4000, "updates until the peak learning rate", unit="updates", minimum=0, common=True)
     warmup_init: float = option(1e-7, "learning rate of the first update", minimum=0)
     decay_steps: int = option(
-        0,
+        4000,
         "inverse_sqrt_nowarmup: P in sqrt(P / (P + step)); polynomial: update at which the decay ends; "
         "0: the length of the run",
         unit="updates",
@@ -526,8 +533,8 @@ class DecodeConfig:
     )
     unroll: int = option(
         0,
-        "decoders of up to this many layers run without a loop: faster, but slower to compile; 0: 12, or on CPUs any "
-        "number if the input is long enough",
+        "decoders of up to this many layers run without a loop: faster, but slower to compile; 0: up to 12 layers, and "
+        "on CPUs any number if the input is long enough",
         unit="layers",
         minimum=0,
         free=True,

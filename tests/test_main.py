@@ -18,7 +18,7 @@ from branchnorm_jax.model.methods import METHODS
 from branchnorm_jax.options import Config, fields
 from branchnorm_jax.training.loop import train
 from branchnorm_jax.workdir import Workdir
-from tests.conftest import HASTY, ROOT, TINY, read_status, run_main
+from tests.conftest import HASTY, ROOT, TINY, read_metrics, read_status, run_main
 
 
 def ends_with(error: str, *parts: str) -> bool:
@@ -458,15 +458,24 @@ def test_defaults_assigned_in_a_config_file_override_recommendations(tmp_path: P
 
 @pytest.mark.slow
 def test_recommended_options_are_printed_used_and_saved(tmp_path: Path) -> None:
-    options = ("--config.model.method=t_fixup", "--config.train.steps=2")
+    options = ("--config.model.method=pre_scale_norm", "--config.train.steps=2", "--config.train.adam_b2=0.9")
     done = run_main(*HASTY, *options, f"--workdir={tmp_path / 'run'}")
     assert done.returncode == 0, done.stderr
-    assert "train.schedule: 'inverse_sqrt' -> 'inverse_sqrt_nowarmup'  (recommended for t_fixup)" in done.stderr
+    assert "model.norm: 'layer_norm' -> 'scale_norm'  (recommended for pre_scale_norm)" in done.stderr
     saved = json.loads((tmp_path / "run" / "config.json").read_text())
-    assert saved["train"]["schedule"] == "inverse_sqrt_nowarmup"
-    assert saved["train"]["learning_rate"] == 5e-3  # the command line has precedence
+    assert saved["model"]["norm"] == "scale_norm"
+    assert saved["train"]["adam_b2"] == 0.9  # the command line has precedence
     again = run_main(f"--workdir={tmp_path / 'run'}", "--config.train.steps=3")
     assert again.returncode == 0, again.stderr
+
+
+def test_a_polynomial_decay_ends_with_the_run(tmp_path: Path) -> None:
+    options = ("schedule=polynomial", "decay_steps=0", "warmup_steps=4", "steps=12", "eval_every=0")
+    done = run_main(*HASTY, *(f"--config.train.{option}" for option in options), f"--workdir={tmp_path}")
+    assert done.returncode == 0, done.stderr
+    rates = [line["learning_rate"] for line in read_metrics(tmp_path)]
+    assert rates[4] == pytest.approx(5e-3)
+    assert rates[11] == pytest.approx(5e-3 / 8)
 
 
 def test_explicit_options_override_the_depth_recipe() -> None:

@@ -69,7 +69,8 @@ def find(name: str) -> Device:
     if name or not kind:
         unknown = f"plan.device={name!r}" if name else f"the local device, {here.device_kind},"
         raise UserError(f"config: {unknown} is not known; set plan.device to one of {', '.join(DEVICES)}, cpu")
-    return DEVICES[KINDS[kind]]._replace(memory=memory())
+    known, reported = DEVICES[KINDS[kind]], memory()
+    return known._replace(memory=reported if math.isfinite(reported) else USABLE * known.memory)
 
 
 def platform(name: str) -> str:

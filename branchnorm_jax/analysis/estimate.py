@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import AbstractDevice, AbstractMesh, Mesh
 
 from branchnorm_jax.analysis import costs, devices
 from branchnorm_jax.analysis.rules import RULES, Parts
@@ -20,7 +21,8 @@ from branchnorm_jax.model.parameters import Params
 from branchnorm_jax.model.recipe import STACKS
 from branchnorm_jax.model.stack import REMAT, depth_of, size_of
 from branchnorm_jax.model.transformer import Transformer
-from branchnorm_jax.options import Config
+from branchnorm_jax.options import Config, ParallelConfig
+from branchnorm_jax.parallel.mesh import make_mesh
 from branchnorm_jax.tokens import UNK
 from branchnorm_jax.training.optimizer import make_optimizer
 from branchnorm_jax.training.state import Batch, TrainState, first_state
@@ -30,8 +32,8 @@ MATRIX_SHARE, TRAFFIC_SHARE = 0.6, 0.8
 """Assumed fractions of a device's peak FLOP/s (for matrix products of width 512 and above) and of its bandwidth."""
 
 UNROLLED, GROUP = 24, 5
-"""Largest depth of stacks that are not a loop, and the size of the groups that `full` recomputes. Larger ones compile
-for minutes; groups of 10 are not faster than groups of 5, by the compilers (`benchmarks/compiled.py`)."""
+"""Largest depth of stacks that are not a loop, and the size of the groups that `full` recomputes. Larger
+stacks compile for many minutes; groups of 10 are only 0.3 % faster than groups of 5 (`benchmarks/compiled.py`)."""
 
 SHALLOW, SHARE = (1, 4), 5
 """Depths timed by `calibrate`: SHALLOW[0], and the larger of SHALLOW[1] and the depth of the run divided by SHARE."""
@@ -84,8 +86,9 @@ def with_remat(config: Config, remat: str) -> Config:
         if remat in ("none", "save_branches") and not model.unroll and max(depths) <= UNROLLED:
             changed["unroll"] = max(depths)
         if remat == "full" and not model.group:
-            common = math.gcd(*depths)
-            changed["group"] = min((g for g in range(1, common + 1) if common % g == 0), key=lambda g: abs(g - GROUP))
+            # A group of all layers would keep what `none` keeps.
+            divisors = [g for g in range(1, max(depths) // 2 + 1) if math.gcd(*depths) % g == 0]
+            changed["group"] = min(divisors, key=lambda g: abs(g - GROUP), default=1)
     return dataclasses.replace(config, model=dataclasses.replace(model, **changed))
 
 
@@ -118,10 +121,13 @@ def shrink(config: Config, encoder_layers: int, decoder_layers: int) -> Config:
 
 
 def update(config: Config, rows: int, length: int) -> tuple[Any, TrainState, Batch]:
-    """Returns the update function of one device and the shapes of its arguments.
+    """Returns the update function of one device of the run and the shapes of its arguments.
 
-    The batch has `rows` x `length` tokens.
+    The batch has `rows` x `length` tokens. The function uses the kernels of the mesh that `jax.set_mesh` has set; none
+    if the run has several devices, see `axes.kernels`.
     """
+    if (config.plan.devices or jax.device_count()) > 1:
+        config = dataclasses.replace(config, model=dataclasses.replace(config.model, kernels="plain"))
     model = Transformer(config.model, config.data.vocab_size, config.data.vocab_size)
     optimizer = make_optimizer(config.train)
     params = model.abstract_params()
@@ -130,12 +136,25 @@ def update(config: Config, rows: int, length: int) -> tuple[Any, TrainState, Bat
     return make_train_step(model, optimizer, config), state, Batch(tokens, tokens)
 
 
+def absent_mesh(name: str) -> AbstractMesh:
+    """Returns the mesh of one device with this name ("": a local one); kernels and types depend on its platform."""
+    kind = name.upper() if name else jax.local_devices()[0].device_kind
+    device = AbstractDevice(kind, None, devices.platform(name))
+    return AbstractMesh((1,) * len(MESH), MESH, abstract_device=device)
+
+
+def local_mesh() -> Mesh:
+    """Returns the mesh of one local device."""
+    return make_mesh(ParallelConfig(), jax.local_devices()[:1])
+
+
 @functools.lru_cache
 def update_costs(config: Config, rows: int, length: int) -> costs.Costs:
     """Estimates the costs of an update on one device; the peak includes its inputs."""
     step, state, batch = update(config, rows, length)
     rules = RULES[devices.platform(config.plan.device)]._replace(parts=parts(config, state.params))
-    estimate = costs.trace(step, state, batch, donated=[0], rules=rules)
+    with jax.sharding.use_abstract_mesh(absent_mesh(config.plan.device)):
+        estimate = costs.trace(step, state, batch, donated=[0], rules=rules)
     in_backward, split = config.train.update_in_backward, config.parallel.model
     gradients, held = (0.0, 0.0) if in_backward else (size_of(state.params), rules.held * size_of(state.params))
     share, gathered = stored(config, state.params)
@@ -206,7 +225,8 @@ def lengths(config: Config) -> tuple[int, ...]:
     """Returns the shortest and the longest row length; one of the two needs the most memory."""
     tokens, multiple, longest = config.train.batch_tokens, config.data.row_multiple, config.data.max_length
     sentence = min(config.plan.sentence_length, longest)
-    ladder = row_lengths(sentence, longest, tokens, multiple)[-config.data.batch_shapes :]
+    ladder = row_lengths(sentence, longest, tokens, multiple, config.data.power_of_two_rows)
+    ladder = ladder[-config.data.batch_shapes :]
     return tuple(sorted({ladder[0], ladder[-1]}))
 
 
@@ -231,7 +251,8 @@ def compiled_update_bytes(config: Config, rows: int, length: int) -> float:
     Nothing is run.
     """
     step, state, batch = update(config, rows, length)
-    return allocated_bytes(jax.jit(step, donate_argnums=0).lower(state, batch).compile())
+    with jax.set_mesh(local_mesh()):
+        return allocated_bytes(jax.jit(step, donate_argnums=0).lower(state, batch).compile())
 
 
 def allocated_bytes(compiled: jax.stages.Compiled) -> float:
@@ -304,13 +325,13 @@ def calibrate(config: Config) -> Callable[[float], float]:
     The function is linear. It is fitted to the measured times of two shallow models, which have the width and the
     batches of the run, and extrapolates them in depth.
     """
-    config = with_remat(config, "none") if config.model.remat == "auto" else config
+    remat = "none" if config.model.remat == "auto" else config.model.remat
     device, length = devices.find(""), lengths(config)[0]
     rows = rows_of(config, length, data_devices(config))
     points, deepest = {}, max(config.model.encoder_layers, config.model.decoder_layers)
     for layers in (SHALLOW[0], max(SHALLOW[1], -(-deepest // SHARE))):
         depth = (min(layers, config.model.encoder_layers), min(layers, config.model.decoder_layers))
-        shallow = shrink(config, *depth)
+        shallow = with_remat(shrink(config, *depth), remat)
         points[seconds(shallow, device, update_costs(shallow, rows, length))] = measured_seconds(shallow, rows, length)
     (low, at_low), (high, at_high) = min(points.items()), max(points.items())
     slope = (at_high - at_low) / (high - low) if high > low else at_low / low
@@ -332,9 +353,10 @@ def measured_seconds(config: Config, rows: int, length: int, repetitions: int = 
 
     state, run = jax.jit(start)(), jax.jit(step, donate_argnums=0)
     times = []
-    for _ in range(repetitions + 1):
-        begin = time.perf_counter()
-        state, metrics = run(state, Batch(*tokens))
-        jax.block_until_ready(metrics)
-        times.append(time.perf_counter() - begin)
+    with jax.set_mesh(local_mesh()):
+        for _ in range(repetitions + 1):
+            begin = time.perf_counter()
+            state, metrics = run(state, Batch(*tokens))
+            jax.block_until_ready(metrics)
+            times.append(time.perf_counter() - begin)
     return statistics.median(times[1:])

@@ -27,7 +27,7 @@ class Op(NamedTuple):
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
     flops: float
-    """Operations of a matrix product; 0 for any other primitive."""
+    """Operations of a matrix product or of a Pallas kernel; 0 for any other primitive."""
 
 
 class Program(NamedTuple):
@@ -176,8 +176,17 @@ def _without_unused(op: Op, needed: set[int]) -> Op:
 
 
 def _flops(equation: Any) -> float:
+    """Returns the operations of a matrix product or of a Pallas kernel, and 0 for any other primitive."""
+    if equation.primitive.name == "pallas_call":
+        return math.prod(equation.params["grid_mapping"].grid) * _flops_inside(equation)
     if equation.primitive.name != "dot_general":
         return 0.0
     (contracted, _), _ = equation.params["dimension_numbers"]
     left, product = equation.invars[0].aval.shape, equation.outvars[0].aval.shape
     return 2.0 * math.prod(product) * math.prod(left[axis] for axis in contracted)
+
+
+def _flops_inside(equation: Any) -> float:
+    """Returns the operations of the matrix products in one program of a Pallas kernel, with all its loops."""
+    inner = [inside for jaxpr in core.jaxprs_in_params(equation.params) for inside in jaxpr.eqns]
+    return sum(_flops(one) + one.params.get("length", 1) * _flops_inside(one) for one in inner)

@@ -61,7 +61,6 @@ def make_plan(config: Config, progress: Callable[[], Any] = lambda: None) -> dic
         tokens = fitting_tokens(choice, device.memory)
         progress()
         return {
-            "layers_per_group": choice.model.group or 1,
             "flops_per_target_token": 3 * sum(flops.values()) + recomputed_flops(choice, flops, sentence, sentence),
             "peak_bytes": peak,
             "fits": peak <= device.memory,
@@ -111,8 +110,8 @@ def _sizes(config: Config, rows: int, length: int) -> dict[str, Any]:
         "ema_bytes": ema_bytes,
         "state_bytes": size_of(params) + size_of(opt_state) + ema_bytes,
         "carry_bytes": carry * sum(depth),
-        "logit_block_bytes": min(config.model.logits_mb * 2**20, 4 * rows * length * vocabulary),
-        "group": {
+        "group": {"full": with_remat(config, "full").model.group or 1}
+        | {
             stack: config.model.group or best_group(layers, carry, size_of(params[stack]) / layers, whole=in_backward)
             for stack, layers in zip(STACKS, depth, strict=True)
         },
@@ -155,8 +154,8 @@ def format_plan(config: Config, plan: Mapping[str, Any]) -> str:
             f"{choice['target_tokens_per_second']:>10,.0f}{days:>13}" + ("" if choice["fits"] else "  does not fit")
         )
     groups = plan["group"]
-    full, nested = plan["remat"]["full"]["layers_per_group"], f"{groups['encoder']} and {groups['decoder']}"
-    lines += ["", f"layers per group: full {full}, nested {nested} (encoder and decoder)"]
+    nested = f"{groups['encoder']} and {groups['decoder']}"
+    lines += ["", f"layers per group: full {groups['full']}, nested {nested} (encoder and decoder)"]
     if "compiled_bytes" in plan:
         lines.append(f"compiled with model.remat={plan['chosen_remat']}: peak {plan['compiled_bytes'] / 1e9:,.3f} GB")
     return "\n".join([*lines, PAPER])
@@ -168,7 +167,7 @@ def to_json(plan: Mapping[str, Any]) -> str:
 
 
 def resolve_remat(config: Config, memory: float) -> Config:
-    """Resolves `model.remat=auto` to the first of `remat_order` with a predicted peak that fits, or else to the last.
+    """Chooses the loops of the run, and for `model.remat=auto` the first of `remat_order` that fits, or else the last.
 
     Args:
       config: the run.

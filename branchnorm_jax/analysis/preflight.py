@@ -30,6 +30,7 @@ from branchnorm_jax.model.recipe import STACKS
 from branchnorm_jax.model.segments import decoder_inputs
 from branchnorm_jax.model.transformer import Transformer
 from branchnorm_jax.options import Config
+from branchnorm_jax.training import schedules
 from branchnorm_jax.training.network import make_model
 from branchnorm_jax.training.optimizer import make_optimizer
 from branchnorm_jax.training.state import Batch, first_state, init_params
@@ -108,7 +109,8 @@ def run_preflight(config: Config, corpus: Corpus, progress: Callable[[int, int],
     batches = batches_of(plan)
     model = make_model(narrow.model, corpus.tokenizer)
     params = init_params(model, narrow.train.seed, batches(0))
-    total = narrow.train.steps or math.ceil(narrow.train.epochs * plan.batches_per_epoch / narrow.data.tokenisations)
+    total = schedules.run_length(narrow.train, plan.batches_per_epoch / narrow.data.tokenisations)
+    narrow = dataclasses.replace(narrow, train=schedules.with_end(narrow.train, total))
     return narrow, time_lapse(narrow, model, params, batches, points_of(narrow, total), progress)
 
 

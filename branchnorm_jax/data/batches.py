@@ -175,7 +175,7 @@ def make_plans(
     """
     lengths = train.lengths[train.drawn(0)]
     longest = np.max([sentences.lengths.max(0) for sentences in (train, *valid)], axis=0)
-    shapes = choose_shapes(lengths, longest, batch_tokens, data.batch_shapes, data.row_multiple)
+    shapes = choose_shapes(lengths, longest, batch_tokens, data.batch_shapes, data.row_multiple, data.power_of_two_rows)
     packing = pack(lengths, shapes)
     # If the corpus fills only a few batches, the last one would be mostly empty. Slightly smaller batches waste less.
     rows = rows_of(packing, shapes)[0]

@@ -5,6 +5,7 @@ and a target length), so rows are computed per kind and repeated while pairs of 
 therefore does not grow with the corpus.
 """
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -51,15 +52,21 @@ class Packing(NamedTuple):
     order: np.ndarray
 
 
-def row_lengths(mean: float, longest: float, batch_tokens: int, row_multiple: int) -> list[int]:
+def row_lengths(
+    mean: float, longest: float, batch_tokens: int, row_multiple: int, powers_of_two: bool = False
+) -> list[int]:
     """Returns the candidate row lengths on the longer side, in ascending order.
 
     The last one fits `longest` tokens. The shortest rows hold at least `SENTENCES` sentences of `mean` tokens. Each
     further length halves the number of rows. The number of rows is a multiple of `row_multiple`. Given this number, the
     rows are as long as `batch_tokens` allows, rounded down to a multiple of 8. Fixed lengths would leave much of a
-    small batch unused.
+    small batch unused. With `powers_of_two`, the lengths are powers of two instead.
     """
     limit = batch_tokens // row_multiple
+    if powers_of_two:
+        last = power_of_two(longest)
+        first = min(power_of_two(SENTENCES * mean), max(last, 1 << limit.bit_length() - 1))
+        return [first << k for k in range(max(0, (last // first).bit_length() - 1) + 1)]
     multiples = max(1, limit // (-(-int(SENTENCES * mean) // 8) * 8))
     ladder: list[int] = []
     while multiples and (not ladder or ladder[-1] < longest):
@@ -68,13 +75,23 @@ def row_lengths(mean: float, longest: float, batch_tokens: int, row_multiple: in
     return ladder if ladder[-1] >= longest else [*ladder[:-1], limit]
 
 
+def power_of_two(length: float) -> int:
+    """Returns the smallest power of two that is at least `length`."""
+    return 1 << max(0, math.ceil(length) - 1).bit_length()
+
+
 def choose_shapes(
-    lengths: np.ndarray, longest: np.ndarray, batch_tokens: int, count: int, row_multiple: int
+    lengths: np.ndarray,
+    longest: np.ndarray,
+    batch_tokens: int,
+    count: int,
+    row_multiple: int,
+    powers_of_two: bool = False,
 ) -> list[Shape]:
     """Chooses at most `count` batch shapes; the last one fits the longest sentences.
 
     Each shape has half as many rows as the one before, and they are at least twice as long. The ratio of source to
-    target row length is that of the whole corpus.
+    target row length is that of the whole corpus; with `powers_of_two`, both sides have the same length.
 
     Args:
       lengths: source and target length of each pair in tokens, EOS included, int [n, 2].
@@ -82,19 +99,24 @@ def choose_shapes(
       batch_tokens: upper bound for rows x length of the longer side.
       count: maximum number of shapes.
       row_multiple: the number of rows is a multiple of this.
+      powers_of_two: row lengths are powers of two.
 
     Raises:
       UserError: if the longest sentence does not fit.
     """
-    limit = batch_tokens // row_multiple
-    if longest.max() > limit:
+    needed = power_of_two(longest.max()) if powers_of_two else longest.max()
+    if needed > batch_tokens // row_multiple:
         raise UserError(
-            f"config: train.batch_tokens={batch_tokens} cannot hold data.row_multiple={row_multiple} sentences of "
-            f"{longest.max()} tokens; raise it to {longest.max() * row_multiple} or lower data.max_length"
+            f"config: train.batch_tokens={batch_tokens} cannot hold data.row_multiple={row_multiple} rows of "
+            f"{needed} tokens; raise it to {needed * row_multiple} or lower data.max_length"
         )
-    total = lengths.sum(0)
+    total = np.ones(2) if powers_of_two else lengths.sum(0)
     ladder = row_lengths(
-        float(lengths.mean(0).max()), float((longest * total.max() / total).max()), batch_tokens, row_multiple
+        float(lengths.mean(0).max()),
+        float((longest * total.max() / total).max()),
+        batch_tokens,
+        row_multiple,
+        powers_of_two,
     )
     sides = [np.ceil(length * total / total.max()).astype(int) for length in ladder[-count:]]
     # Pairs with unusual proportions may exceed one side of every shape; only the last shape is widened for them.

@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 
-from branchnorm_jax.decoding.engine import coarse
+from branchnorm_jax.decoding.engine import UNROLLED, coarse
 from branchnorm_jax.decoding.languages import Languages
 from branchnorm_jax.errors import UserError, needs_extra
 from branchnorm_jax.modes.common import load
@@ -34,7 +34,9 @@ def serve(config: Config, workdir: Workdir) -> None:
     workdir.check_config(config)
     with listening(config.serve.host, config.serve.port) as listener:
         trained = load(config, workdir)
-        translator = dataclasses.replace(trained.translator, rounding=coarse)
+        # A large request must not compile another program than those of `warm_up`.
+        decode = dataclasses.replace(config.decode, unroll=config.decode.unroll or UNROLLED)
+        translator = dataclasses.replace(trained.translator, rounding=coarse, config=decode)
         languages = Languages(config.data, translator.tokenizer)
         # Caches small programs too, so that the next start compiles nothing.
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)

@@ -112,6 +112,7 @@ def check_names(config: Config, devices: Sequence[jax.Device] | None = None) -> 
     growth.alpha(config.model)
     make_optimizer(config.train)
     schedules.learning_rate(config.train, config.model.width)
+    schedules.with_end(config.train, config.train.steps)
     make_mesh(config.parallel, devices)
 
 
@@ -136,7 +137,7 @@ class Run:
         self.rows = Rows(mesh, train.accumulation)
         self.plan, valid_plans = make_plans(config.data, corpus.train, corpus.valid, train.batch_tokens, train.seed)
         self.epoch = self.plan.batches_per_epoch / config.data.tokenisations
-        self.total = train.steps or math.ceil(train.epochs * self.epoch)
+        self.total = schedules.run_length(train, self.epoch)
         train = schedules.with_end(train, self.total)
         self.config = config = dataclasses.replace(config, train=train)
         self.model = make_model(config.model, corpus.tokenizer)

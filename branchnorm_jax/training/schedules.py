@@ -6,6 +6,7 @@ clock on traced int32 scalars.
 
 import bisect
 import dataclasses
+import math
 from collections.abc import Callable, Mapping, Sequence
 
 import jax
@@ -67,7 +68,7 @@ def constant(train: TrainConfig, width: int) -> Schedule:
 
 def inverse_sqrt_nowarmup(train: TrainConfig, width: int) -> Schedule:
     """Returns T-Fixup's schedule: peak sqrt(P / (P + step)) with P = `decay_steps`."""
-    period = max(train.decay_steps, 1)
+    period = train.decay_steps
 
     def schedule(step: jax.Array) -> jax.Array:
         return train.learning_rate * jnp.sqrt(period / (period + step.astype(jnp.float32)))
@@ -95,13 +96,18 @@ def polynomial(train: TrainConfig, width: int) -> Schedule:
     return schedule
 
 
+def run_length(train: TrainConfig, updates_per_epoch: float) -> int:
+    """Returns the number of updates of a run."""
+    return train.steps or math.ceil(train.epochs * updates_per_epoch)
+
+
 def with_end(train: TrainConfig, updates: int) -> TrainConfig:
     """Returns the options of a run of `updates` updates, with `decay_steps` > 0.
 
     Raises:
       UserError: if the learning rate is 0 before the last update.
 
-    >>> with_end(TrainConfig(schedule="polynomial"), updates=600).decay_steps
+    >>> with_end(TrainConfig(schedule="polynomial", decay_steps=0), updates=600).decay_steps
     600
     """
     if not train.decay_steps:
@@ -109,7 +115,8 @@ def with_end(train: TrainConfig, updates: int) -> TrainConfig:
     if train.schedule == "polynomial" and not train.end_learning_rate and updates > train.decay_steps:
         raise UserError(
             f"train.schedule=polynomial: the learning rate is 0 from update {train.decay_steps} on, but the run has "
-            f"{updates} updates; set train.decay_steps=0, for the length of the run, or another train.schedule"
+            f"{updates} updates; a new run can set train.decay_steps=0 (the length of the run), and one with "
+            "checkpoints needs fewer updates"
         )
     return train
 

@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.experimental import pallas as pl
 
 from branchnorm_jax.analysis import costs
 from branchnorm_jax.analysis.estimate import compiled_update_bytes, update_costs
@@ -23,6 +24,18 @@ def test_flops_of_matrix_products() -> None:
     assert costs.trace(lambda x, w: x @ w, x, w).flops == 2 * N * D * D
     batched = jax.ShapeDtypeStruct((3, N, D), jnp.float32)
     assert costs.trace(lambda a: jnp.einsum("bnd,bmd->bnm", a, a), batched).flops == 2 * 3 * N * N * D
+
+
+def test_flops_of_a_pallas_kernel_are_those_of_all_its_programs() -> None:
+    def kernel(x_ref: Any, w_ref: Any, y_ref: Any) -> None:
+        y_ref[...] = jax.lax.fori_loop(0, 3, lambda _, y: y @ w_ref[...], x_ref[...])
+
+    rows = pl.BlockSpec((16, D), lambda i: (i, 0))
+    whole = pl.BlockSpec((D, D), lambda i: (0, 0))
+    call = pl.pallas_call(kernel, x, grid=(N // 16,), in_specs=[rows, whole], out_specs=rows)
+    found = costs.trace(call, x, w)
+    assert found.flops == 3 * 2 * N * D * D
+    assert found.traffic == 2 * X + W
 
 
 def test_loop_costs_its_body_times_the_iterations() -> None:

@@ -94,7 +94,7 @@ def test_plan_of_a_deep_run() -> None:
     ("depth", "options", "expected"),
     [
         ("6L-6L", {"plan__device": "h200"},
-         [("none", 0, 6), ("save_branches", 0, 6), ("full", 6, 0), ("nested", 0, 0)]),
+         [("none", 0, 6), ("save_branches", 0, 6), ("full", 3, 0), ("nested", 0, 0)]),
         ("100L-50L", {"plan__device": "h200"}, [("full", 5, 0), ("nested", 0, 0)]),
         ("97L-97L", {"plan__device": "v5e"}, [("full", 1, 0), ("nested", 0, 0)]),
         ("100L-100L", {"plan__device": "h200", "model__group": 2, "model__unroll": 100},
@@ -107,6 +107,23 @@ def test_choices_and_loops_of_remat_auto(depth: str, options: dict[str, Any], ex
     """(remat, group, unroll) from the fastest to the smallest: on accelerators, deep loops store little."""
     order = estimate.remat_order(config(depth, **options))
     assert [(c.model.remat, c.model.group, c.model.unroll) for c in order] == expected
+
+
+def test_only_plans_of_one_accelerator_include_the_kernels() -> None:
+    """The attention kernel stores no weights [B, H, T, S], so its memory does not depend on the length of rows."""
+
+    def growth(count: int) -> float:
+        chosen = config(
+            plan__device="h200", plan__devices=count, model__remat="none", model__width=64, model__heads=4,
+            model__dtype="bfloat16", data__vocab_size=1000,
+        )  # fmt: skip
+        short, long = (estimate.update_costs(chosen, rows, 4096 // rows).peak for rows in (128, 16))
+        return long - short
+
+    # The weights of one attention with 4 heads, two bytes each. There are 6 + 2 x 6 attentions.
+    weights = 4 * 2 * 4096 * (256 - 32)
+    assert growth(2) > 18 * weights
+    assert growth(1) < weights
 
 
 def test_traced_flops_of_an_update_match_the_formula() -> None:

@@ -92,11 +92,16 @@ def test_preflight_finds_post_ln_vanishing_and_deepnorm_healthy(method: str, wor
     done = run_main(
         TINY[0].replace("2L-2L", "30L-30L"), *TINY[1:], "--mode=preflight", f"--workdir={tmp_path}",
         f"--config.model.method={method}", "--config.train.learning_rate=1e-3", "--config.train.warmup_steps=40",
+        "--config.train.schedule=polynomial", "--config.train.decay_steps=0",
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     report = json.loads((tmp_path / "preflight.json").read_text())
     assert report["word"] == word
     assert f"{word}: " in done.stdout
+    # 120 updates with a peak at update 40.
+    for measured in report["points"]:
+        expected = 1e-3 * min(measured["step"] / 40, (120 - measured["step"]) / 80)
+        assert measured["learning_rate"] == pytest.approx(expected, abs=1e-6)
     assert [len(point["gradient"]["decoder"]) for point in report["points"]] == [30] * len(report["points"])
     assert (tmp_path / "preflight.png").read_bytes().startswith(b"\x89PNG")
 

@@ -78,6 +78,30 @@ def test_rows_are_widened_to_the_budget() -> None:
     assert shape == Shape(16, 117, 128)
 
 
+def test_rows_are_powers_of_two_on_request() -> None:
+    kinds = np.array([[10, 20]] * 50 + [[130, 40]])
+    shapes = choose_shapes(kinds, kinds.max(0), 4096, 4, 8, powers_of_two=True)
+    assert shapes == [Shape(32, 128, 128), Shape(16, 256, 256)]
+    with pytest.raises(UserError, match="8 rows of 256 tokens; raise it to 2048"):
+        choose_shapes(kinds, kinds.max(0), 2047, 4, 8, powers_of_two=True)
+
+
+@given(
+    st.lists(st.tuples(st.integers(2, 30), st.integers(2, 30)), min_size=1, max_size=60),
+    st.integers(1, 4),
+    st.sampled_from([64, 100, 400]),
+)
+def test_powers_of_two_double_within_the_token_budget(lengths: list[tuple[int, int]], count: int, tokens: int) -> None:
+    kinds = np.array(lengths)
+    shapes = choose_shapes(kinds, kinds.max(0), tokens, count, 2, powers_of_two=True)
+    assert (kinds <= shapes[-1][1:]).all()
+    assert len(shapes) <= count
+    for shape in shapes:
+        assert shape.source == shape.target == 1 << shape.source.bit_length() - 1
+        assert 0 < shape.rows * shape.source <= tokens
+    assert all(2 * short.source == long.source for short, long in itertools.pairwise(shapes))
+
+
 def test_too_small_token_budgets_are_rejected() -> None:
     with pytest.raises(UserError, match="raise it to 160"):
         choose_shapes(np.array([[3, 3], [20, 4]]), np.array([20, 4]), 100, 2, 8)

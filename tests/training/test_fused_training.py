@@ -1,6 +1,6 @@
 """A whole training with interpreted kernels, bfloat16 products and a float16 stream."""
 
-import functools
+import dataclasses
 
 import jax
 import jax.numpy as jnp
@@ -41,11 +41,10 @@ def batch(number: int, rows: int = 16) -> Batch:
     return Batch(jnp.asarray(tokens), jnp.asarray(tokens))
 
 
-@functools.cache
 def nll(kernels: str, seed: int) -> float:
-    """Trains for 300 updates; returns the negative log-likelihood per token of sentences that were not seen."""
+    """Trains for 300 updates; returns the negative log-likelihood per token of 256 other sentences."""
     config = Config(
-        model=ModelConfig(**{**vars(MODEL), "kernels": kernels}),
+        model=dataclasses.replace(MODEL, kernels=kernels),
         train=TrainConfig(warmup_steps=50, learning_rate=5e-3, steps=UPDATES, watch_every=0, seed=seed),
     )
     model, optimizer = Transformer(config.model, WORDS, WORDS), make_optimizer(config.train)
@@ -63,4 +62,4 @@ def nll(kernels: str, seed: int) -> float:
 def test_fused_kernels_train_to_the_same_loss() -> None:
     plain = [nll("plain", seed) for seed in (0, 1, 2)]
     assert max(plain) < 0.3 * np.log(WORDS), "the task is not learned, so the comparison means nothing"
-    assert abs(nll("interpret", 0) - plain[0]) < np.std(plain, ddof=1)
+    assert abs(nll("interpret", 0) - plain[0]) < max(plain) - min(plain)

@@ -268,6 +268,6 @@ def test_a_rate_that_is_0_before_the_last_update_is_refused() -> None:
 
 
 def test_without_decay_steps_the_decay_ends_with_the_run() -> None:
-    options = schedules.with_end(TrainConfig(schedule="polynomial", warmup_steps=10), 50)
+    options = schedules.with_end(TrainConfig(schedule="polynomial", warmup_steps=10, decay_steps=0), 50)
     rate = schedules.learning_rate(options, 512)
     assert [float(rate(jnp.int32(step))) == 0 for step in (30, 49, 50)] == [False, False, True]

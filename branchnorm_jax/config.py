@@ -328,6 +328,13 @@ DROPPED = (("model", "scan"), ("train", "prefetch"), ("serve", "max_body_bytes")
 """(section, option) pairs of earlier versions that were removed. None of them affects the trained parameters."""
 
 
+ADDED = {
+    ("data", "source_normalization"): "nmt_nfkc",
+    ("data", "target_normalization"): "nmt_nfkc",
+}
+"""(section, option) that earlier versions did not save -> what they did, if this is not the default today."""
+
+
 def load(path: Path) -> Config:
     """Reads a config that `to_json` wrote. Raises `UserError` if the file is missing or not a config."""
     try:
@@ -339,6 +346,8 @@ def load(path: Path) -> Config:
                 values[section][option] = new
         for section, option in DROPPED:
             values.get(section, {}).pop(option, None)
+        for (section, option), earlier in ADDED.items():
+            values[section].setdefault(option, earlier)
         return from_config_dict(values)
     except (OSError, ValueError, UserError) as error:
         raise UserError(

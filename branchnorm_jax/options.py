@@ -208,6 +208,16 @@ class DataConfig:
     vocab_type: str = option("unigram", "type of the SentencePiece model", choices=("unigram", "bpe"))
     shared_vocab: bool = option(True, "one vocabulary for both languages; needed for shared_embeddings=all")
     byte_fallback: bool = option(False, "spell unknown characters as bytes instead of <unk>")
+    source_normalization: str = option(
+        "nmt_nfkc",
+        "what changes in source text before it is split into pieces, see branchnorm_jax/data/normalization.py",
+        choices=("nmt_nfkc", "nfkc", "nfc", "identity"),
+    )
+    target_normalization: str = option(
+        "nfc",
+        "the same for target text, and so for translations",
+        choices=("nmt_nfkc", "nfkc", "nfc", "identity"),
+    )
     vocab_sentences: int = option(
         2_000_000, "maximum number of sentences to train the vocabulary on", unit="sentences", minimum=100
     )

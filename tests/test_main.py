@@ -187,11 +187,11 @@ def test_broken_files_in_a_workdir_are_reported(trained: Path, tmp_path: Path) -
     workdir = tmp_path / "run"
     shutil.copytree(trained, workdir)
     options = ("--mode=translate", f"--workdir={workdir}")
-    model = workdir / "vocabulary" / "vocab.model"
+    model = workdir / "vocabulary" / "source.model"
     good = model.read_bytes()
     other = corpus(tmp_path / "corpus")
     train(small_config(path=str(other)), Workdir(tmp_path / "other"))
-    model.write_bytes((tmp_path / "other" / "vocabulary" / "vocab.model").read_bytes())
+    model.write_bytes((tmp_path / "other" / "vocabulary" / "source.model").read_bytes())
     swapped = run_main(*options, stdin="Five.\n")
     assert (swapped.returncode, swapped.stdout) == (2, "")
     assert ends_with(swapped.stderr, "not the vocabulary")

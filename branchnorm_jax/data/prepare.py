@@ -40,7 +40,10 @@ class Corpus(NamedTuple):
         }
 
 
-INGREDIENTS = "vocab_size", "vocab_type", "shared_vocab", "byte_fallback", "vocab_sentences", "pairs", "tags"
+INGREDIENTS = (
+    *("vocab_size", "vocab_type", "shared_vocab", "byte_fallback", "vocab_sentences", "pairs", "tags"),
+    *("source_normalization", "target_normalization"),
+)
 """Options that a vocabulary depends on, in addition to the text."""
 
 
@@ -68,7 +71,7 @@ def prepare(
     else:
         say(f"training a vocabulary of {config.vocab_size} pieces")
         text = itertools.chain.from_iterable(read_pairs(direction, "train") for direction in directions)
-        tokenizer = train_tokenizer(config, text, vocabulary, origin_of(config))
+        tokenizer = train_tokenizer(config, text, vocabulary, origin_of(config), say)
     train: list[TokenStore] = []
     valid: list[TokenStore] = []
     for direction in directions:

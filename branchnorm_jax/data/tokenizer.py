@@ -7,13 +7,14 @@ import io
 import itertools
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 import numpy as np
 import sentencepiece
 
+from branchnorm_jax.data.normalization import changes, describe, normalizer, with_rule
 from branchnorm_jax.errors import UserError
 from branchnorm_jax.files import atomic_directory, write_atomically
 from branchnorm_jax.options import DataConfig
@@ -48,6 +49,7 @@ _ENCODE_THREADS = min(8, os.cpu_count() or 1)
 # result, because SentencePiece counts words. A single longer "word" is split anywhere.
 _LINE_CHARACTERS = 1000
 _CUT = re.compile(rf"\S(?:.{{0,{_LINE_CHARACTERS - 2}}}\S)?(?!\S)|\S{{1,{_LINE_CHARACTERS}}}", re.DOTALL)
+_BREAKS = re.compile(r"[\r\n]+")
 _RESERVED = str.maketrans("\0\u2585", "  ")  # SentencePiece silently skips lines that contain its unknown symbol
 
 
@@ -161,35 +163,52 @@ def _decode(processor: sentencepiece.SentencePieceProcessor, ids: Iterable[int])
     before_eos = itertools.takewhile(lambda token: token != EOS, ids)
     text = processor.decode([int(token) for token in before_eos])  # drops control symbols, including PAD
     # Byte pieces (byte_fallback) can form line breaks, but each input line must give one output line.
-    return " ".join(text.splitlines())
+    return _BREAKS.sub(" ", text.strip("\r\n"))
 
 
 def train_tokenizer(
-    config: DataConfig, pairs: Iterable[tuple[str, str]], directory: Path, origin: str = ""
+    config: DataConfig,
+    pairs: Iterable[tuple[str, str]],
+    directory: Path,
+    origin: str = "",
+    say: Callable[[str], None] = lambda line: None,
 ) -> Tokenizer:
     """Trains a vocabulary on sentence pairs and writes it to `directory`.
 
-    Existing contents of the directory are replaced. The same pairs and options give a byte-identical vocabulary. Text
-    is normalised with `nmt_nfkc`. Every character of the training text gets a piece. If there are more than
+    Existing contents of the directory are replaced. The same pairs and options give a byte-identical vocabulary. Each
+    side has its own normalisation (`normalization.py`), which is part of its model: a shared vocabulary has the same
+    pieces for both sides. Every character of the normalised training text gets a piece. If there are more than
     `config.vocab_sentences` sentences (both sides count for a shared vocabulary), only every 2nd, 4th, ... pair is
     used, evenly over the whole corpus.
 
     With `config.pairs`, the tag of each target language is a control symbol: encoding text never produces it, and
     decoding never prints it.
 
-    The files are `vocab.model`, or `source.model` and `target.model`; a readable `.vocab` with pieces and scores for
-    each model; and `made_of.json` with `origin`, if it is given.
+    The files are `source.model` and `target.model`, or `vocab.model` if they are the same; a readable `.vocab` with
+    pieces and scores for each model; and `made_of.json` with `origin`, if it is given. `say` is called with a line
+    about the characters of a side that its normalisation changes.
 
     Raises:
       UserError: if the text is empty, or `config.vocab_size` is too large or too small for it.
       StorageError: if the files cannot be written.
     """
     most = config.vocab_sentences // 2 if config.shared_vocab else config.vocab_sentences
-    sample = _even_sample(pairs, most)
-    texts: dict[str, Iterable[str]] = {"vocab": itertools.chain.from_iterable(sample)}
-    if not config.shared_vocab:
-        texts = {"source": [source for source, _ in sample], "target": [target for _, target in sample]}
-    models = {name: _train(config, text, name) for name, text in texts.items()}
+    rules = {"source": config.source_normalization, "target": config.target_normalization}
+    texts = dict(zip(rules, zip(*_even_sample(pairs, most), strict=True), strict=False))
+    for side, text in texts.items():
+        if changed := changes(rules[side], text):
+            say(describe(side, rules[side], changed))
+    normalised = {side: map(normalizer(rules[side]).normalize, text) for side, text in texts.items()}
+    if config.shared_vocab:
+        both = itertools.chain.from_iterable(zip(*normalised.values(), strict=True))
+        shared = _train(config, both, "training text")
+        models = {side: with_rule(shared, rule) for side, rule in rules.items()}
+        models = models if len(set(models.values())) > 1 else {"vocab": models["source"]}
+    else:
+        models = {
+            side: with_rule(_train(config, normalised.get(side, ()), f"{side} side"), rule)
+            for side, rule in rules.items()
+        }
     with atomic_directory(directory) as temporary:
         for name, model in models.items():
             (temporary / f"{name}.model").write_bytes(model)
@@ -265,7 +284,8 @@ def _training_lines(text: Iterable[str]) -> Iterator[str]:
         yield from _CUT.findall(line) if len(line) > _LINE_CHARACTERS else (line,)
 
 
-def _train(config: DataConfig, text: Iterable[str], name: str) -> bytes:
+def _train(config: DataConfig, text: Iterable[str], text_of: str) -> bytes:
+    """Trains a model without normalisation on normalised text. `text_of`: what the text is, for errors."""
     model = io.BytesIO()
     languages = sorted({direction.target_lang for direction in config.directions()})
     try:
@@ -274,6 +294,8 @@ def _train(config: DataConfig, text: Iterable[str], name: str) -> bytes:
             model_writer=model,
             vocab_size=config.vocab_size,
             model_type=config.vocab_type,
+            normalization_rule_name="identity",
+            remove_extra_whitespaces=False,
             byte_fallback=config.byte_fallback,
             character_coverage=1.0,
             max_sentence_length=4 * _LINE_CHARACTERS,  # bytes
@@ -290,7 +312,6 @@ def _train(config: DataConfig, text: Iterable[str], name: str) -> bytes:
         )
     except RuntimeError as error:
         fault = f"config: data.vocab_size={config.vocab_size} is too"
-        text_of = "training text" if name == "vocab" else f"{name} side"
         if match := re.search(r"set it to a value <= (\d+)", str(error)):
             raise UserError(f"{fault} large for the {text_of}, which supports at most {match[1]} pieces") from error
         if match := re.search(r"required_chars\. \d+ vs (\d+)", str(error)):

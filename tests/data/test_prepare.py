@@ -20,9 +20,9 @@ def vocabulary(config: DataConfig, folder: Path, keep: bool = False) -> str:
 def test_vocabulary_is_rebuilt_for_other_text_or_options(tmp_path: Path) -> None:
     """This happens if another mode prepared the run, or if the run failed before its first checkpoint."""
     first = vocabulary(CONFIG, tmp_path)
-    written = (tmp_path / "vocabulary" / "vocab.model").stat().st_mtime_ns
+    written = (tmp_path / "vocabulary" / "source.model").stat().st_mtime_ns
     assert vocabulary(CONFIG, tmp_path) == first
-    assert (tmp_path / "vocabulary" / "vocab.model").stat().st_mtime_ns == written
+    assert (tmp_path / "vocabulary" / "source.model").stat().st_mtime_ns == written
     seen = {first}
     for changed in ({"vocab_size": 180}, {"vocab_type": "bpe"}, {"target_lang": "fr"}, {"numerals_pairs": 300}):
         config = dataclasses.replace(CONFIG, **changed)

@@ -51,7 +51,7 @@ def byte_tokenizer(request, tmp_path_factory):
 def test_special_ids_and_sizes(tokenizer):
     assert (PAD, EOS, UNK) == (0, 1, 2)
     processor = tokenizer.source_processor
-    assert processor is tokenizer.target_processor
+    assert tokenizer.source_pieces == tokenizer.target_pieces
     assert [processor.id_to_piece(i) for i in range(3)] == ["<pad>", "</s>", "<unk>"]
     assert processor.bos_id() == -1
     assert tokenizer.source_size == tokenizer.target_size == 60
@@ -108,7 +108,7 @@ def test_same_text_gives_the_same_vocabulary(tmp_path, kind):
     config = config_of(vocab_type=kind)
     first = train_tokenizer(config, PAIRS, tmp_path / "1")
     second = train_tokenizer(config, iter(PAIRS), tmp_path / "2")
-    assert (tmp_path / "1/vocab.model").read_bytes() == (tmp_path / "2/vocab.model").read_bytes()
+    assert (tmp_path / "1/source.model").read_bytes() == (tmp_path / "2/source.model").read_bytes()
     assert first.sha256 == second.sha256 == load_tokenizer(tmp_path / "1").sha256
     other = train_tokenizer(config, PAIRS[:200], tmp_path / "3")
     assert re.fullmatch("[0-9a-f]{64}", other.sha256)
@@ -117,7 +117,7 @@ def test_same_text_gives_the_same_vocabulary(tmp_path, kind):
 
 def test_vocab_file_lists_the_pieces(tmp_path):
     tokenizer = train_tokenizer(config_of(), PAIRS, tmp_path / "v")
-    pieces = [line.split("\t")[0] for line in (tmp_path / "v/vocab.vocab").read_text(encoding="utf-8").splitlines()]
+    pieces = [line.split("\t")[0] for line in (tmp_path / "v/source.vocab").read_text(encoding="utf-8").splitlines()]
     assert pieces == [tokenizer.source_processor.id_to_piece(i) for i in range(60)]
 
 
@@ -236,7 +236,7 @@ def test_missing_vocabularies_are_rejected(tmp_path):
 @pytest.mark.parametrize("damage", [b"", b"no model", 0.5, 0.99])
 def test_corrupt_vocabularies_are_rejected(tmp_path, capfd, damage):
     train_tokenizer(config_of(), PAIRS, tmp_path / "v")
-    path = tmp_path / "v/vocab.model"
+    path = tmp_path / "v/source.model"
     data = path.read_bytes()
     path.write_bytes(damage if isinstance(damage, bytes) else data[: int(damage * len(data))])
     with pytest.raises(UserError, match=re.escape(str(path))) as caught:

@@ -190,7 +190,7 @@ def test_processes_with_different_vocabularies_are_rejected(tmp_path: Path) -> N
             f"--workdir={tmp_path / name}",
         )
         assert run_main(*options).returncode == 0
-    file = "vocabulary/vocab.model"
+    file = "vocabulary/source.model"
     mount = f"mount --bind {tmp_path / 'other' / file} {tmp_path / 'run' / file}"
     code, output = run_hosts(
         *OPTIONS,

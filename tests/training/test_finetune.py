@@ -55,7 +55,7 @@ def test_child_starts_with_vocabulary_parameters_and_alpha_of_the_parent(trained
     loop.train(parent_config, parent)
     config = child_of(parent.path, "10", model={"dropout": 0.3, "alpha_steps": 400}, ema_decay=0.9)
     loop.train(config, child)
-    assert (child / "vocabulary" / "vocab.model").read_bytes() == (parent / "vocabulary" / "vocab.model").read_bytes()
+    assert (child / "vocabulary" / "source.model").read_bytes() == (parent / "vocabulary" / "source.model").read_bytes()
     _, model = network(config, child)
     params, _, _ = restore_model(parent_config, parent, model, "10")
     child_params, _, step = restore_model(config, child, model, "last")

@@ -19,6 +19,9 @@ from branchnorm_jax.training.digests import checksums
 from branchnorm_jax.training.trained import find_run, network, restore_model
 from branchnorm_jax.workdir import Workdir
 
+PAUSE = 0.05
+"""Seconds without a line after which the lines read from a pipe are used."""
+
 
 class Trained(NamedTuple):
     """A checkpoint ready for use: a translator, the parameters, alpha_t and the step."""
@@ -131,7 +134,9 @@ def _read_at_once(stream: BinaryIO, most: int) -> Iterator[list[bytes | OSError]
 def _read_as_it_comes(stream: BinaryIO, most: int) -> Iterator[list[bytes | OSError]]:
     """Yields the available lines of a pipe or a terminal, at most `most` at a time; waits for the first.
 
-    A thread reads at most `most` lines ahead. A faster writer has to wait, so a pipe of any length fits into memory. A
+    A list ends when no line comes for `PAUSE` seconds; at once on a terminal, where a person waits for the answer.
+    Otherwise the first list would have one line, and programs for one line and for many would both be compiled. A
+    thread reads at most `most` lines ahead. A faster writer has to wait, so a pipe of any length fits into memory. A
     read error takes the place of a line.
     """
     queue: Queue[bytes | OSError | None] = Queue(most)
@@ -148,13 +153,13 @@ def _read_as_it_comes(stream: BinaryIO, most: int) -> Iterator[list[bytes | OSEr
             queue.put(error)
         queue.put(None)
 
+    ended, pause = False, 0.0 if os.isatty(descriptor) else PAUSE
     threading.Thread(target=read, daemon=True, name="stdin").start()
-    ended = False
     while not ended:
         lines: list[bytes | OSError] = []
         while len(lines) < most:
             try:
-                line = queue.get(block=not lines)
+                line = queue.get(timeout=pause if lines else None)
             except Empty:
                 break
             if line is None:

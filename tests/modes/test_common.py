@@ -14,6 +14,7 @@ import pytest
 
 from branchnorm_jax import config as configs
 from branchnorm_jax.errors import UserError
+from branchnorm_jax.modes import common
 from branchnorm_jax.modes.common import load, read_chunks
 from branchnorm_jax.workdir import Workdir
 
@@ -77,6 +78,33 @@ def test_lines_are_read_before_the_writer_continues() -> None:
             assert next(chunks) == [line.decode().strip()]
         writer.close()
         assert list(chunks) == []
+
+
+def test_lines_that_come_soon_are_read_together() -> None:
+    read, write = os.pipe()
+    with os.fdopen(read, "rb") as stream, os.fdopen(write, "wb", buffering=0) as writer:
+        chunks = read_chunks(stream, "stdin", 4)
+
+        def write_slowly() -> None:
+            for number in range(6):
+                writer.write(b"%d\n" % number)
+                time.sleep(common.PAUSE / 5)
+            writer.close()
+
+        thread = threading.Thread(target=write_slowly)
+        thread.start()
+        assert list(chunks) == [["0", "1", "2", "3"], ["4", "5"]]
+        thread.join()
+
+
+def test_lines_of_a_terminal_are_read_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(common, "PAUSE", 60.0)
+    ours, theirs = os.openpty()
+    with os.fdopen(theirs, "rb") as stream:
+        chunks = read_chunks(stream, "stdin", 4)
+        os.write(ours, b"one\n")
+        assert next(chunks) == ["one"]
+    os.close(ours)
 
 
 @pytest.mark.parametrize("piped", [False, True])

@@ -35,6 +35,7 @@ MODES = {
     "score": "print the log-probabilities of `source<TAB>target` lines",
     "analyze": "draw a run's curves and how signals pass through a model, trained or not: <workdir>/*.png, signal.csv",
     "methods": "list every method: equation, parameters, what depends on depth, recommended options, citation",
+    "clean": "write a copy of the text without duplicates and other faulty pairs, and list those: <workdir>/clean/",
     "sweep": "train methods x depths x seeds one after the other, and make a table and a figure",
     "plan": "predict memory, time and device-days of a run without allocating anything: <workdir>/plan.json",
     "preflight": "check a run in a time lapse at its real depth: <workdir>/preflight.json, .png",

@@ -658,6 +658,24 @@ class ExportConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class CleanConfig:
+    """Cleaning of a corpus."""
+
+    path: str = option("", "folder to write, new or empty; default: <workdir>/clean, which is replaced", free=True)
+    drop: str = option(
+        "empty,copy,duplicate,length,long,letters,script,held_out",
+        "faults of the training pairs to remove, see branchnorm_jax/data/quality.py; held_out: also in another split",
+        free=True,
+    )
+    unescape: bool = option(True, "replace entities such as &quot; by their characters", free=True)
+
+    @property
+    def dropped(self) -> list[str]:
+        """`drop` as a list."""
+        return [name.strip() for name in self.drop.split(",") if name.strip()]
+
+
+@dataclasses.dataclass(frozen=True)
 class AnalyzeConfig:
     """Analysis of a run, or of untrained models."""
 
@@ -740,6 +758,7 @@ class Config:
     average: AverageConfig = dataclasses.field(default_factory=AverageConfig)
     compare: CompareConfig = dataclasses.field(default_factory=CompareConfig)
     export: ExportConfig = dataclasses.field(default_factory=ExportConfig)
+    clean: CleanConfig = dataclasses.field(default_factory=CleanConfig)
     analyze: AnalyzeConfig = dataclasses.field(default_factory=AnalyzeConfig)
     plan: PlanConfig = dataclasses.field(default_factory=PlanConfig)
     sweep: SweepConfig = dataclasses.field(default_factory=SweepConfig)

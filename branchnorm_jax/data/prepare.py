@@ -12,7 +12,8 @@ import numpy as np
 
 from branchnorm_jax.data.corpus import corpus_key, read_pairs
 from branchnorm_jax.data.mixture import Mixture
-from branchnorm_jax.data.store import TokenStore, build_store, describe_counts
+from branchnorm_jax.data.quality import describe
+from branchnorm_jax.data.store import TokenStore, build_store, describe_counts, in_both
 from branchnorm_jax.data.tokenizer import ORIGIN, UNUSED, Tokenizer, load_tokenizer, note_unused, train_tokenizer
 from branchnorm_jax.options import DataConfig
 
@@ -84,9 +85,16 @@ def prepare(
                 parent, label = folder / f"sample-{sample}", f"{name}, tokenisation {sample + 1}"
             train.append(build(direction, tokenizer, "train", parent, filter=True, tags=tags, sample=sample))
             say(describe_counts(label, train[-1]))
+            if not sample and not train[-1].reused and train[-1].quality:
+                say(f"{label}: {describe(train[-1].quality)}; --mode=clean lists them, and writes a copy without them")
         if direction in validated:
             valid.append(build(direction, tokenizer, "valid", folder, filter=False, tags=tags))
-            say(describe_counts(name.replace("train", "valid"), valid[-1]))
+            label = name.replace("train", "valid")
+            say(describe_counts(label, valid[-1]))
+            if not valid[-1].reused and valid[-1].quality:
+                say(f"{label}: {describe(valid[-1].quality)}")
+            if not valid[-1].reused and not config.subword_samples and (shared := in_both(valid[-1], train[-1])):
+                say(f"{label}: {shared:,} of {len(valid[-1]):,} pairs are also in the training text")
     if not (vocabulary / UNUSED).exists() or not all(store.reused for store in train):
         used = np.unique(np.concatenate([np.unique(store.target_tokens) for store in train]))
         tokenizer = note_unused(tokenizer, used, vocabulary)

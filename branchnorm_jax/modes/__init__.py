@@ -1,6 +1,7 @@
 """Implements each `--mode` of main.py by combining the other subpackages, none of which imports this one."""
 
 from branchnorm_jax.modes.average import average
+from branchnorm_jax.modes.clean import clean
 from branchnorm_jax.modes.compare import compare
 from branchnorm_jax.modes.evaluate import evaluate
 from branchnorm_jax.modes.export import export
@@ -11,6 +12,7 @@ from branchnorm_jax.modes.serve import serve
 __all__ = [
     "analyze",
     "average",
+    "clean",
     "compare",
     "evaluate",
     "export",

@@ -9,6 +9,7 @@ from branchnorm_jax.data.prepare import prepare
 from branchnorm_jax.data.tokenizer import ORIGIN
 from branchnorm_jax.errors import UserError
 from branchnorm_jax.options import DataConfig
+from tests.data.test_quality import sentences
 
 CONFIG = DataConfig(numerals_pairs=200, vocab_size=200)
 
@@ -66,3 +67,26 @@ def test_other_processes_do_not_need_the_text(tmp_path: Path) -> None:
     assert all(store.reused for store in (*other.train.stores, *other.valid))
     with pytest.raises(UserError, match="no file matches"):
         prepare(config, tmp_path / "run", lambda line: None, keep=True)
+
+
+def test_faults_and_pairs_of_both_splits_are_reported_once(tmp_path: Path) -> None:
+    good = sentences(200)
+    train = [*good, good[0], ("Tom &amp; me here", "ο Τομ κι εγώ εδώ")]
+    for split, pairs in {"train": train, "valid": [good[5], *sentences(205)[200:]]}.items():
+        for side, language in enumerate(("en", "el")):
+            text = "".join(f"{pair[side]}\n" for pair in pairs)
+            (tmp_path / f"{split}.{language}").write_text(text, encoding="utf-8")
+    config = DataConfig(source="text", path=str(tmp_path), source_lang="en", target_lang="el", vocab_size=90)
+    expected = [
+        "train: 1 pair that occurred before, 1 with entities such as &quot;; "
+        "--mode=clean lists them, and writes a copy without them",
+        "valid: 1 of 6 pairs are also in the training text",
+    ]
+    said: list[str] = []
+    store = prepare(config, tmp_path / "run", said.append).train.stores[0]
+    assert [line for line in said if line in expected] == expected
+    assert store.quality["duplicate"] == {"pairs": 1, "line": 201, "source": good[0][0], "target": good[0][1]}
+    said.clear()
+    again = prepare(config, tmp_path / "run", said.append).train.stores[0]
+    assert again.quality == store.quality
+    assert not any(line in expected for line in said)

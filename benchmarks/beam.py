@@ -41,7 +41,7 @@ from branchnorm_jax import config as configs
 from branchnorm_jax.data.corpus import read_pairs
 from branchnorm_jax.decoding.beam import length_penalty
 from branchnorm_jax.decoding.engine import UNROLLED, Engine, Query, pad
-from branchnorm_jax.evaluation.bleu import corpus_bleu
+from branchnorm_jax.evaluation.bleu import corpus_scores
 from branchnorm_jax.export import ctranslate2, fold
 from branchnorm_jax.model.cache import Cache
 from branchnorm_jax.model.incremental import CurrentTokens, start_cache
@@ -275,8 +275,8 @@ def trained(folder: Path, pairs: int) -> dict[str, Any]:
         "ctranslate2_over_ours": alternate(other, ours, pairs),
         "ctranslate2_batches_x_threads": threads,
         "sentences": len(ids),
-        "bleu_ours": corpus_bleu(mine, references, language),
-        "bleu_ctranslate2": corpus_bleu(yours, references, language),
+        "bleu_ours": corpus_scores(mine, references, language)["bleu"],
+        "bleu_ctranslate2": corpus_scores(yours, references, language)["bleu"],
         "identical_lines": sum(a == b for a, b in zip(mine, yours, strict=True)),
         "model": f"{config.model.encoder_layers}L-{config.model.decoder_layers}L width {config.model.width}",
         "alpha": json.dumps(jax.tree.map(lambda leaf: np.asarray(leaf).tolist(), run.alpha)),

@@ -149,9 +149,7 @@ def table() -> None:
                 ]
             peak = f"{row['peak_bytes'] / 1e9:.1f}" if row.get("peak_bytes") else ""
             first = [row["target"], f"{row['depth']} {row['remat']}", row["options"], str(row["row_length"])]
-            lines.append(
-                (*first, row.get("date") or state["date"], path.stem.removeprefix("compiled_"), *numbers, peak)
-            )
+            lines.append((*first, row["date"], path.stem.removeprefix("compiled_"), *numbers, peak))
     for *first, _, state, ms, mfu, per_layer, kernels, peak in sorted(lines):
         print(f"| {' | '.join((*first, state, ms, mfu, per_layer, kernels, peak))} |")
 

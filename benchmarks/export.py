@@ -21,7 +21,7 @@ import numpy as np
 from benchmarks.measure import save
 from branchnorm_jax import config as configs
 from branchnorm_jax.data.corpus import read_pairs
-from branchnorm_jax.evaluation.bleu import corpus_bleu
+from branchnorm_jax.evaluation.bleu import corpus_scores
 from branchnorm_jax.export import ctranslate2, fold, huggingface
 from branchnorm_jax.modes.common import load
 from branchnorm_jax.workdir import Workdir
@@ -76,8 +76,8 @@ def compared(name: str, lines: int) -> dict[str, Any]:
     references, language = [target for _, target in test], config.data.target_lang
     return result | {
         "sentences": len(test),
-        "bleu_ours": corpus_bleu(mine, references, language),
-        "bleu_ctranslate2": corpus_bleu(yours, references, language),
+        "bleu_ours": corpus_scores(mine, references, language)["bleu"],
+        "bleu_ctranslate2": corpus_scores(yours, references, language)["bleu"],
         "identical_lines": sum(a == b for a, b in zip(mine, yours, strict=True)),
     }
 

@@ -238,6 +238,9 @@ def parse(argv: list[str]) -> tuple[Config, Workdir]:
         raise
     except flags.Error as error:
         hint = "; a whole number is expected" if "literal for int" in str(error) else ""
+        if isinstance(error, flags.UnrecognizedFlagError):
+            near = configs.nearest_name(error.flagname.replace("-", "_"))
+            hint = f"; did you mean --config.{near}?" if near else ""
         raise UserError(str(error).replace("\n", " ") + hint) from error
     except Exception as error:
         raise UserError(

@@ -130,9 +130,32 @@ def record_chosen(config: ml_collections.ConfigDict, given: set[str]) -> None:
         config.sweep.chosen = ",".join(sorted(earlier | given if earlier else assigned(config)))
 
 
+ELSEWHERE = {
+    "lr": "train.learning_rate",
+    "batch_size": "train.batch_tokens",
+    "max_tokens": "train.batch_tokens",
+    "update_freq": "train.accumulation",
+    "max_update": "train.steps",
+    "max_steps": "train.steps",
+    "warmup_updates": "train.warmup_steps",
+    "num_layers": "model.encoder_layers",
+    "d_model": "model.width",
+    "hidden_size": "model.width",
+    "embed_dim": "model.width",
+    "d_ff": "model.ffn_width",
+    "num_heads": "model.heads",
+    "beam": "decode.beam_size",
+    "num_beams": "decode.beam_size",
+    "lenpen": "decode.length_penalty",
+}
+"""Names of options in fairseq, Hugging Face and Marian -> ours, for error messages."""
+
+
 def nearest_name(name: str) -> str:
     """Returns the valid option most similar to `name`, for an error message, or "" if none is similar."""
     section, _, option = name.rpartition(".")
+    if option in ELSEWHERE:
+        return ELSEWHERE[option]
 
     def likeness(known: str) -> float:
         known_section, known_option = known.split(".")
@@ -209,8 +232,9 @@ def _validate(config: Config) -> None:
             f"config: set either train.steps or train.epochs and leave the other 0 "
             f"(now steps={train.steps}, epochs={train.epochs:g})"
         )
-    if train.best_metric == "bleu" and train.keep_best and not train.eval_bleu_sentences:
-        raise UserError("config: train.best_metric=bleu needs train.eval_bleu_sentences > 0; or set best_metric=loss")
+    if train.best_metric != "loss" and train.keep_best and not train.eval_bleu_sentences:
+        needs = f"train.best_metric={train.best_metric} needs train.eval_bleu_sentences > 0"
+        raise UserError(f"config: {needs}; or set best_metric=loss")
     if model.shared_embeddings == "all" and not data.shared_vocab:
         raise UserError("config: model.shared_embeddings=all needs data.shared_vocab=True; use decoder or none")
     if data.subword_samples and data.vocab_type != "unigram":

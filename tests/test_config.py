@@ -76,6 +76,7 @@ def test_every_option_has_help_and_a_valid_default(name, field):
         ("model.seed", "train.seed"),
         ("train.beam_size", "decode.beam_size"),
         ("train.beam_sise", "decode.beam_size"),
+        ("train.lr", "train.learning_rate"),
     ],
 )
 def test_unknown_options_get_the_nearest_name(name, hint):

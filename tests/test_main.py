@@ -32,6 +32,8 @@ def ends_with(error: str, *parts: str) -> bool:
     [
         (["--config=configs/numerals.py", "--config.model.widht=3"], ["model.widht", "model.width"]),
         (["--config=configs/numerals.py", "--config.model.width=wide"], ["model.width", "wide"]),
+        (["--config=configs/numerals.py", "--train.steps=10"], ["'train.steps'", "did you mean --config.train.steps?"]),
+        (["--config=configs/numerals.py", "--max-tokens=10"], ["did you mean --config.train.batch_tokens?"]),
         (
             ["--config=configs/numerals.py", "--config.model.width=30", "--config.model.heads=4"],
             ["heads=4", "width=30"],
@@ -377,6 +379,7 @@ def test_evaluate_writes_scores_with_signatures(trained: Path, tmp_path: Path) -
     done = run_main("--mode=evaluate", f"--workdir={workdir}", "--config.evaluate.splits=valid,test")
     assert done.returncode == 0, done.stderr
     results = json.loads((workdir / "results.json").read_text())
+    assert f"evaluating the checkpoint of step {results['run']['step']} (decode.checkpoint=best)" in done.stderr
     for split in ("valid", "test"):
         for metric in ("bleu", "chrf", "multi_bleu"):
             entry = results[split][metric]

@@ -198,6 +198,11 @@ def _folder(name: str) -> Path | UPath:
             return folder
     except Exception as error:  # The libraries of buckets have no common class of exceptions.
         raise UserError(f"data.path={name}: cannot be read ({error})") from error
+    if folder.exists():
+        raise UserError(
+            f"data.path={name}: this is a file; give its folder, and the names of the files as data.files, for example "
+            "{split}.{lang}.gz"
+        )
     raise UserError(f"data.path={name}: no such folder")
 
 

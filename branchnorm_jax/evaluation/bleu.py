@@ -89,13 +89,14 @@ def metrics(target_lang: str) -> dict[str, BLEU | CHRF | TER]:
     }
 
 
-def corpus_bleu(hypotheses: Sequence[str], references: Sequence[str], target_lang: str) -> float:
-    """Computes only the score "bleu", for validation.
+def corpus_scores(hypotheses: Sequence[str], references: Sequence[str], target_lang: str) -> dict[str, float]:
+    """Computes only the scores "bleu" and "chrf", for validation.
 
     Raises the same errors as `scores`.
     """
     _check(hypotheses, references)
-    return _score("bleu", sacrebleu_metric(target_lang), hypotheses, references).score
+    chosen: dict[str, BLEU | CHRF] = {"bleu": sacrebleu_metric(target_lang), "chrf": CHRF()}
+    return {name: _score(name, metric, hypotheses, references).score for name, metric in chosen.items()}
 
 
 def sacrebleu_metric(target_lang: str) -> BLEU:

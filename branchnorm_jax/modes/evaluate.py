@@ -27,6 +27,7 @@ def evaluate(config: Config, workdir: Workdir) -> None:
     for split, direction in test_sets:
         # Read a line of every file before the first translation, so that a missing file is reported at once.
         next(read_pairs(direction, split), None)
+    logs.say(f"evaluating the checkpoint of step {trained.step} (decode.checkpoint={config.decode.checkpoint})")
     comet = [load_comet(config.evaluate.comet)] if config.evaluate.comet else []
     decode = {"checkpoint": config.decode.checkpoint, "ensemble": config.decode.ensemble, **config.decode.search}
     run = {
@@ -41,6 +42,11 @@ def evaluate(config: Config, workdir: Workdir) -> None:
         name = f"{split}.{direction.pair}" if data.pairs else split
         right = [right_language(direction.target_lang, data.languages)] if data.pairs else []
         sources, references = map(list, zip(*read_pairs(direction, split), strict=True))
+        empty = [number for number, pair in enumerate(zip(sources, references, strict=True), start=1) if not all(pair)]
+        if empty:
+            logs.say(
+                f"{name}: {len(empty)} pairs have an empty side, the first in line {empty[0]}; they are scored, too"
+            )
         with logs.progress_bar(len(sources), 0, "line", name) as bar:
             nbest = trained.translator.translate(
                 trained.params, trained.alpha, sources, progress=bar.update, tags=[tag] * len(sources)

@@ -392,12 +392,14 @@ class Run:
         line["source_gain"] = self.validator.source_gain(self.state)
         pairs = {pair: per_token([part]) for pair, part in sums.items()}
         if c.eval_bleu_sentences:
-            for pair, bleu in self.validator.bleu(self.state, c.eval_bleu_sentences).items():
-                pairs[pair]["bleu"] = bleu
-            line["bleu"] = statistics.mean(values["bleu"] for values in pairs.values())
+            by_pair = self.validator.scores(self.state, c.eval_bleu_sentences)
+            for pair, scores in by_pair.items():
+                pairs[pair] |= scores
+            for name in ("bleu", "chrf"):
+                line[name] = statistics.mean(scores[name] for scores in by_pair.values())
         if self.config.data.pairs:
             line["pairs"] = pairs
-        score = line["bleu"] if c.best_metric == "bleu" else -line["loss"]
+        score = -line["loss"] if c.best_metric == "loss" else line[c.best_metric]
         loop_state.add_score(self.step, score, c.decay_patience if c.schedule == "val_decay" else 0)
         warm = self.step >= c.warmup_steps
         if warm and c.schedule == "val_decay" and schedules.val_decay(loop_state.recent_scores, c.decay_patience):

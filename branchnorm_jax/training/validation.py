@@ -12,7 +12,7 @@ from branchnorm_jax.data.batches import BatchPlan
 from branchnorm_jax.data.corpus import read_pairs
 from branchnorm_jax.data.prepare import Corpus
 from branchnorm_jax.decoding.translate import Translator
-from branchnorm_jax.evaluation.bleu import corpus_bleu
+from branchnorm_jax.evaluation.bleu import corpus_scores
 from branchnorm_jax.model import growth
 from branchnorm_jax.model.coefficients import Alpha
 from branchnorm_jax.model.losses import LossSums
@@ -50,15 +50,15 @@ class Validator:
         """Returns the mean of `_source_gain` over the validation sets, in nats per target token."""
         return statistics.mean(self._source_gain(state, plan) for plan in self.plans)
 
-    def bleu(self, state: TrainState, count: int) -> dict[str, float]:
-        """Returns BLEU of the first `count` sentences of each validation set, by language pair.
+    def scores(self, state: TrainState, count: int) -> dict[str, dict[str, float]]:
+        """Returns BLEU and chrF of the first `count` sentences of each validation set, by language pair.
 
         Each process translates its share of the sentences on its first device, which needs one whole copy of the
         parameters. All processes return the same values.
         """
         params, alpha = local_copy(self.rows.mesh, (state.eval_params, self.alpha(state.clock)))
         with jax.set_mesh(local_mesh(self.rows.mesh)):
-            return {direction.pair: self._bleu(params, alpha, direction, count) for direction in self.corpus.validated}
+            return {d.pair: self._scores(params, alpha, d, count) for d in self.corpus.validated}
 
     def _loss_sums(self, state: TrainState, plan: BatchPlan) -> LossSums:
         sums = [self.eval_step(state, Batch(*self.rows.put(own))) for own in plan.in_order(self.rows.indices)]
@@ -75,7 +75,7 @@ class Validator:
         own, other = (self.eval_step(state, Batch(*self.rows.put(self.rows.take(text)))) for text in (batch, shuffled))
         return float((other.nll - own.nll) / own.tokens)
 
-    def _bleu(self, params: Params, alpha: Alpha, direction: DataConfig, count: int) -> float:
+    def _scores(self, params: Params, alpha: Alpha, direction: DataConfig, count: int) -> dict[str, float]:
         pairs = [pair for pair, _ in zip(read_pairs(direction, "valid"), range(count), strict=False)]
         share = [source for source, _ in pairs][jax.process_index() :: jax.process_count()]
         tags = [self.corpus.tokenizer.tags(self.config.data, direction.target_lang)] * len(share)
@@ -84,7 +84,7 @@ class Validator:
         hypotheses = [""] * len(pairs)
         for process, texts in enumerate(shares):
             hypotheses[process :: len(shares)] = json.loads(texts)
-        return corpus_bleu(hypotheses, [reference for _, reference in pairs], direction.target_lang)
+        return corpus_scores(hypotheses, [reference for _, reference in pairs], direction.target_lang)
 
 
 def per_token(sums: Sequence[LossSums]) -> dict[str, Any]:

@@ -148,6 +148,8 @@ def test_pairs_are_read_lazily(tmp_path):
 def test_missing_folders_are_reported(tmp_path):
     assert "data.path" in error_of(text_config(""))
     assert str(tmp_path / "nowhere") in error_of(text_config(tmp_path / "nowhere"))
+    (tmp_path / "train.en").touch()
+    assert "this is a file; give its folder" in error_of(text_config(tmp_path / "train.en"))
 
 
 def test_missing_file_error_lists_the_pattern_and_the_existing_files(tmp_path):

@@ -173,10 +173,12 @@ def test_missing_segmenters_are_named(language, segmenter):
 @settings(deadline=None, max_examples=20)
 def test_validation_uses_the_same_bleu(corpus):
     hypotheses, references = corpus
-    assert bleu.corpus_bleu(hypotheses, references, "de") == by_name(hypotheses, references, "de")["bleu"].score
+    every = by_name(hypotheses, references, "de")
+    expected = {name: every[name].score for name in ("bleu", "chrf")}
+    assert bleu.corpus_scores(hypotheses, references, "de") == expected
 
 
-@pytest.mark.parametrize("function", [bleu.scores, bleu.corpus_bleu])
+@pytest.mark.parametrize("function", [bleu.scores, bleu.corpus_scores])
 def test_invalid_input_is_rejected(function):
     with pytest.raises(UserError, match="2 hypotheses against 1 references"):
         function(["a", "b"], ["a"], "de")

@@ -43,7 +43,7 @@ class Corpus(NamedTuple):
 
 INGREDIENTS = (
     *("vocab_size", "vocab_type", "shared_vocab", "byte_fallback", "vocab_sentences", "pairs", "tags"),
-    *("source_normalization", "target_normalization"),
+    *("source_normalization", "target_normalization", "max_length"),
 )
 """Options that a vocabulary depends on, in addition to the text."""
 

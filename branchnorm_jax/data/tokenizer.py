@@ -49,6 +49,9 @@ _ENCODE_THREADS = min(8, os.cpu_count() or 1)
 # result, because SentencePiece counts words. A single longer "word" is split anywhere.
 _LINE_CHARACTERS = 1000
 _CUT = re.compile(rf"\S(?:.{{0,{_LINE_CHARACTERS - 2}}}\S)?(?!\S)|\S{{1,{_LINE_CHARACTERS}}}", re.DOTALL)
+_PIECE_CHARACTERS = 16
+"""Largest number of characters of a piece."""
+
 _BREAKS = re.compile(r"[\r\n]+")
 _RESERVED = str.maketrans("\0\u2585", "  ")  # SentencePiece silently skips lines that contain its unknown symbol
 
@@ -179,7 +182,8 @@ def train_tokenizer(
     side has its own normalisation (`normalization.py`), which is part of its model: a shared vocabulary has the same
     pieces for both sides. Every character of the normalised training text gets a piece. If there are more than
     `config.vocab_sentences` sentences (both sides count for a shared vocabulary), only every 2nd, 4th, ... pair is
-    used, evenly over the whole corpus.
+    used, evenly over the whole corpus. Pairs that training leaves out with any vocabulary are not used: those with an
+    empty side, and those whose pieces, of at most 16 characters each, would be more than `config.max_length`.
 
     With `config.pairs`, the tag of each target language is a control symbol: encoding text never produces it, and
     decoding never prints it.
@@ -194,7 +198,9 @@ def train_tokenizer(
     """
     most = config.vocab_sentences // 2 if config.shared_vocab else config.vocab_sentences
     rules = {"source": config.source_normalization, "target": config.target_normalization}
-    texts = dict(zip(rules, zip(*_even_sample(pairs, most), strict=True), strict=False))
+    longest = _PIECE_CHARACTERS * config.max_length
+    fitting = (pair for pair in pairs if min(map(len, pair)) and max(map(len, pair)) <= longest)
+    texts = dict(zip(rules, zip(*_even_sample(fitting, most), strict=True), strict=False))
     for side, text in texts.items():
         if changed := changes(rules[side], text):
             say(describe(side, rules[side], changed))
@@ -298,6 +304,7 @@ def _train(config: DataConfig, text: Iterable[str], text_of: str) -> bytes:
             remove_extra_whitespaces=False,
             byte_fallback=config.byte_fallback,
             character_coverage=1.0,
+            max_sentencepiece_length=_PIECE_CHARACTERS,
             max_sentence_length=4 * _LINE_CHARACTERS,  # bytes
             num_threads=_TRAIN_THREADS,
             pad_id=PAD,

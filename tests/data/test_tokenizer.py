@@ -151,9 +151,19 @@ def test_training_sample_is_even_and_within_the_limit(tmp_path, shared):
 
 def test_long_and_unusual_lines_are_not_ignored(tmp_path):
     long = " ".join(["x" * 30] * 2000) + " 一二三 " + "\U00020001" * 2500 + "四"
-    tokenizer = train_tokenizer(config_of(vocab_size=70), [*PAIRS, (long, "五 \u2585 六 \0 七")], tmp_path / "v")
+    config = config_of(vocab_size=70, max_length=10_000)
+    tokenizer = train_tokenizer(config, [*PAIRS, (long, "五 \u2585 六 \0 七")], tmp_path / "v")
     for character in "一二三四五六七\U00020001":
         assert UNK not in tokenizer.encode_source([character])[0]
+
+
+def test_lines_that_training_leaves_out_get_no_pieces(tmp_path):
+    """A line of 60,000 letters has more than 256 pieces of 16 letters, and a pair with an empty side is not used."""
+    extra = [("q" * 60_000, "kurz"), ("", "w w w")]
+    tokenizer = train_tokenizer(config_of(), [*PAIRS, *extra], tmp_path / "1")
+    assert tokenizer.sha256 == train_tokenizer(config_of(), PAIRS, tmp_path / "2").sha256
+    longer = train_tokenizer(config_of(max_length=4000), [*PAIRS, *extra], tmp_path / "3")
+    assert any("q" in piece for piece in longer.source_pieces)
 
 
 def number_after(words, caught):

@@ -86,13 +86,15 @@ def train(config: Config) -> dict[str, Any]:
     run, rng = jax.jit(step, donate_argnums=0), np.random.default_rng(0)
     weights = 1 / np.arange(1, vocabulary - UNK)
     losses, times = [], []
-    for _ in range(UPDATES):
-        words = rng.choice(np.arange(UNK + 1, vocabulary), (2, rows, LENGTH), p=weights / weights.sum())
-        batch = Batch(*jnp.asarray(words, jnp.int32))
-        begin = time.perf_counter()
-        state, metrics = run(state, batch)
-        losses.append(float(metrics.nll))
-        times.append(time.perf_counter() - begin)
+    # The program chooses its kernels by the mesh, as in training.
+    with jax.set_mesh(estimate.local_mesh()):
+        for _ in range(UPDATES):
+            words = rng.choice(np.arange(UNK + 1, vocabulary), (2, rows, LENGTH), p=weights / weights.sum())
+            batch = Batch(*jnp.asarray(words, jnp.int32))
+            begin = time.perf_counter()
+            state, metrics = run(state, batch)
+            losses.append(float(metrics.nll))
+            times.append(time.perf_counter() - begin)
     seconds = float(np.median(times[3:]))
     flops = 3 * sum(estimate.forward_flops(config, LENGTH, LENGTH, vocabulary).values())
     return {

@@ -84,6 +84,11 @@ def seed_of(key: jax.Array | None, size: int) -> jax.Array:
     return jnp.stack([halves[0], halves[-1], jnp.uint32(replica()) * np.uint32(size % 2**32)])
 
 
+def dropped_at(index: jax.Array, seed: tuple[jax.Array, jax.Array, jax.Array], rate: float) -> jax.Array:
+    """Returns the mask of `dropped` at indices that count from a kernel's first element; `seed`: see `seed_of`."""
+    return hash_bits(index + seed[2], seed[0], seed[1]) < drop_threshold(rate)
+
+
 def hash_bits(index: jax.Array, first: jax.Array, second: jax.Array) -> jax.Array:
     """Returns a hash of numbers and of the two halves of a key, uint32.
 

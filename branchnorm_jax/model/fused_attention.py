@@ -25,7 +25,7 @@ import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
-from branchnorm_jax.model.dropout import drop_threshold, hash_bits, seed_of
+from branchnorm_jax.model.dropout import dropped_at, seed_of
 from branchnorm_jax.model.segments import MASKED
 
 SMALLEST = 16
@@ -233,6 +233,6 @@ def _dropout(
     if rate == 0.0:
         return lambda x: x
     query = first.astype(jnp.uint32) + jax.lax.broadcasted_iota(jnp.uint32, shape, 1 - keys)
-    index = query * np.uint32(shape[keys]) + jax.lax.broadcasted_iota(jnp.uint32, shape, keys) + seed_ref[2]
-    dropped = hash_bits(index, seed_ref[0], seed_ref[1]) < drop_threshold(rate)
+    index = query * np.uint32(shape[keys]) + jax.lax.broadcasted_iota(jnp.uint32, shape, keys)
+    dropped = dropped_at(index, (seed_ref[0], seed_ref[1], seed_ref[2]), rate)
     return lambda x: jnp.where(dropped, 0, x * (1 / (1 - rate)))

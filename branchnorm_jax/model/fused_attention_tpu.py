@@ -27,7 +27,7 @@ import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu
 
-from branchnorm_jax.model.dropout import drop_threshold, hash_bits, seed_of
+from branchnorm_jax.model.dropout import dropped_at, seed_of
 from branchnorm_jax.model.fused_attention import Arrays, Kept, Ref
 from branchnorm_jax.model.segments import MASKED
 
@@ -317,6 +317,6 @@ def _dropout(
     # A tile with several heads has all of their queries, so its queries are consecutive in [B, H, T].
     row, key, query = (jax.lax.broadcasted_iota(jnp.uint32, shape, axis) for axis in range(3))
     query += row * np.uint32(tiling.heads * tiling.queries) + first.astype(jnp.uint32)
-    index = query * np.uint32(tiling.keys) + key + seed_ref[0, 2]
-    dropped = hash_bits(index, seed_ref[0, 0], seed_ref[0, 1]) < drop_threshold(tiling.rate)
+    seed = seed_ref[0, 0], seed_ref[0, 1], seed_ref[0, 2]
+    dropped = dropped_at(query * np.uint32(tiling.keys) + key, seed, tiling.rate)
     return lambda x: jnp.where(dropped, 0, x * (1 / (1 - tiling.rate)))

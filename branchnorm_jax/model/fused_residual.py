@@ -21,7 +21,7 @@ import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
-from branchnorm_jax.model.dropout import drop_threshold, hash_bits, seed_of
+from branchnorm_jax.model.dropout import dropped_at, seed_of
 
 ELEMENTS = 2048
 """Elements that a program has in registers at once."""
@@ -41,7 +41,7 @@ Ref = Any
 
 
 class Weights(NamedTuple):
-    """What the addition has besides the stream and the branch, float32."""
+    """Coefficients and norm parameters of the addition, float32."""
 
     skip: jax.Array
     """a, []."""
@@ -134,7 +134,7 @@ _residual.defvjp(_forward, _backward)
 
 def _step(width: int) -> int:
     """Returns the number of rows that a program has in registers at once."""
-    return max(1, min(ROWS, ELEMENTS // width))
+    return max(1, ELEMENTS // width)
 
 
 def _rows(number: int, width: int) -> pl.BlockSpec:
@@ -166,9 +166,9 @@ def _read(
         return x, h, 1.0
     width = x.shape[1]
     index = (first + jax.lax.broadcasted_iota(jnp.uint32, x.shape, 0)) * np.uint32(width)
-    index = seed_ref[0, 2] + index + jax.lax.broadcasted_iota(jnp.uint32, x.shape, 1)
-    dropped = hash_bits(index, seed_ref[0, 0], seed_ref[0, 1]) < drop_threshold(rate)
-    kept = jnp.where(dropped, 0.0, 1 / (1 - rate))
+    index += jax.lax.broadcasted_iota(jnp.uint32, x.shape, 1)
+    seed = seed_ref[0, 0], seed_ref[0, 1], seed_ref[0, 2]
+    kept = jnp.where(dropped_at(index, seed, rate), 0.0, 1 / (1 - rate))
     return x, h * kept, kept
 
 
@@ -220,6 +220,6 @@ def _add_gradient(
         )
 
     sums = (jnp.zeros(width, jnp.float32),) * SUMS
-    sums = part(0, sums) if step == rows else jax.lax.fori_loop(0, rows // step, part, sums)
+    sums = jax.lax.fori_loop(0, rows // step, part, sums)
     for index, each in enumerate(sums):
         sums_ref[0, index, :] = each

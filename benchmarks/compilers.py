@@ -33,6 +33,7 @@ SHAPE = {
     "model.dtype": "bfloat16",
     "model.carry_dtype": "float16",
     "data.vocab_size": 32_000,
+    "data.power_of_two_rows": "True",
     "train.batch_tokens": 16_384,
 }
 

@@ -71,7 +71,7 @@ def base(layers: int, toy: bool, **changes: Any) -> Config:
     model: dict[str, Any] = dict(dtype="bfloat16", carry_dtype="float16", dropout=0.1) | size | deep | changes
     return Config(
         model=ModelConfig(**model),
-        data=DataConfig(vocab_size=300 if toy else 32_000, max_length=LENGTH),
+        data=DataConfig(vocab_size=300 if toy else 32_000, max_length=LENGTH, power_of_two_rows=True),
         train=TrainConfig(batch_tokens=256 if toy else 65_536, warmup_steps=20, learning_rate=1e-3, adam_b2=0.98),
     )
 

@@ -167,9 +167,10 @@ class Workdir:
                 )
 
     def agree_on_config(self, config: Config) -> None:
-        """Checks the config against the saved config of the run, then saves it.
+        """Checks the config against the saved config of the run.
 
-        Before the first checkpoint any config is accepted, because the run starts over and loses nothing.
+        Before the first checkpoint any config is accepted and saved, because the run starts over and loses nothing.
+        Later, `agree_on_data` saves it.
 
         Raises:
           UserError: if the configs differ, or if `train.steps` is below the step of the run.
@@ -187,13 +188,15 @@ class Workdir:
                     f"{self.path}: this run is at step {self.last_step}, past train.steps={config.train.steps}; "
                     "raise train.steps or choose another --workdir"
                 )
+            return
         write_atomically(self / "config.json", configs.to_json(config))
 
-    def agree_on_data(self, identity: dict[str, str]) -> None:
-        """Checks the training data against the saved hashes of the run, then saves the hashes.
+    def agree_on_data(self, identity: dict[str, str], config: Config) -> None:
+        """Checks the training data against the saved hashes of the run, then saves the hashes and the config.
 
         Args:
           identity: name -> hash, for the corpus and the vocabulary.
+          config: the config of the run.
 
         Raises:
           UserError: if a hash changed, or the saved hashes cannot be read.
@@ -212,6 +215,7 @@ class Workdir:
                     f"choose another --workdir"
                 )
         write_atomically(path, json.dumps(identity, indent=2) + "\n")
+        write_atomically(self / "config.json", configs.to_json(config))
 
     def data_identity(self) -> dict[str, str]:
         """Returns the hashes that `agree_on_data` saved. Raises `UserError` if they are missing or broken."""

@@ -172,6 +172,15 @@ def test_workdir_rejects_another_config_or_corpus(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"train: \w+ -> \w+"):
         train(config, workdir)
 
+    # A refused start with other text leaves the run as it was.
+    saved, right = workdir / "config.json", corpus(tmp_path / "corpus")
+    before = saved.read_bytes()
+    (corpus(tmp_path / "other") / "train.en").write_bytes((right / "train.de").read_bytes())
+    with pytest.raises(UserError, match=r"train: \w+ -> \w+"):
+        train(small_config(path=str(tmp_path / "other")), workdir)
+    assert saved.read_bytes() == before
+    train(configs.load(saved), workdir)
+
 
 @pytest.mark.slow
 def test_failed_start_does_not_fix_the_options_of_the_workdir(tmp_path: Path) -> None:

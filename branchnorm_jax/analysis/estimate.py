@@ -124,9 +124,9 @@ def update(config: Config, rows: int, length: int) -> tuple[Any, TrainState, Bat
     """Returns the update function of one device of the run and the shapes of its arguments.
 
     The batch has `rows` x `length` tokens. The function uses the kernels of the mesh that `jax.set_mesh` has set; none
-    if the run has several devices, see `axes.kernels`.
+    if the run has several devices (see `axes.kernels`), or rows of any length, which rarely suit them.
     """
-    if (config.plan.devices or jax.device_count()) > 1:
+    if (config.plan.devices or jax.device_count()) > 1 or not config.data.power_of_two_rows:
         config = dataclasses.replace(config, model=dataclasses.replace(config.model, kernels="plain"))
     model = Transformer(config.model, config.data.vocab_size, config.data.vocab_size)
     optimizer = make_optimizer(config.train)

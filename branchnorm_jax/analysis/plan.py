@@ -131,12 +131,13 @@ def format_plan(config: Config, plan: Mapping[str, Any]) -> str:
     gb = {name: plan[f"{name}_bytes"] / 1e9 for name in sizes}
     optimiser = f"{gb['optimizer']:,.3f}" + (f", average {gb['ema']:,.3f}" if gb["ema"] else "")
     parts = ", ".join(f"{name} {number:,}" for name, number in plan["parameters_by_part"].items())
+    parts_of = f" in {config.train.accumulation} parts" if config.train.accumulation > 1 else ""
     rows = [
         ("model", f"{m.method} {depth}, width {m.width}/{m.ffn_width}, {m.heads} heads"),
         ("parameters", f"{plan['parameters']:,} ({plan['non_embedding_parameters']:,} without embeddings)"),
         ("", parts),
         ("training", f"{flops / 1e6:,.1f} MFLOP per target token at {length:g} tokens a sentence"),
-        ("", f"{flops * batch_tokens / 1e12:,.3f} TFLOP per update of {batch_tokens:,} tokens"),
+        ("", f"{flops * batch_tokens / 1e12:,.3f} TFLOP per update of {batch_tokens:,} tokens{parts_of}, {m.dtype}"),
         ("state", f"{gb['state']:,.3f} GB: parameters {gb['parameter']:,.3f}, optimiser {optimiser}"),
         ("update", f"gradients {gb['gradient']:,.3f} GB, carries of all layers {gb['carry']:,.3f} GB"),
         ("device", f"{plan['devices']} x {plan['device']}, {plan['usable_bytes'] / 1e9:,.1f} GB usable"),

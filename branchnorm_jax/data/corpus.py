@@ -200,10 +200,11 @@ def _folder(name: str) -> Path | UPath:
         raise UserError(f"data.path={name}: cannot be read ({error})") from error
     if folder.exists():
         raise UserError(
-            f"data.path={name}: this is a file; give its folder, and the names of the files as data.files, for example "
-            "{split}.{lang}.gz"
+            f"data.path={name}: this is a file; give its folder, and, unless the files are called train.en, valid.en "
+            "and so on, their names as data.files"
         )
-    raise UserError(f"data.path={name}: no such folder")
+    where = "" if is_url(name) or folder.is_absolute() else f" in {Path.cwd()}"
+    raise UserError(f"data.path={name}: no such folder{where}")
 
 
 def _glob_files(folder: Path | UPath, pattern: str, lang: str) -> dict[Path, Path | UPath]:

@@ -101,12 +101,12 @@ def changes(rule: str, lines: Iterable[str]) -> list[Change]:
 def describe(side: str, rule: str, changed: Sequence[Change]) -> str:
     """Describes the changes of one side of a corpus in one line; there is at least one."""
     kinds = ", ".join(f"{one.character!r} to {one.becomes!r} ({one.number:,})" for one in changed[:SHOWN])
-    more = f", and {len(changed) - SHOWN} other characters" if len(changed) > SHOWN else ""
+    more = f", and {len(changed) - SHOWN} other kinds" if len(changed) > SHOWN else ""
     rarest = changed[-1]
     example = rarest.example if len(rarest.example) <= LINE else rarest.example[:LINE] + "..."
     return (
         f"data.{side}_normalization={rule} changes {sum(one.number for one in changed):,} characters: {kinds}{more}; "
-        f"for example in {example!r}"
+        f"for example in {example!r}" + ("" if rule == "nfc" else f"; data.{side}_normalization=nfc keeps them")
     )
 
 

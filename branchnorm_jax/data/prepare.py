@@ -86,7 +86,10 @@ def prepare(
             train.append(build(direction, tokenizer, "train", parent, filter=True, tags=tags, sample=sample))
             say(describe_counts(label, train[-1]))
             if not sample and not train[-1].reused and train[-1].quality:
-                say(f"{label}: {describe(train[-1].quality)}; --mode=clean lists them, and writes a copy without them")
+                say(
+                    f"{label}: {describe(train[-1].quality)}; "
+                    "for a list, and a copy to train on in a new workdir: --mode=clean"
+                )
         if direction in validated:
             valid.append(build(direction, tokenizer, "valid", folder, filter=False, tags=tags))
             label = name.replace("train", "valid")

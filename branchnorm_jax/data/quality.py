@@ -35,7 +35,6 @@ COMMON, FOREIGN = 0.1, 0.5
 other scripts."""
 
 ENTITY = re.compile(r"&(?:#\d+|#x[0-9a-fA-F]+|[A-Za-z][A-Za-z0-9]*);")
-LETTER = re.compile(r"[^\W\d_]")
 
 
 class Usual(NamedTuple):
@@ -55,7 +54,7 @@ def script(letter: str) -> str:
 
 def scripts(text: str) -> Counter[str]:
     """Returns the number of letters of each script."""
-    return Counter(map(script, LETTER.findall(text)))
+    return Counter(map(script, filter(str.isalpha, text)))
 
 
 def usual(pairs: Iterable[Pair]) -> Usual:
@@ -80,7 +79,7 @@ def faults(pair: Pair, expected: Usual) -> list[str]:
         "copy": source == target,
         "length": not 1 / UNUSUAL <= ratio <= UNUSUAL,
         "long": max(len(source), len(target)) > LONG,
-        "letters": not (LETTER.search(source) and LETTER.search(target)),
+        "letters": not all(any(map(str.isalpha, text)) for text in pair),
         "script": any(_foreign(text, expected.scripts[side]) for side, text in enumerate(pair)),
         "entities": "&" in source + target and bool(ENTITY.search(source) or ENTITY.search(target)),
     }

@@ -3,6 +3,7 @@
 import contextlib
 import html
 import json
+import re
 from collections import Counter
 from pathlib import Path
 
@@ -15,6 +16,9 @@ from branchnorm_jax.options import Config, DataConfig
 from branchnorm_jax.training import logs
 from branchnorm_jax.workdir import Workdir
 
+_BREAKS = re.compile("[\t-\r\x1c-\x1e\x85\u2028\u2029]+")
+"""Characters that end a line or a field for some programs; entities may stand for them."""
+
 
 def clean(config: Config, workdir: Workdir) -> None:
     """Writes the splits to `clean.path`, with the training pairs that have no fault of `clean.drop`.
@@ -25,6 +29,8 @@ def clean(config: Config, workdir: Workdir) -> None:
     c, data = config.clean, config.data
     if unknown := [name for name in c.dropped if name not in FAULTS]:
         raise UserError(f"config: clean.drop contains {unknown[0]!r}; use {', '.join(FAULTS)}")
+    if "entities" in c.dropped and c.unescape:
+        raise UserError("config: clean.drop=entities needs clean.unescape=False, which keeps entities")
     if data.pairs:
         raise UserError("config: --mode=clean reads one language pair; leave data.pairs empty, and set the languages")
     if is_url(c.path):
@@ -32,6 +38,10 @@ def clean(config: Config, workdir: Workdir) -> None:
     folder = Path(c.path).absolute() if c.path else workdir / "clean"
     if c.path and folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
         raise UserError(f"clean.path={folder}: it exists and is not an empty folder; choose a new folder")
+    if data.source == "text" and not is_url(data.path) and Path(data.path).expanduser().resolve() == folder.resolve():
+        raise UserError(
+            f"clean.path={folder}: this is the text itself; choose another folder, or the uncleaned data.path"
+        )
     total = sum(1 for _ in read_pairs(data, "train"))
     with atomic_directory(folder) as temporary:
         held_out: set[int] = set()
@@ -46,7 +56,7 @@ def clean(config: Config, workdir: Workdir) -> None:
         (temporary / "clean.json").write_text(json.dumps(numbers, indent=2) + "\n", encoding="utf-8")
     if by_fault:
         logs.say(f"removed {describe({name: {'pairs': number} for name, number in by_fault.items()})}")
-    logs.say(f"wrote {folder}: {kept:,} of {total:,} pairs; the others are in removed.tsv")
+    logs.say(f"wrote {folder}: {kept:,} of {total:,} pairs; removed.tsv lists the others")
     print(folder)
 
 
@@ -71,8 +81,11 @@ def clean_training_text(config: Config, total: int, held_out: set[int], folder: 
     c, data, counts = config.clean, config.data, Counter[str]()
 
     def unescaped(pair: Pair) -> Pair:
-        source, target = (" ".join(html.unescape(text).split("\n")).strip() for text in pair)
-        counts["unescaped"] += (source, target) != pair
+        plain = tuple(map(html.unescape, pair))
+        if plain == pair:
+            return pair
+        counts["unescaped"] += 1
+        source, target = (_BREAKS.sub(" ", text).strip() for text in plain)
         return source, target
 
     pairs = read_pairs(data, "train")
@@ -81,6 +94,7 @@ def clean_training_text(config: Config, total: int, held_out: set[int], folder: 
         *sides, removed = (
             stack.enter_context(open(folder / name, "w", encoding="utf-8", newline="\n")) for name in names
         )
+        removed.write("line\tfaults\tsource\ttarget\n")
         bar = stack.enter_context(logs.progress_bar(total, 0, "pair", "clean"))
         for line, (pair, found) in enumerate(inspect(map(unescaped, pairs) if c.unescape else pairs), start=1):
             bar.update()

@@ -439,7 +439,10 @@ class Run:
             f"batches of {', '.join(f'{rows}x{source}+{target}' for rows, source, target in self._shapes())} positions "
             f"({100 * self.plan.fill:.1f} % real tokens)"
         )
-        logs.say(f"training from step {self.step} to {self.total}")
+        rate = float(self.rate(self.state.step) * self.state.rate_scale)
+        logs.say(f"training from step {self.step} to {self.total}; the learning rate is {rate:.2e} now")
+        if 0 < self.total < self.config.train.warmup_steps:
+            logs.say(f"the run ends before its warm-up: train.warmup_steps={self.config.train.warmup_steps}")
 
 
 # One program: the sums of sharded leaves, dispatched one by one, can overlap and wait for each other across processes.

@@ -115,8 +115,8 @@ def with_end(train: TrainConfig, updates: int) -> TrainConfig:
     if train.schedule == "polynomial" and not train.end_learning_rate and updates > train.decay_steps:
         raise UserError(
             f"train.schedule=polynomial: the learning rate is 0 from update {train.decay_steps} on, but the run has "
-            f"{updates} updates; a new run can set train.decay_steps=0 (the length of the run), and one with "
-            "checkpoints needs fewer updates"
+            f"{updates} updates; set train.decay_steps={updates}, or 0 for the length of the run, or a "
+            "train.end_learning_rate"
         )
     return train
 

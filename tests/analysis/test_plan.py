@@ -112,10 +112,10 @@ def test_choices_and_loops_of_remat_auto(depth: str, options: dict[str, Any], ex
 def test_only_plans_of_one_accelerator_include_the_kernels() -> None:
     """The attention kernel stores no weights [B, H, T, S], so its memory does not depend on the length of rows."""
 
-    def growth(count: int) -> float:
+    def growth(count: int, rows_suit: bool = True) -> float:
         chosen = config(
             plan__device="h200", plan__devices=count, model__remat="none", model__width=64, model__heads=4,
-            model__dtype="bfloat16", data__vocab_size=1000,
+            model__dtype="bfloat16", data__vocab_size=1000, data__power_of_two_rows=rows_suit,
         )  # fmt: skip
         short, long = (estimate.update_costs(chosen, rows, 4096 // rows).peak for rows in (128, 16))
         return long - short
@@ -124,6 +124,7 @@ def test_only_plans_of_one_accelerator_include_the_kernels() -> None:
     weights = 4 * 2 * 4096 * (256 - 32)
     assert growth(2) > 18 * weights
     assert growth(1) < weights
+    assert growth(1, rows_suit=False) == growth(2)
 
 
 def test_traced_flops_of_an_update_match_the_formula() -> None:

@@ -83,7 +83,7 @@ def test_changed_characters_are_counted(tmp_path: Path) -> None:
     assert changes("identity", [MEANINGFUL]) == []
     assert describe("source", "nmt_nfkc", found) == (
         "data.source_normalization=nmt_nfkc changes 3 characters: '½' to '1⁄2' (2), '…' to '...' (1); for example in "
-        "'a … b'"
+        "'a … b'; data.source_normalization=nfc keeps them"
     )
 
 
@@ -97,5 +97,5 @@ def test_changes_are_reported_when_a_vocabulary_is_trained(tmp_path: Path) -> No
     prepare(config, tmp_path / "run", said.append)
     assert [line for line in said if "changes" in line] == [
         "data.source_normalization=nmt_nfkc changes 50 characters: '½' to '1⁄2' (50); for example in "
-        f"{corpus('a ½')[0][0]!r}"
+        f"{corpus('a ½')[0][0]!r}; data.source_normalization=nfc keeps them"
     ]

@@ -3,7 +3,7 @@
 import random
 from collections import Counter
 
-from branchnorm_jax.data.quality import FAULTS, SAMPLE, Report, describe, inspect, usual
+from branchnorm_jax.data.quality import FAULTS, SAMPLE, Report, describe, faults, inspect, usual
 
 SENTENCES = (
     "the old red house stands beside a quiet river and nobody knows who built it",
@@ -49,6 +49,9 @@ PLANTED = {
 
 def test_clean_text_has_no_faults() -> None:
     assert [found for _, found in inspect(CLEAN) if found] == []
+    expected = usual(CLEAN)
+    for pair in (("10² m²", "10² μ²"), ("x² = 5³", "χ² = 5³"), ("①②③ a", "①②③ α")):
+        assert faults(pair, expected) == []
 
 
 def test_planted_faults_are_counted_exactly() -> None:

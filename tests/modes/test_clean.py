@@ -45,6 +45,7 @@ def test_faulty_pairs_are_removed_and_listed(tmp_path: Path) -> None:
     assert not list(folder.glob("test.*"))
     rows = [line.split("\t") for line in (folder / "removed.tsv").read_text(encoding="utf-8").splitlines()]
     assert rows == [
+        ["line", "faults", "source", "target"],
         ["8", "held_out", *GOOD[7]],
         ["301", "duplicate", *GOOD[3]],
         ["303", "empty", "", "τίποτα"],
@@ -56,6 +57,18 @@ def test_faulty_pairs_are_removed_and_listed(tmp_path: Path) -> None:
         "unescaped": 1,
         "removed": {"empty": 1, "copy": 1, "duplicate": 1, "script": 1, "held_out": 1},
     }
+
+
+def test_entities_never_break_lines(tmp_path: Path) -> None:
+    write(tmp_path / "text")
+    for language in ("en", "el"):
+        with open(tmp_path / "text" / f"train.{language}", "a", encoding="utf-8") as file:
+            file.write(
+                "one&#13;two&#8232;three&Tab;four 10² 3³\n" if language == "en" else "ένα δύο τρία τέσσερα 10² 3³\n"
+            )
+    clean(config_of(tmp_path / "text"), Workdir(tmp_path / "run"))
+    *_, last = (tmp_path / "run" / "clean" / "train.en").read_text(encoding="utf-8").splitlines()
+    assert last == "one two three four 10² 3³"
 
 
 def test_only_the_named_faults_are_removed(tmp_path: Path) -> None:
@@ -71,6 +84,10 @@ def test_mistakes_are_reported(tmp_path: Path) -> None:
     write(tmp_path / "text")
     with pytest.raises(UserError, match="'copies'; use empty, copy"):
         clean(config_of(tmp_path / "text", drop="copies"), Workdir(tmp_path / "run"))
+    with pytest.raises(UserError, match=r"needs clean\.unescape=False"):
+        clean(config_of(tmp_path / "text", drop="entities"), Workdir(tmp_path / "run"))
+    with pytest.raises(UserError, match="this is the text itself"):
+        clean(config_of(tmp_path / "run" / "clean"), Workdir(tmp_path / "run"))
     with pytest.raises(UserError, match="no pair is left"):
         names = "empty,script,copy,duplicate,held_out"
         (tmp_path / "text" / "valid.en").write_bytes((tmp_path / "text" / "train.en").read_bytes())

@@ -263,7 +263,7 @@ def test_a_rate_that_is_0_before_the_last_update_is_refused() -> None:
         (dataclasses.replace(train, schedule="inverse_sqrt"), 101),
     ):
         assert schedules.with_end(options, updates) == options
-    with pytest.raises(UserError, match=r"is 0 from update 100 on, but the run has 101.*train.decay_steps=0"):
+    with pytest.raises(UserError, match=r"is 0 from update 100 on, but the run has 101.*train.decay_steps=101"):
         schedules.with_end(train, 101)
 
 

@@ -27,6 +27,7 @@ from branchnorm_jax.analysis import devices, estimate, plan
 from branchnorm_jax.model.norms import apply_norm, declare_norm
 from branchnorm_jax.model.transformer import Transformer
 from branchnorm_jax.options import Config, DataConfig, ModelConfig, TrainConfig
+from branchnorm_jax.parallel.mesh import local_mesh
 from branchnorm_jax.tokens import UNK
 from branchnorm_jax.training.logs import peak_memory_bytes
 from branchnorm_jax.training.optimizer import make_optimizer
@@ -87,7 +88,7 @@ def train(config: Config) -> dict[str, Any]:
     weights = 1 / np.arange(1, vocabulary - UNK)
     losses, times = [], []
     # The program chooses its kernels by the mesh, as in training.
-    with jax.set_mesh(estimate.local_mesh()):
+    with jax.set_mesh(local_mesh()):
         for _ in range(UPDATES):
             words = rng.choice(np.arange(UNK + 1, vocabulary), (2, rows, LENGTH), p=weights / weights.sum())
             batch = Batch(*jnp.asarray(words, jnp.int32))

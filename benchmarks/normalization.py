@@ -10,7 +10,8 @@ import gzip
 from pathlib import Path
 
 from benchmarks.measure import save
-from branchnorm_jax.data.normalization import RULES, normalizer
+from branchnorm_jax.data.normalization import normalizer
+from branchnorm_jax.options import NORMALIZATIONS
 
 
 def shares(path: Path) -> dict[str, float]:
@@ -18,7 +19,9 @@ def shares(path: Path) -> dict[str, float]:
     content = path.read_bytes()
     text = (gzip.decompress(content) if path.suffix == ".gz" else content).decode()
     lines = text.removesuffix("\n").split("\n")
-    return {rule: sum(normalizer(rule).normalize(line) == line for line in lines) / len(lines) for rule in RULES}
+    return {
+        rule: sum(normalizer(rule).normalize(line) == line for line in lines) / len(lines) for rule in NORMALIZATIONS
+    }
 
 
 def main() -> None:

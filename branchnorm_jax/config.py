@@ -148,7 +148,7 @@ ELSEWHERE = {
     "num_beams": "decode.beam_size",
     "lenpen": "decode.length_penalty",
 }
-"""Names of options in fairseq, Hugging Face and Marian -> ours, for error messages."""
+"""Names of options in other toolkits -> ours, for error messages."""
 
 
 def nearest_name(name: str) -> str:

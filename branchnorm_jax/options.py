@@ -158,6 +158,10 @@ class ModelConfig:
     )
 
 
+NORMALIZATIONS = ("nmt_nfkc", "nfkc", "nfc", "identity")
+"""Rules of `data/normalization.py`."""
+
+
 @dataclasses.dataclass(frozen=True)
 class DataConfig:
     """Text, vocabulary and batches."""
@@ -211,12 +215,12 @@ class DataConfig:
     source_normalization: str = option(
         "nmt_nfkc",
         "what changes in source text before it is split into pieces, see branchnorm_jax/data/normalization.py",
-        choices=("nmt_nfkc", "nfkc", "nfc", "identity"),
+        choices=NORMALIZATIONS,
     )
     target_normalization: str = option(
         "nfc",
         "the same for target text, and so for translations",
-        choices=("nmt_nfkc", "nfkc", "nfc", "identity"),
+        choices=NORMALIZATIONS,
     )
     vocab_sentences: int = option(
         2_000_000, "maximum number of sentences to train the vocabulary on", unit="sentences", minimum=100

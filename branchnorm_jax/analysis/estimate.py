@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AbstractDevice, AbstractMesh, Mesh
+from jax.sharding import AbstractDevice, AbstractMesh
 
 from branchnorm_jax.analysis import costs, devices
 from branchnorm_jax.analysis.rules import RULES, Parts
@@ -21,8 +21,8 @@ from branchnorm_jax.model.parameters import Params
 from branchnorm_jax.model.recipe import STACKS
 from branchnorm_jax.model.stack import REMAT, depth_of, size_of
 from branchnorm_jax.model.transformer import Transformer
-from branchnorm_jax.options import Config, ParallelConfig
-from branchnorm_jax.parallel.mesh import make_mesh
+from branchnorm_jax.options import Config
+from branchnorm_jax.parallel.mesh import local_mesh
 from branchnorm_jax.tokens import UNK
 from branchnorm_jax.training.optimizer import make_optimizer
 from branchnorm_jax.training.state import Batch, TrainState, first_state
@@ -32,8 +32,8 @@ MATRIX_SHARE, TRAFFIC_SHARE = 0.6, 0.8
 """Assumed fractions of a device's peak FLOP/s (for matrix products of width 512 and above) and of its bandwidth."""
 
 UNROLLED, GROUP = 24, 5
-"""Largest depth of stacks that are not a loop, and the size of the groups that `full` recomputes. Larger
-stacks compile for many minutes; groups of 10 are only 0.3 % faster than groups of 5 (`benchmarks/compiled.py`)."""
+"""Largest depth of stacks that are not a loop, and the size of the groups that `full` recomputes. Larger stacks
+compile for many minutes; groups of 10 are only 0.3 % faster than groups of 5 (`benchmarks/compiled.py`)."""
 
 SHALLOW, SHARE = (1, 4), 5
 """Depths timed by `calibrate`: SHALLOW[0], and the larger of SHALLOW[1] and the depth of the run divided by SHARE."""
@@ -141,11 +141,6 @@ def absent_mesh(name: str) -> AbstractMesh:
     kind = name.upper() if name else jax.local_devices()[0].device_kind
     device = AbstractDevice(kind, None, devices.platform(name))
     return AbstractMesh((1,) * len(MESH), MESH, abstract_device=device)
-
-
-def local_mesh() -> Mesh:
-    """Returns the mesh of one local device."""
-    return make_mesh(ParallelConfig(), jax.local_devices()[:1])
 
 
 @functools.lru_cache

@@ -23,8 +23,6 @@ from typing import Any, NamedTuple
 
 import sentencepiece
 
-RULES = ("nmt_nfkc", "nfkc", "nfc", "identity")
-
 SHOWN, LINE = 6, 100
 """Characters of a description, and letters of its example."""
 
@@ -45,7 +43,7 @@ class Change(NamedTuple):
 
 @functools.cache
 def normalizer(rule: str, model: bool = False) -> sentencepiece.SentencePieceNormalizer:
-    """Returns a function object for a rule of `RULES`; with `model`, in the form that is part of a model."""
+    """Returns the normaliser of a rule; with `model`, in the form that is part of a model."""
     options: dict[str, Any] = dict(add_dummy_prefix=model, escape_whitespaces=model)
     options["remove_extra_whitespaces"] = rule != "identity"
     if rule != "nfc":

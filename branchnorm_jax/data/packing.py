@@ -64,9 +64,11 @@ def row_lengths(
     """
     limit = batch_tokens // row_multiple
     if powers_of_two:
-        last = power_of_two(longest)
-        first = min(power_of_two(SENTENCES * mean), max(last, 1 << limit.bit_length() - 1))
-        return [first << k for k in range(max(0, (last // first).bit_length() - 1) + 1)]
+        last, most = power_of_two(longest), 1 << limit.bit_length() - 1
+        lengths = [min(power_of_two(SENTENCES * mean), max(last, most))]
+        while lengths[-1] < last:
+            lengths.append(2 * lengths[-1])
+        return lengths
     multiples = max(1, limit // (-(-int(SENTENCES * mean) // 8) * 8))
     ladder: list[int] = []
     while multiples and (not ladder or ladder[-1] < longest):

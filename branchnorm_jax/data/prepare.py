@@ -88,7 +88,7 @@ def prepare(
             if not sample and not train[-1].reused and train[-1].quality:
                 say(
                     f"{label}: {describe(train[-1].quality)}; "
-                    "for a list, and a copy to train on in a new workdir: --mode=clean"
+                    "--mode=clean lists them, and writes a copy to train on in a new workdir"
                 )
         if direction in validated:
             valid.append(build(direction, tokenizer, "valid", folder, filter=False, tags=tags))

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-Pair = tuple[str, str]
+from branchnorm_jax.data.corpus import Pair
 
 FAULTS = {
     "empty": "with an empty side",

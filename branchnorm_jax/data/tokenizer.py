@@ -182,8 +182,8 @@ def train_tokenizer(
     side has its own normalisation (`normalization.py`), which is part of its model: a shared vocabulary has the same
     pieces for both sides. Every character of the normalised training text gets a piece. If there are more than
     `config.vocab_sentences` sentences (both sides count for a shared vocabulary), only every 2nd, 4th, ... pair is
-    used, evenly over the whole corpus. Pairs that training leaves out with any vocabulary are not used: those with an
-    empty side, and those whose pieces, of at most 16 characters each, would be more than `config.max_length`.
+    used, evenly over the whole corpus. Pairs that training leaves out anyway are not used: those with an empty side,
+    and those with more characters than `config.max_length` pieces of 16, the longest, can have.
 
     With `config.pairs`, the tag of each target language is a control symbol: encoding text never produces it, and
     decoding never prints it.

@@ -8,7 +8,7 @@ from collections import Counter
 from pathlib import Path
 
 from branchnorm_jax.bucket import is_url
-from branchnorm_jax.data.corpus import Pair, read_pairs
+from branchnorm_jax.data.corpus import Pair, corpus_key, read_pairs
 from branchnorm_jax.data.quality import FAULTS, describe, inspect
 from branchnorm_jax.errors import UserError
 from branchnorm_jax.files import atomic_directory
@@ -63,10 +63,11 @@ def clean(config: Config, workdir: Workdir) -> None:
 def copy_split(data: DataConfig, split: str, folder: Path) -> set[int]:
     """Copies a split, if the corpus has it; returns the hashes of its pairs."""
     try:
-        pairs = list(read_pairs(data, split))
+        corpus_key(data, split)
     except UserError as error:
         logs.say(f"no {split} text: {error}")
         return set()
+    pairs = list(read_pairs(data, split))
     for side, language in enumerate((data.source_lang, data.target_lang)):
         text = "".join(f"{pair[side]}\n" for pair in pairs)
         (folder / f"{split}.{language}").write_text(text, encoding="utf-8", newline="\n")

@@ -100,9 +100,9 @@ def local_copy(mesh: Mesh, tree: Any) -> Any:
     return jax.tree.map(lambda leaf: leaf.addressable_data(0), tree)
 
 
-def local_mesh(mesh: Mesh) -> Mesh:
-    """Returns a mesh of the device of `local_copy`, the first of this process in the order of `mesh`."""
-    return make_mesh(ParallelConfig(), mesh.local_devices[:1])
+def local_mesh(mesh: Mesh | None = None) -> Mesh:
+    """Returns a mesh of the first device of this process in the order of `mesh`, which is that of `local_copy`."""
+    return make_mesh(ParallelConfig(), (mesh.local_devices if mesh else jax.local_devices())[:1])
 
 
 def describe_shardings(mesh: Mesh, state: Any) -> str:

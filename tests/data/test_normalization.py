@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from branchnorm_jax.data.normalization import RULES, changes, describe, normalizer
+from branchnorm_jax.data.normalization import changes, describe, normalizer
 from branchnorm_jax.data.prepare import prepare
 from branchnorm_jax.data.tokenizer import train_tokenizer
-from branchnorm_jax.options import DataConfig
+from branchnorm_jax.options import NORMALIZATIONS, DataConfig
 
 MEANINGFUL = "10²m ½ № … ，？（） نمی\u200cخواهم « Oui\u00a0! »"
 """Characters that NFKC changes, a zero-width non-joiner, and a no-break space."""
@@ -49,7 +49,7 @@ def corpus(text: str) -> list[tuple[str, str]]:
 
 
 @pytest.mark.parametrize("shared", [True, False])
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("rule", NORMALIZATIONS)
 def test_text_returns_as_its_rule_says(rule: str, shared: bool, tmp_path: Path) -> None:
     text = f"{MEANINGFUL}  e\u0301"
     config = DataConfig(vocab_size=70, shared_vocab=shared, target_normalization=rule)

@@ -79,7 +79,7 @@ def test_faults_and_pairs_of_both_splits_are_reported_once(tmp_path: Path) -> No
     config = DataConfig(source="text", path=str(tmp_path), source_lang="en", target_lang="el", vocab_size=90)
     expected = [
         "train: 1 pair that occurred before, 1 with entities such as &quot;; "
-        "for a list, and a copy to train on in a new workdir: --mode=clean",
+        "--mode=clean lists them, and writes a copy to train on in a new workdir",
         "valid: 1 of 6 pairs are also in the training text",
     ]
     said: list[str] = []

@@ -88,6 +88,10 @@ def test_mistakes_are_reported(tmp_path: Path) -> None:
         clean(config_of(tmp_path / "text", drop="entities"), Workdir(tmp_path / "run"))
     with pytest.raises(UserError, match="this is the text itself"):
         clean(config_of(tmp_path / "run" / "clean"), Workdir(tmp_path / "run"))
+    write(tmp_path / "damaged")
+    (tmp_path / "damaged" / "valid.en").write_text("one line\n")
+    with pytest.raises(UserError, match="valid"):
+        clean(config_of(tmp_path / "damaged"), Workdir(tmp_path / "run"))
     with pytest.raises(UserError, match="no pair is left"):
         names = "empty,script,copy,duplicate,held_out"
         (tmp_path / "text" / "valid.en").write_bytes((tmp_path / "text" / "train.en").read_bytes())

@@ -80,7 +80,8 @@ def test_lines_are_read_before_the_writer_continues() -> None:
         assert list(chunks) == []
 
 
-def test_lines_that_come_soon_are_read_together() -> None:
+def test_lines_that_come_soon_are_read_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(common, "PAUSE", 60.0)
     read, write = os.pipe()
     with os.fdopen(read, "rb") as stream, os.fdopen(write, "wb", buffering=0) as writer:
         chunks = read_chunks(stream, "stdin", 4)
@@ -88,7 +89,7 @@ def test_lines_that_come_soon_are_read_together() -> None:
         def write_slowly() -> None:
             for number in range(6):
                 writer.write(b"%d\n" % number)
-                time.sleep(common.PAUSE / 5)
+                time.sleep(0.01)
             writer.close()
 
         thread = threading.Thread(target=write_slowly)

@@ -11,7 +11,7 @@ from branchnorm_jax.axes import kernels
 from branchnorm_jax.model import fused_attention, fused_attention_tpu
 from branchnorm_jax.model.declared import declared
 from branchnorm_jax.model.dropout import dropout
-from branchnorm_jax.model.linear import linear
+from branchnorm_jax.model.linear import Linear, joined, linear
 from branchnorm_jax.model.norms import Norm
 from branchnorm_jax.model.recipe import Recipe
 from branchnorm_jax.model.segments import MASKED
@@ -139,19 +139,41 @@ class Attention(nn.Module):
     def __call__(
         self,
         x_BTD: jax.Array,
-        keys_values: KeysValues,
+        memory_BSD: jax.Array,
         mask_BTS: jax.Array,
         key: jax.Array | None = None,
     ) -> jax.Array:
-        """Computes attention from x to the given keys and values: [B, T, D] -> [B, T, D]."""
-        q_BTHK = self._heads(checkpoint_name(self.q(x_BTD), "projection"))
+        """Computes attention from x to the memory, which is x itself in self-attention: [B, T, D] -> [B, T, D]."""
         rate, platform = self.config.attention_dropout, kernels(self.config.kernels)
-        kernel = fused_attention_tpu if platform == "tpu" else fused_attention
-        if platform and kernel.supported(q_BTHK, *keys_values):
-            return self._out(
-                kernel.fused_attend(q_BTHK, *keys_values, mask_BTS, rate, key, interpret=platform == "cpu")
-            )
+        shapes = self._shapes(x_BTD, memory_BSD)
+        if platform in ("gpu", "cpu") and fused_attention.supported(*shapes):
+            q_k_v = self._joined(x_BTD, memory_BSD)
+            return self._out(fused_attention.fused_attend(q_k_v, mask_BTS, rate, key, interpret=platform == "cpu"))
+        q_BTHK = self._heads(checkpoint_name(self.q(x_BTD), "projection"))
+        keys_values = self.keys_values(memory_BSD)
+        if platform == "tpu" and fused_attention_tpu.supported(*shapes):
+            return self._out(fused_attention_tpu.fused_attend(q_BTHK, *keys_values, mask_BTS, rate, key))
         return self._out(attend(q_BTHK, *keys_values, mask_BTS, rate, key))
+
+    def _shapes(self, x_BTD: jax.Array, memory_BSD: jax.Array) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
+        """Returns the shapes of the queries and of the keys."""
+        c = self.config
+        x, memory = (
+            jax.ShapeDtypeStruct((*given.shape[:2], c.heads, c.width // c.heads), jnp.dtype(c.dtype))
+            for given in (x_BTD, memory_BSD)
+        )
+        return x, memory
+
+    def _joined(self, x_BTD: jax.Array, memory_BSD: jax.Array) -> tuple[jax.Array, ...]:
+        """Returns q, k and v of x in one array [B, T, 3, H, K]; if the memory is not x, k and v in a second one."""
+        q_k_v = (self.q, self.k, self.v)
+        parts = [(x_BTD, q_k_v)] if memory_BSD is x_BTD else [(x_BTD, q_k_v[:1]), (memory_BSD, q_k_v[1:])]
+
+        def project(x: jax.Array, matrices: tuple[Linear, ...]) -> jax.Array:
+            y = checkpoint_name(joined(x, matrices), "projection")
+            return self._heads(y.reshape(*y.shape[:-1], len(matrices), self.config.width))
+
+        return tuple(project(*part) for part in parts)
 
     def probabilities(self, x_BTD: jax.Array, k_BSHK: jax.Array, mask_BTS: jax.Array) -> jax.Array:
         """Returns the attention weights, averaged over heads, float32 [B, T, S]."""

@@ -147,7 +147,7 @@ class EncoderBlock(Block):
 
         def self_attention(z: jax.Array) -> jax.Array:
             key = site_key(layer.key, Site.SELF_PROBABILITIES)
-            return attention(z, attention.keys_values(z), mask_BTS, key)
+            return attention(z, z, mask_BTS, key)
 
         stream = self._residual("self", stream, self_attention, layer, Site.SELF_BRANCH)
         ffn_key = site_key(layer.key, Site.FFN_ACTIVATION)
@@ -166,7 +166,7 @@ class DecoderBlock(Block):
         self_mask: jax.Array,
         cross_mask: jax.Array,
         cache: Cache | None = None,
-    ) -> tuple[Stream, KeysValues]:
+    ) -> tuple[Stream, KeysValues | None]:
         """Runs one layer on whole targets (`cache` is None), or on one step of several hypotheses per sentence.
 
         Args:
@@ -178,7 +178,7 @@ class DecoderBlock(Block):
           cache: this layer's `Cache`, without the current tokens.
 
         Returns:
-          The layer's output, and the self-attention's keys and values of x, which the caller writes to the cache.
+          The layer's output, and with a cache the self-attention's keys and values of x, which the caller writes to it.
         """
         stream, layer, bottom = self._begin(stream, layer)
         self_attention = Attention(self.config, self.recipe, name="self")
@@ -188,20 +188,19 @@ class DecoderBlock(Block):
         probabilities: list[jax.Array] = []
 
         def attend_self(z: jax.Array) -> jax.Array:
-            keys_values = self_attention.keys_values(z)
-            new.append(keys_values)
-            if cache is not None:
-                return self_attention.decode(z, cache.self, self_mask, keys_values)
-            return self_attention(z, keys_values, self_mask, site_key(layer.key, Site.SELF_PROBABILITIES))
+            if cache is None:
+                return self_attention(z, z, self_mask, site_key(layer.key, Site.SELF_PROBABILITIES))
+            new.append(self_attention.keys_values(z))
+            return self_attention.decode(z, cache.self, self_mask, new[0])
 
         def attend_cross(z: jax.Array) -> jax.Array:
             if cache is not None:
                 return cross_attention.decode(z, cache.cross, cross_mask)
             assert memory_BSD is not None
-            keys_values = cross_attention.keys_values(memory_BSD)
             if stream.attention is not None:
-                probabilities.append(cross_attention.probabilities(z, keys_values[0], cross_mask))
-            return cross_attention(z, keys_values, cross_mask, site_key(layer.key, Site.CROSS_PROBABILITIES))
+                k_BSHK, _ = cross_attention.keys_values(memory_BSD)
+                probabilities.append(cross_attention.probabilities(z, k_BSHK, cross_mask))
+            return cross_attention(z, memory_BSD, cross_mask, site_key(layer.key, Site.CROSS_PROBABILITIES))
 
         stream = self._residual("self", stream, attend_self, layer, Site.SELF_BRANCH)
         stream = self._residual("cross", stream, attend_cross, layer, Site.CROSS_BRANCH)
@@ -209,6 +208,8 @@ class DecoderBlock(Block):
             stream = stream._replace(attention=stream.attention + layer.attention_weight * probabilities[0])
         ffn_key = site_key(layer.key, Site.FFN_ACTIVATION)
         stream = self._residual("ffn", stream, lambda z: feed_forward(z, ffn_key), layer, Site.FFN_BRANCH, bottom)
+        if cache is None:
+            return stream, None
         c, (rows, length, _) = self.config, stream.x.shape
         return stream, new[0] if new else (jnp.zeros((rows, length, c.heads, c.width // c.heads), c.dtype),) * 2
 

@@ -28,7 +28,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu
 
 from branchnorm_jax.model.dropout import dropped_at, seed_of
-from branchnorm_jax.model.fused_attention import Arrays, Kept, Ref
+from branchnorm_jax.model.fused_attention import Ref
 from branchnorm_jax.model.segments import MASKED
 
 LANES = 128
@@ -44,6 +44,12 @@ AT_ONCE = 256
 """Keys that a program computes at once, over several rows: enough independent work to hide the latency of products."""
 
 DTYPES = (jnp.bfloat16, jnp.float32)
+
+Arrays = tuple[jax.Array, jax.Array, jax.Array]
+"""q, k and v, or their gradients."""
+
+Kept = tuple[Arrays, jax.Array, jax.Array]
+"""What the backward pass needs: q, k, v, the mask and the seed."""
 
 
 class Tiling(NamedTuple):
@@ -93,14 +99,16 @@ class Tiling(NamedTuple):
         return math.gcd(rows, 1 << (most.bit_length() - 1)) if most else 0
 
 
-def supported(q_BTHK: jax.Array, k_BSHK: jax.Array, v_BSHK: jax.Array) -> bool:
-    """Returns whether `fused_attend` takes these arrays. T, S and K have to be powers of two."""
-    (rows, length, heads, width), keys = q_BTHK.shape, k_BSHK.shape[1]
-    alike = k_BSHK.shape == v_BSHK.shape and q_BTHK.dtype == k_BSHK.dtype == v_BSHK.dtype
+def supported(q_BTHK: jax.ShapeDtypeStruct, k_BSHK: jax.ShapeDtypeStruct) -> bool:
+    """Returns whether `fused_attend` takes queries and keys of these shapes, of one type.
+
+    T, S and K have to be powers of two.
+    """
+    (rows, length, heads, width), keys, dtype = q_BTHK.shape, k_BSHK.shape[1], q_BTHK.dtype
     powers = all(size.bit_count() == 1 for size in (length, keys, width))
-    if not (alike and powers and SMALLEST <= min(length, keys) <= max(length, keys) <= LARGEST):
+    if not (powers and SMALLEST <= min(length, keys) <= max(length, keys) <= LARGEST):
         return False
-    tiling, dtype = Tiling(0.0, heads, length, keys, width, False), q_BTHK.dtype
+    tiling = Tiling(0.0, heads, length, keys, width, False)
     fits = heads * width % tiling.lanes == 0 and tiling.rows(rows, dtype.itemsize) > 0
     return fits and dtype in DTYPES
 

@@ -28,6 +28,12 @@ def example(length: int, keys: int, heads: int, width: int, dtype: jnp.dtype = j
     return tuple(jnp.array(draw(size=(B, size, heads, width)), dtype) for size in (length, keys, keys, length))
 
 
+def shapes(arrays: Arrays) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
+    """Returns the shapes of the queries and of the keys."""
+    q, k = (jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays[:2])
+    return q, k
+
+
 def results(function: Callable[..., jax.Array], arrays: Arrays, mask: jax.Array, rate: float = 0.0) -> Arrays:
     """Returns the output and the gradients of q, k and v."""
 

@@ -13,6 +13,7 @@ import numpy as np
 
 from branchnorm_jax.decoding import beam
 from branchnorm_jax.decoding.beam import Hypotheses, Search
+from branchnorm_jax.decoding.precision import narrowed, narrows
 from branchnorm_jax.model import incremental
 from branchnorm_jax.model.cache import Caches, take_slots, write_sources
 from branchnorm_jax.model.coefficients import Alpha
@@ -184,9 +185,9 @@ class Engine:
             # If only a few shorter sentences remain, decode them in this shape too, instead of in one of their own.
             group = order[-max(same, rows) :] if len(order) - same > MERGE_LIMIT * rows else order[:]
             del order[-len(group) :]
-            ready = self._ready(weights, sum(len(texts[index].source) for index in group))
             parts = [group[stream :: self._streams] for stream in range(min(self._streams, len(group)))]
             shape = min(rows, self.rounding(len(parts[0]))), length, max(len(texts[index].prefix) for index in group)
+            ready = self._ready(weights, sum(len(texts[index].source) for index in group), shape[0])
             yield from interleave([self._stream(ready, texts, part, *shape) for part in parts])
 
     def _stream(
@@ -240,17 +241,17 @@ class Engine:
         They cover any number of sources, with prefixes of `prefix` tokens.
         """
         prefix = padded_length(prefix) if prefix else 0
-        weights = self._ready(weights, 0)
         for length in padded_lengths(longest):
             full, rings = self._rows(length), self._rings(length, prefix)
             for rows in {min(full, self.rounding(count)) for count in range(1, full + 1)}:
+                ready = self._ready(weights, 0, rows)
                 for index, ring in enumerate(rings):
                     # All rows are empty and hence done, so this only compiles.
-                    search = self._start(weights, rows, length, ring, prefix)
+                    search = self._start(ready, rows, length, ring, prefix)
                     for encoded in encoded_lengths(length):
                         none = self._new([Query([PAD] * encoded, 0)], [rows], rows, length, prefix)
-                        search = self._begin(weights, search, none)
-                    search = self._run(weights, search, np.int32(rows))
+                        search = self._begin(ready, search, none)
+                    search = self._run(ready, search, np.int32(rows))
                     self._look(search)
                     # The same transitions as in `_stream`: to the next size, or to any of less than half the size.
                     for other in [*rings[index + 1 : index + 2], *(size for size in rings if size * 2 < ring)]:
@@ -296,18 +297,25 @@ class Engine:
             sizes.append(min(2 * sizes[-1], longest))
         return sizes
 
-    def _ready(self, weights: Weights, tokens: int) -> Weights:
-        """Unstacks the layers of decoders that run without a loop for sentences with this many tokens in all."""
+    def _ready(self, weights: Weights, tokens: int, rows: int) -> Weights:
+        """Prepares parameters for sentences with this many tokens in all, in batches of this many rows.
+
+        The matrices become bfloat16 where `precision.narrows`, and the layers of decoders that run without a loop are
+        unstacked.
+        """
 
         def without_loop(layers: int) -> bool:
             if self.config.unroll:
                 return layers <= self.config.unroll
             return layers <= UNROLLED or (jax.default_backend() == "cpu" and tokens >= LONG * layers)
 
-        return tuple(
-            (unstack_decoder(model, params) if without_loop(model.config.decoder_layers) else params, alpha)
-            for model, (params, alpha) in zip(self.models, weights, strict=True)
-        )
+        def ready(model: Transformer, params: Params) -> Params:
+            if narrows(self.config, model.config, rows * self.config.beam_size):
+                params = narrowed(params)
+            return unstack_decoder(model, params) if without_loop(model.config.decoder_layers) else params
+
+        each = zip(self.models, weights, strict=True)
+        return tuple((ready(model, params), alpha) for model, (params, alpha) in each)
 
     @functools.cached_property
     def _start(self) -> Callable[[Weights, int, int, int, int], Search]:

@@ -69,6 +69,21 @@ def _(primals: tuple[jax.Array], tangents: tuple[jax.Array]) -> tuple[jax.Array,
     return p, change - p * change.sum(-1, keepdims=True)
 
 
+BITS = jnp.dtype(jnp.uint16)
+"""The type of caches that hold bfloat16 numbers in a model with float32 products. XLA's compiler for CPUs would convert
+a whole bfloat16 cache to float32 and back whenever a token is written; it copies integers as they are."""
+
+
+def stored(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """Converts numbers to the type of a cache."""
+    return jax.lax.bitcast_convert_type(x.astype(jnp.bfloat16), BITS) if dtype == BITS else x.astype(dtype)
+
+
+def loaded(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """Returns the numbers of a cache; `dtype` is their type if they are stored as `BITS`."""
+    return jax.lax.bitcast_convert_type(x, jnp.bfloat16).astype(dtype) if x.dtype == BITS else x
+
+
 class KVCache(NamedTuple):
     """Keys and values in the layout of decoding: both matrix products of a step read them row by row."""
 
@@ -91,16 +106,17 @@ def attend_cached(
     Returns:
       [B, Q, H, K] in the values' dtype.
     """
+    k_BHKS, v_BHSK = (loaded(each, q_BQHK.dtype) for each in cached)
     q_BQHK = q_BQHK * q_BQHK.shape[-1] ** -0.5
     exact = jnp.promote_types(q_BQHK.dtype, jnp.float32)
-    scores_BHQS = jnp.einsum("bqhk,bhks->bhqs", q_BQHK, cached.k_BHKS, preferred_element_type=exact)
+    scores_BHQS = jnp.einsum("bqhk,bhks->bhqs", q_BQHK, k_BHKS, preferred_element_type=exact)
     scores_BHQS = jnp.where(mask_BQS[:, None], scores_BHQS, MASKED)
     if own is not None:
         own_BHQ1 = jnp.einsum("bqhk,bqhk->bhq", q_BQHK, own[0], preferred_element_type=exact)[..., None]
         scores_BHQS = jnp.concatenate([scores_BHQS, own_BHQ1], axis=-1)
-    probabilities_BHQS = jax.nn.softmax(scores_BHQS).astype(cached.v_BHSK.dtype)
+    probabilities_BHQS = jax.nn.softmax(scores_BHQS).astype(v_BHSK.dtype)
     # For an output [B, Q, H, K], `einsum` would swap the operands, and XLA's product is then far slower on CPUs.
-    out_BHQK = jnp.einsum("bhqs,bhsk->bhqk", probabilities_BHQS[..., : mask_BQS.shape[-1]], cached.v_BHSK)
+    out_BHQK = jnp.einsum("bhqs,bhsk->bhqk", probabilities_BHQS[..., : mask_BQS.shape[-1]], v_BHSK)
     out_BQHK = out_BHQK.swapaxes(1, 2)
     if own is not None:
         out_BQHK += probabilities_BHQS[..., -1].swapaxes(1, 2)[..., None] * own[1]

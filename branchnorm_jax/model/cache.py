@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from branchnorm_jax.model.attention import KeysValues, KVCache
+from branchnorm_jax.model.attention import KeysValues, KVCache, stored
 from branchnorm_jax.options import ModelConfig
 
 
@@ -23,22 +23,23 @@ Caches = Cache | list[Cache]
 """The stacked cache of a decoder, or a list with one cache per layer (see `incremental.unstack_decoder`)."""
 
 
-def empty(config: ModelConfig, rows: int, slots: int) -> KVCache:
+def empty(config: ModelConfig, dtype: jnp.dtype, rows: int, slots: int) -> KVCache:
     """Returns an empty cache for all decoder layers, with `slots` slots for each of `rows` sentences."""
     shape, size = (config.decoder_layers, rows, config.heads), config.width // config.heads
-    return KVCache(jnp.zeros((*shape, size, slots), config.dtype), jnp.zeros((*shape, slots, size), config.dtype))
+    return KVCache(jnp.zeros((*shape, size, slots), dtype), jnp.zeros((*shape, slots, size), dtype))
 
 
-def to_cache(k_BSHK: jax.Array, v_BSHK: jax.Array) -> KVCache:
+def to_cache(keys_values: KeysValues, dtype: jnp.dtype) -> KVCache:
     """Converts keys and values of the source to the layout of decoding."""
-    return KVCache(jnp.einsum("bshk->bhks", k_BSHK), jnp.einsum("bshk->bhsk", v_BSHK))
+    k_BSHK, v_BSHK = keys_values
+    return KVCache(stored(jnp.einsum("bshk->bhks", k_BSHK), dtype), stored(jnp.einsum("bshk->bhsk", v_BSHK), dtype))
 
 
 def write_tokens(caches: Caches, new: Any, slot: jax.Array) -> Caches:
     """Writes keys and values of Q tokens, [..., Q, H, K] each, into the Q slots that begin at `slot`."""
 
     def write(cache: Cache, new: KeysValues) -> Cache:
-        k, v = (jnp.moveaxis(entry, -3, -2).astype(cache.self.v_BHSK.dtype) for entry in new)
+        k, v = (stored(jnp.moveaxis(entry, -3, -2), cache.self.v_BHSK.dtype) for entry in new)
         k_BHKS = jax.lax.dynamic_update_slice_in_dim(cache.self.k_BHKS, k.swapaxes(-1, -2), slot, axis=k.ndim - 1)
         v_BHSK = jax.lax.dynamic_update_slice_in_dim(cache.self.v_BHSK, v, slot, axis=v.ndim - 2)
         return cache._replace(self=KVCache(k_BHKS, v_BHSK))

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from branchnorm_jax.model.attention import Attention, KVCache
+from branchnorm_jax.model.attention import BITS, Attention, KVCache
 from branchnorm_jax.model.cache import Cache, Caches, empty, to_cache, write_tokens
 from branchnorm_jax.model.coefficients import Alpha
 from branchnorm_jax.model.parameters import Params
@@ -48,12 +48,20 @@ def _layer(stacked: Params, index: jax.Array) -> Params:
 
 
 def start_cache(model: Transformer, params: Params, memory_BSD: jax.Array, slots: int) -> Caches:
-    """Returns a cache with `slots` empty slots for each sentence, and with the keys and values of the source."""
-    layers, empty_slots = params["decoder"], empty(model.config, len(memory_BSD), slots)
+    """Returns a cache with `slots` empty slots for each sentence, and with the keys and values of the source.
+
+    In a loop over layers with bfloat16 matrices, a cache of float32 numbers would take more time than the products, so
+    it holds bfloat16 numbers.
+    """
+    layers, dtype = params["decoder"], jnp.dtype(model.config.dtype)
+    if not isinstance(layers, list) and layers["cross"]["k"]["kernel"].dtype.itemsize < dtype.itemsize:
+        dtype = BITS
+    empty_slots = empty(model.config, dtype, len(memory_BSD), slots)
     attention = Attention(model.config, model.recipe, name="cross")
 
     def cross(layer: Params) -> KVCache:
-        return to_cache(*attention.apply({"params": layer["cross"]}, memory_BSD, method="keys_values"))
+        keys_values: Any = attention.apply({"params": layer["cross"]}, memory_BSD, method="keys_values")
+        return to_cache(keys_values, dtype)
 
     if isinstance(layers, list):
         return [Cache(own, cross(layer)) for own, layer in zip(unstack(empty_slots), layers, strict=True)]

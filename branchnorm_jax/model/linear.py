@@ -18,11 +18,14 @@ from branchnorm_jax.options import ModelConfig
 def product(x: jax.Array, kernel: jax.Array) -> jax.Array:
     """Computes x W, [..., d_in] times [d_in, d_out], as a product of two matrices.
 
+    If W is bfloat16 and x float32, x is rounded, and the result is float32.
+
     With the leading axes of x, XLA on CPUs would transpose copies of x for the gradient of W, which takes a fifth of
     the update of a deep, narrow model. `jax.checkpoint` makes the backward pass store x itself. Without it, each
     product would store a reshaped copy of x.
     """
-    return (x.reshape(-1, x.shape[-1]) @ kernel).reshape(*x.shape[:-1], kernel.shape[-1])
+    y = jnp.dot(x.reshape(-1, x.shape[-1]).astype(kernel.dtype), kernel, preferred_element_type=x.dtype)
+    return y.reshape(*x.shape[:-1], kernel.shape[-1])
 
 
 class Linear(nn.Module):
@@ -46,14 +49,15 @@ class Linear(nn.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """[..., d_in] -> [..., d_out] in `dtype`."""
-        return _affine(x, *self.weights(x.shape[-1]))
+        return _affine(x.astype(self.dtype), *self.weights(x.shape[-1]))
 
     @nn.compact
     def weights(self, inputs: int) -> tuple[jax.Array, jax.Array | None]:
-        """Returns W and b (or None) in `dtype`, for d_in = `inputs`."""
+        """Returns W and b (or None) in `dtype`, for d_in = `inputs`. A narrower W stays as it is."""
         shape = inputs, self.features
         kernel = self.param("kernel", declared(self.kernel_init, *self.axes, gain=self.gain), shape, *shape)
-        kernel = gather(kernel.astype(self.dtype), *self.axes)
+        if kernel.dtype.itemsize >= self.dtype.itemsize:
+            kernel = gather(kernel.astype(self.dtype), *self.axes)
         if self.bias_init is None:
             return kernel, None
         bias = self.param("bias", declared(self.bias_init, self.axes[1], gain=self.gain), shape[1:], *shape)
@@ -67,11 +71,15 @@ def joined(x: jax.Array, matrices: Sequence[Linear]) -> jax.Array:
     accelerators, if what follows reads the results where they are.
     """
     kernels, biases = zip(*(matrix.weights(x.shape[-1]) for matrix in matrices), strict=True)
-    return _affine(x, jnp.concatenate(kernels, axis=1), None if biases[0] is None else jnp.concatenate(biases))
+    return _affine(
+        x.astype(matrices[0].dtype),
+        jnp.concatenate(kernels, axis=1),
+        None if biases[0] is None else jnp.concatenate(biases),
+    )
 
 
 def _affine(x: jax.Array, kernel: jax.Array, bias: jax.Array | None) -> jax.Array:
-    y = product(x.astype(kernel.dtype), kernel)
+    y = product(x, kernel)
     if bias is None:
         return y
     # On GPUs, XLA adds a bias in the kernel of the product, unless this kernel would also have to convert it.

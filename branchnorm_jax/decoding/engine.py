@@ -304,15 +304,18 @@ class Engine:
         unstacked.
         """
 
-        def without_loop(layers: int) -> bool:
+        def without_loop(layers: int, narrow: bool) -> bool:
             if self.config.unroll:
                 return layers <= self.config.unroll
-            return layers <= UNROLLED or (jax.default_backend() == "cpu" and tokens >= LONG * layers)
+            # The narrow caches of a loop save more time than its copies take.
+            long = jax.default_backend() == "cpu" and tokens >= LONG * layers and not narrow
+            return layers <= UNROLLED or long
 
         def ready(model: Transformer, params: Params) -> Params:
-            if narrows(self.config, model.config, rows * self.config.beam_size):
-                params = narrowed(params)
-            return unstack_decoder(model, params) if without_loop(model.config.decoder_layers) else params
+            narrow = narrows(self.config, model.config, rows * self.config.beam_size)
+            params = narrowed(params) if narrow else params
+            flat = without_loop(model.config.decoder_layers, narrow)
+            return unstack_decoder(model, params) if flat else params
 
         each = zip(self.models, weights, strict=True)
         return tuple((ready(model, params), alpha) for model, (params, alpha) in each)

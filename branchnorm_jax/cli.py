@@ -5,6 +5,7 @@ This module defines the flags, starts up JAX and dispatches to the modes, which 
 
 import atexit
 import contextlib
+import keyword
 import os
 import re
 import signal
@@ -21,7 +22,7 @@ from ml_collections import config_flags
 from branchnorm_jax import config as configs
 from branchnorm_jax.errors import BranchNormError, Preempted, StorageError, UserError
 from branchnorm_jax.model.methods import get_recipe
-from branchnorm_jax.options import Config, fields
+from branchnorm_jax.options import Config, fields, sections
 from branchnorm_jax.workdir import Workdir
 
 MODES = {
@@ -32,6 +33,7 @@ MODES = {
     "average": "average several checkpoints of a run: <workdir>/average, see decode.checkpoint",
     "compare": "compare two or more systems on one test set: <workdir>/compare.html, compare.json; needs no run",
     "export": "export the model to CTranslate2 or Hugging Face, and compare it with ours: <workdir>/export/",
+    "import": "make a workdir of a model that another toolkit trained: see import.path",
     "score": "print the log-probabilities of `source<TAB>target` lines",
     "analyze": "draw a run's curves and how signals pass through a model, trained or not: <workdir>/*.png, signal.csv",
     "methods": "list every method: equation, parameters, what depends on depth, recommended options, citation",
@@ -214,13 +216,16 @@ def parse(argv: list[str]) -> tuple[Config, Workdir]:
     saved = folder / "config.json" if workdir else None
     if file is None and saved and saved.exists():
         source = f"{CONFIGS / 'saved.py'}:{saved}"
-    elif file is None and early.mode == "compare":
+    elif file is None and early.mode in ("compare", "import"):
         source = str(CONFIGS / "default.py")
     elif file is None and early.mode not in ("help", "methods"):
         where = f"and no config.json of an earlier run in {workdir}" if saved else "and no --workdir of an earlier run"
         raise UserError(f"no --config {where}; give --config=<file or name>; {config_names()}")
     chosen = {"config": source, "workdir": workdir, "mode": early.mode}
+    # ml_collections cannot parse the keyword "import".
+    rest = [re.sub(r"^(--?config\.import)\.", r"\1_.", argument) for argument in rest]
     argv = [argv[0], *(f"--{name}={value}" for name, value in chosen.items() if value is not None), *rest]
+    sys.argv = argv  # ml_collections reads it, too, and needs --config first
     import_configs()
     try:
         rest = FLAGS(argv)
@@ -296,7 +301,7 @@ def check_names(argv: list[str]) -> None:
         )
     for argument in argv[1:]:
         name = re.match(r"--?(?:no)?config\.([^=]*)", argument)
-        if name and name[1] in vars(Config()):
+        if name and name[1] in sections(Config()):
             raise UserError(f"config: {name[1]!r} is a section; write --config.{name[1]}.<option>=<value>")
         if name and name[1] not in known:
             hint = configs.nearest_name(name[1])
@@ -330,4 +335,4 @@ def run(mode: str, config: Config, workdir: Workdir) -> None:
             print(f"  {line}{why}", file=sys.stderr)
 
     with hosts.blame_lost_process(), workdir.published() if hosts.is_first() else contextlib.nullcontext():
-        getattr(modes, mode)(config, workdir)
+        getattr(modes, f"{mode}_" if keyword.iskeyword(mode) else mode)(config, workdir)

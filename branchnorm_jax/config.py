@@ -17,7 +17,7 @@ from typing import Any
 import ml_collections
 
 from branchnorm_jax.errors import UserError
-from branchnorm_jax.options import Config, fields
+from branchnorm_jax.options import Config, fields, sections
 
 
 class Section(ml_collections.ConfigDict):
@@ -173,21 +173,21 @@ def from_config_dict(config_dict: ml_collections.ConfigDict | dict[str, Any]) ->
       UserError: for an unknown name, a wrong type or a value out of range.
     """
     values = config_dict.to_dict() if isinstance(config_dict, ml_collections.ConfigDict) else config_dict
-    sections: dict[str, dict[str, Any]] = {name: {} for name in vars(Config())}
+    given: dict[str, dict[str, Any]] = {name: {} for name in vars(Config())}
     known = dict(fields())
     for section, entries in values.items():
-        if section in sections and not isinstance(entries, dict):
+        if section in given and not isinstance(entries, dict):
             raise UserError(f"config: {section} is a section with options, not the value {entries!r}")
-        if section not in sections:
-            raise UserError(f"config: no section {section!r}; sections are {', '.join(sections)}")
+        if section not in given:
+            raise UserError(f"config: no section {section!r}; sections are {', '.join(given)}")
         for name, value in entries.items():
-            full = f"{section}.{name}"
+            full = f"{section.rstrip('_')}.{name}"
             if full not in known:
                 hint = nearest_name(full)
                 raise UserError(f"config: no option {full!r}" + (f"; did you mean {hint!r}?" if hint else ""))
-            sections[section][name] = _checked(full, known[full], value)
+            given[section][name] = _checked(full, known[full], value)
     types = {field.name: field.default_factory for field in dataclasses.fields(Config)}
-    config = Config(**{name: types[name](**entries) for name, entries in sections.items()})  # type: ignore[operator]
+    config = Config(**{name: types[name](**entries) for name, entries in given.items()})  # type: ignore[operator]
     _validate(config)
     return config
 
@@ -317,7 +317,8 @@ def _validate_update_in_backward(config: Config) -> None:
 
 def to_flat(config: Config) -> dict[str, Any]:
     """Returns {"section.name": value} in the order of `options.py`."""
-    return {name: getattr(getattr(config, name.split(".")[0]), field.name) for name, field in fields()}
+    by_name = sections(config)
+    return {name: getattr(by_name[name.split(".")[0]], field.name) for name, field in fields()}
 
 
 def difference(a: Config, b: Config, *, free: bool) -> list[str]:

@@ -40,7 +40,7 @@ class ModelConfig:
         2048, "hidden dimension of the feed-forward sub-layers", unit="features", minimum=1, common=True
     )
     heads: int = option(8, "attention heads; must divide width", minimum=1, common=True)
-    activation: str = option("relu", "feed-forward activation", choices=("relu", "gelu", "swiglu"))
+    activation: str = option("relu", "feed-forward activation", choices=("relu", "gelu", "swish", "swiglu"))
     shared_embeddings: str = option(
         "all",
         "which embedding tables are shared: source, target and output (all), target and output (decoder), or none",
@@ -111,6 +111,11 @@ class ModelConfig:
     )
     embedding: str = option(
         "standard", "embedding tables: unchanged, or with rows of norm 1 (fixnorm)", choices=("standard", "fixnorm")
+    )
+    decoder_start: str = option(
+        "eos",
+        "the embedding of the decoder's first input: that of EOS (eos), or zeros (zero: Marian)",
+        choices=("eos", "zero"),
     )
     output_bias: bool = option(False, "learn a bias of the output logits")
     mask_unused: bool = option(
@@ -670,6 +675,21 @@ class ExportConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class ImportConfig:
+    """Import of models that other toolkits trained."""
+
+    path: str = option("", "import: folder of the model, as Hugging Face stores it", free=True)
+    check_sentences: int = option(
+        20,
+        "number of random sentences on which the log-probabilities are compared with the other library, if it is "
+        "installed; 0: no check",
+        unit="sentences",
+        minimum=0,
+        free=True,
+    )
+
+
+@dataclasses.dataclass(frozen=True)
 class CleanConfig:
     """Cleaning of a corpus."""
 
@@ -770,14 +790,23 @@ class Config:
     average: AverageConfig = dataclasses.field(default_factory=AverageConfig)
     compare: CompareConfig = dataclasses.field(default_factory=CompareConfig)
     export: ExportConfig = dataclasses.field(default_factory=ExportConfig)
+    import_: ImportConfig = dataclasses.field(default_factory=ImportConfig)
     clean: CleanConfig = dataclasses.field(default_factory=CleanConfig)
     analyze: AnalyzeConfig = dataclasses.field(default_factory=AnalyzeConfig)
     plan: PlanConfig = dataclasses.field(default_factory=PlanConfig)
     sweep: SweepConfig = dataclasses.field(default_factory=SweepConfig)
 
 
+def sections(config: Config) -> dict[str, Any]:
+    """Returns the sections of a config by the names of the command line.
+
+    "import" is a keyword of Python, so in code the section is `import_`.
+    """
+    return {name.rstrip("_"): section for name, section in vars(config).items()}
+
+
 def fields() -> Iterator[tuple[str, dataclasses.Field[Any]]]:
     """Yields every option as ("section.name", dataclass field), in the order of this file."""
-    for section, value in vars(Config()).items():
+    for section, value in sections(Config()).items():
         for field in dataclasses.fields(value):
             yield f"{section}.{field.name}", field

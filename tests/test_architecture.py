@@ -29,6 +29,7 @@ MAY_IMPORT = {
     "data": {"bucket", "files"},
     "parallel": {"axes"},
     "export": {"model"},
+    "importing": {"data", "export", "model"},
     "decoding": {"model", "data"},
     "serving": {"decoding", "data", "model"},
     "evaluation": {"files"},
@@ -36,7 +37,18 @@ MAY_IMPORT = {
     "analysis": {"axes", "training", "evaluation", "model", "data", "parallel", "config", "workdir"},
     # Only cli.py may import the modes.
     "modes": {
-        *("analysis", "training", "evaluation", "decoding", "model", "data", "parallel", "export", "serving"),
+        *(
+            "analysis",
+            "training",
+            "evaluation",
+            "decoding",
+            "model",
+            "data",
+            "parallel",
+            "export",
+            "importing",
+            "serving",
+        ),
         *("bucket", "config", "files", "workdir"),
     },
     "cli": {"modes", "model", "parallel", "config", "workdir"},

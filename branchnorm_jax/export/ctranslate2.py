@@ -39,7 +39,7 @@ def write(
     imported()
     from ctranslate2.specs import common_spec, transformer_spec
 
-    activation = {"relu": common_spec.Activation.RELU, "gelu": common_spec.Activation.GELU}[config.activation]
+    activation = getattr(common_spec.Activation, config.activation.upper())
     depth = config.encoder_layers, config.decoder_layers
     spec = transformer_spec.TransformerSpec.from_config(
         depth, config.heads, pre_norm=plain.pre_norm, activation=activation
@@ -59,6 +59,7 @@ def write(
         for index, layer in enumerate(part.layer):
             for name in SUBLAYERS[stack]:
                 _sublayer(layer, name, plain.layers[stack], index)
+    spec.decoder.start_from_zero_embedding = config.decoder_start == "zero"
     spec.decoder.projection.weight = plain.tables["output"]
     spec.decoder.projection.bias = plain.bias
     for register, pieces in zip(

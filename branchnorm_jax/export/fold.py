@@ -63,7 +63,7 @@ def obstacle(model: Transformer) -> str:
         "it is Pre-LN, and its skip connections have factors": r.pre and r.skip != Weight(),
         "it is Post-LN, and a norm follows its last layer": r.post and r.final != "",
         f"its norms are {c.norm}": c.norm != "layer_norm",
-        f"its activation is {c.activation}": c.activation not in ("relu", "gelu"),
+        f"its activation is {c.activation}": c.activation not in ("relu", "gelu", "swish"),
     }
     return next((reason for reason, holds in obstacles.items() if holds), "")
 

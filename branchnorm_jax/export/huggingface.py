@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from safetensors.numpy import save_file
 
 from branchnorm_jax.errors import UserError
 from branchnorm_jax.export.fold import SUBLAYERS, Plain, without_embedding_scale
@@ -19,7 +20,6 @@ TOKENS = {
     "pad_token_id": PAD,
     "eos_token_id": EOS,
     "bos_token_id": EOS,
-    "decoder_start_token_id": EOS,
     "forced_eos_token_id": EOS,
 }
 
@@ -57,14 +57,12 @@ def write(
       folder: existing folder that contains source.spm and target.spm.
       longest: maximum sequence length of the exported model.
     """
-    try:
-        from safetensors.numpy import save_file
-    except ImportError as error:
-        raise UserError(f"export: {error}; run `pip install safetensors`") from error
     plain = without_embedding_scale(plain)
+    if config.decoder_start == "zero":
+        plain = _start_from_zero(plain)
     save_file(_weights(plain), folder / "model.safetensors")
     _json(folder / "config.json", _model_config(plain, config, longest))
-    _json(folder / "generation_config.json", _generation_config(decode, longest))
+    _json(folder / "generation_config.json", _generation_config(config, decode, longest))
     shared = plain.tables["source"] is plain.tables["target"]
     for name, pieces in zip(("vocab.json", "target_vocab.json"), vocabularies[: 1 if shared else 2], strict=False):
         _json(folder / name, {piece: index for index, piece in enumerate(pieces)})
@@ -127,11 +125,11 @@ def _model_config(plain: Plain, config: ModelConfig, longest: int) -> dict[str, 
         "scale_embedding": True,
         "max_position_embeddings": longest,
         "dtype": "float32",
-        **TOKENS,
+        **_tokens(config),
     }
 
 
-def _generation_config(decode: DecodeConfig, longest: int) -> dict[str, Any]:
+def _generation_config(config: ModelConfig, decode: DecodeConfig, longest: int) -> dict[str, Any]:
     return {
         "num_beams": decode.beam_size,
         "length_penalty": decode.length_penalty,
@@ -141,8 +139,22 @@ def _generation_config(decode: DecodeConfig, longest: int) -> dict[str, Any]:
         "num_return_sequences": decode.nbest,
         "no_repeat_ngram_size": decode.no_repeat_ngram,
         "bad_words_ids": [[PAD]],
-        **TOKENS,
+        **_tokens(config),
     }
+
+
+def _tokens(config: ModelConfig) -> dict[str, int]:
+    return TOKENS | {"decoder_start_token_id": PAD if config.decoder_start == "zero" else EOS}
+
+
+def _start_from_zero(plain: Plain) -> Plain:
+    """Makes the input embedding of PAD zero: the decoder starts from it. Its logit does not change."""
+    target = plain.tables["target"]
+    if not target[PAD].any():
+        return plain
+    return plain._replace(
+        tables=plain.tables | {"target": target * (np.arange(len(target)) != PAD)[:, None].astype("f4")}
+    )
 
 
 def _json(path: Path, content: dict[str, Any]) -> None:
@@ -150,20 +162,23 @@ def _json(path: Path, content: dict[str, Any]) -> None:
 
 
 def log_probs(folder: Path, sources: Sequence[list[int]], targets: Sequence[list[int]]) -> list[np.ndarray]:
-    """Returns the natural log-probabilities of the target tokens.
+    """Returns the natural log-probabilities of the target tokens in a folder that `MarianMTModel` loads.
 
-    `sources` and `targets` are token ids with EOS.
+    `sources` and `targets` are the folder's token ids, with EOS.
+
+    Raises:
+      UserError: if `transformers` or `torch` is not installed.
     """
     try:
         import torch
         from transformers import MarianMTModel
     except ImportError as error:
-        raise UserError(f"export: {error}; run `pip install torch transformers`") from error
+        raise UserError(f"{error}; run `pip install torch transformers`") from error
     model = MarianMTModel.from_pretrained(folder, dtype=torch.float32).eval()
     results = []
     with torch.no_grad():
         for source, target in zip(sources, targets, strict=True):
-            inputs = torch.tensor([[EOS, *target[:-1]]])
+            inputs = torch.tensor([[model.config.decoder_start_token_id, *target[:-1]]])
             logits = model(input_ids=torch.tensor([source]), decoder_input_ids=inputs).logits
             picked = logits.log_softmax(-1)[0].gather(1, torch.tensor(target)[:, None])
             results.append(picked[:, 0].numpy())

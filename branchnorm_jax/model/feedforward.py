@@ -39,6 +39,8 @@ class FeedForward(nn.Module):
         h_BTF = shifted(matrix("fc1")(x_BTD), "shift_in")
         if c.activation == "swiglu":
             h_BTF = h_BTF * jax.nn.silu(matrix("gate")(x_BTD))
+        elif c.activation == "swish":
+            h_BTF = jax.nn.silu(h_BTF)
         elif c.activation == "gelu":
             h_BTF = jax.nn.gelu(h_BTF, approximate=False)
         else:

@@ -27,6 +27,7 @@ from branchnorm_jax.model.segments import Segments, causal_mask, same_sentence, 
 from branchnorm_jax.model.stack import Layer, rematerialised, run_and_update, run_stack, unstack
 from branchnorm_jax.model.taps import Taps
 from branchnorm_jax.options import ModelConfig
+from branchnorm_jax.tokens import EOS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -329,6 +330,8 @@ class Transformer:
         key = _fold(key, 0)
         tokens_BT = drop_words(tokens_BT, c.word_dropout, _fold(key, 1), self.tags)
         x_BTD = embed(tokens_BT, self._table(params, side), positions)
+        if stack == "decoder" and c.decoder_start == "zero":
+            x_BTD = jnp.where((tokens_BT == EOS)[..., None], positions, x_BTD)
         if self.recipe.embedding_norm:
             x_BTD = apply_norm(c.norm, params[f"{stack}_embedding_norm"], x_BTD)
         return dropout(x_BTD, c.dropout, key).astype(c.carry_dtype)

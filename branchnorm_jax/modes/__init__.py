@@ -5,6 +5,7 @@ from branchnorm_jax.modes.clean import clean
 from branchnorm_jax.modes.compare import compare
 from branchnorm_jax.modes.evaluate import evaluate
 from branchnorm_jax.modes.export import export
+from branchnorm_jax.modes.importing import import_
 from branchnorm_jax.modes.lines import score, translate
 from branchnorm_jax.modes.runs import analyze, methods, plan, preflight, sweep, train
 from branchnorm_jax.modes.serve import serve
@@ -16,6 +17,7 @@ __all__ = [
     "compare",
     "evaluate",
     "export",
+    "import_",
     "methods",
     "plan",
     "preflight",

@@ -1,0 +1,83 @@
+"""Weights of other toolkits as NumPy arrays, from safetensors or PyTorch files. No code of a file is run."""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import numpy as np
+from safetensors import SafetensorError, safe_open
+
+from branchnorm_jax.errors import UserError
+from branchnorm_jax.importing.imported import read_json
+
+SAFE, TORCH = "model.safetensors", "pytorch_model.bin"
+
+
+class Tensors:
+    """The weights of a model by name. Each one is taken once; what is left over in the end was not understood."""
+
+    def __init__(self, folder: Path, weights: Mapping[str, np.ndarray]) -> None:
+        self._folder, self._left = folder, dict(weights)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._left
+
+    def take(self, name: str, *shape: int) -> np.ndarray:
+        """Returns a weight in float32. Raises `UserError` if it is missing or has another shape."""
+        if name not in self._left:
+            raise UserError(f"{self._folder}: the weights contain no {name!r}")
+        array = np.asarray(self._left.pop(name), np.float32)
+        if array.shape != shape:
+            raise UserError(f"{self._folder}: {name!r} has shape {list(array.shape)} instead of {list(shape)}")
+        return array
+
+    def drop(self, *names: str) -> None:
+        """Ignores weights that may be there but say nothing new."""
+        for name in names:
+            self._left.pop(name, None)
+
+    def finish(self) -> None:
+        """Raises `UserError` if weights are left over."""
+        if self._left:
+            names = ", ".join(sorted(self._left)[:3])
+            raise UserError(
+                f"{self._folder}: {len(self._left)} weights that this import does not know, such as {names}"
+            )
+
+
+def read(folder: Path) -> Tensors:
+    """Reads the weights of a Hugging Face folder, in one file or several.
+
+    Raises:
+      UserError: if there are none, if a file is damaged, or if it is a pickle that contains code.
+    """
+    for name, load in ((SAFE, _safetensors), (TORCH, _torch)):
+        index = folder / f"{name}.index.json"
+        files = sorted(set(read_json(index)["weight_map"].values())) if index.exists() else [name]
+        if index.exists() or (folder / name).exists():
+            return Tensors(folder, {key: array for file in files for key, array in load(folder / file)})
+    raise UserError(f"{folder}: no weights; expected {SAFE} or {TORCH}")
+
+
+def _safetensors(path: Path) -> Iterator[tuple[str, np.ndarray]]:
+    try:
+        with safe_open(path, framework="numpy") as file:
+            yield from ((name, file.get_tensor(name)) for name in file.keys())  # noqa: SIM118 # not a dictionary
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"{path}: cannot be read ({_first_line(error)})") from error
+
+
+def _torch(path: Path) -> Iterator[tuple[str, np.ndarray]]:
+    try:
+        import torch
+    except ImportError as error:
+        raise UserError(f"import: {error}; run `pip install torch`, or convert {path.name} to {SAFE}") from error
+    try:
+        weights = torch.load(path, map_location="cpu", weights_only=True)
+        yield from ((name, tensor.float().numpy()) for name, tensor in weights.items())
+    except Exception as error:
+        # torch reports damaged files and forbidden pickles by errors of many types.
+        raise UserError(f"{path}: cannot be read as plain weights ({_first_line(error)})") from error
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0][:160]

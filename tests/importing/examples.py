@@ -1,0 +1,90 @@
+"""Small random models in the formats of other toolkits, made with their own classes."""
+
+import json
+from collections.abc import Collection, Iterable
+from pathlib import Path
+from typing import Any
+
+import sentencepiece
+
+SENTENCES = {
+    "source": "the small dog sees a big house . my sister reads an old book in the garden . we see the ship",
+    "target": "der kleine Hund sieht ein großes Haus . meine Schwester liest ein altes Buch im Garten . wir sehen",
+}
+
+
+def train_spm(path: Path, text: str, size: int, **options: Any) -> list[str]:
+    """Trains a SentencePiece model with its own default ids; returns its pieces."""
+    words = text.split()
+    lines = [" ".join(words[start : start + 5]) for start in range(len(words))] * 4
+    with path.open("wb") as file:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=iter(lines), model_writer=file, vocab_size=size, minloglevel=2, **options
+        )
+    processor = sentencepiece.SentencePieceProcessor(model_file=str(path))
+    return [processor.id_to_piece(index) for index in range(processor.get_piece_size())]
+
+
+def marian(
+    folder: Path,
+    *,
+    tags: Iterable[str] = (),
+    apart: bool = False,
+    safe: bool = True,
+    missing: Collection[str] = (),
+    **options: Any,
+) -> dict[str, int]:
+    """Writes a random MarianMTModel as OPUS-MT's models are stored; returns its source vocabulary."""
+    import torch
+    from transformers import MarianConfig, MarianMTModel
+
+    folder.mkdir(exist_ok=True)
+    sides = {side: train_spm(folder / f"{side}.spm", text, 36) for side, text in SENTENCES.items()}
+    # As there: EOS and UNK first, PAD last, the pieces of both sides in one vocabulary, but not all of them.
+    both = [*tags, *sides["source"], *sides["target"]]
+    listed = dict(sides) if apart else {"source": both, "target": both}
+    vocabularies = []
+    for pieces in listed.values():
+        unique = dict.fromkeys(piece for piece in pieces if piece not in ("<unk>", "<s>", "</s>", *missing))
+        vocabularies.append({piece: index for index, piece in enumerate(["</s>", "<unk>", *unique, "<pad>"])})
+    source, target = vocabularies
+    for name, ids in zip(("vocab.json", "target_vocab.json")[: 1 + apart], vocabularies, strict=False):
+        (folder / name).write_text(json.dumps(ids, ensure_ascii=False), encoding="utf-8")
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps({"source_lang": "en", "target_lang": "de", "separate_vocabs": apart, "model_max_length": 512})
+    )
+    torch.manual_seed(0)
+    settings: dict[str, Any] = dict(
+        vocab_size=len(source),
+        decoder_vocab_size=len(target),
+        share_encoder_decoder_embeddings=not apart,
+        d_model=16,
+        encoder_layers=2,
+        decoder_layers=3,
+        encoder_attention_heads=4,
+        decoder_attention_heads=4,
+        encoder_ffn_dim=24,
+        decoder_ffn_dim=24,
+        activation_function="swish",
+        scale_embedding=True,
+        init_std=0.3,
+        pad_token_id=source["<pad>"],
+        decoder_start_token_id=target["<pad>"],
+        eos_token_id=0,
+        forced_eos_token_id=0,
+        max_position_embeddings=64,
+        num_beams=4,
+    )
+    model = MarianMTModel(MarianConfig(**settings | options)).eval()
+    with torch.no_grad():
+        model.final_logits_bias.normal_()
+        model.final_logits_bias[0, 0] = 2.5  # some translations end before their limit
+        for name, parameter in model.named_parameters():
+            if "layer_norm" in name or name.endswith("bias"):
+                parameter.add_(0.2 * torch.randn_like(parameter))
+    if safe:
+        model.save_pretrained(folder)
+    else:
+        model.config.save_pretrained(folder)
+        torch.save(model.state_dict(), folder / "pytorch_model.bin")
+    return source

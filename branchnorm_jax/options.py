@@ -48,8 +48,9 @@ class ModelConfig:
     )
     positions: str = option(
         "marian",
-        "sinusoids: marian (10000^(-2j/d) from position 0, as in Hugging Face) or fairseq (from position 2)",
-        choices=("marian", "fairseq"),
+        "sinusoids: marian (10000^(-2j/d) from position 0, as in Hugging Face's Marian), tensor2tensor "
+        "(10000^(-j/(d/2-1)) from position 0, as in Marian itself) or fairseq (the same from position 2)",
+        choices=("marian", "tensor2tensor", "fairseq"),
     )
     dropout: float = option(
         0.1, "dropout of the embeddings and of every branch", unit="probability", minimum=0, maximum=0.99, common=True

@@ -16,6 +16,7 @@ class Side(NamedTuple):
 
     spm: bytes
     """Serialised SentencePiece model with our ids."""
+    pieces: list[str]
     ids: list[int]
     """Our id -> id in the other toolkit; -1 for pieces that it does not have."""
 
@@ -37,8 +38,9 @@ class Imported(NamedTuple):
     model: ModelConfig
     decode: DecodeConfig
     source_lang: str
+    """Empty if it is not known."""
     target_langs: tuple[str, ...]
-    """More than one if the model has language tags."""
+    """More than one if the model has language tags; empty if it is not known."""
     params: dict[str, Any]
     source: Side
     target: Side

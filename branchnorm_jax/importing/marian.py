@@ -51,7 +51,8 @@ def read_folder(folder: Path) -> Imported:
     params = {stack: _stack(weights, stack, model) for stack in SUBLAYERS}
     params["embedding"], shared = _embedding(weights, model.width, config, source, target)
     weights.finish()
-    languages = [match[1] for match in map(TAG.fullmatch, read_json(folder / "vocab.json")) if match]
+    languages = [match[1] for match in map(TAG.fullmatch, source.pieces) if match]
+    target_lang = tokenizer.get("target_lang")
     return Imported(
         model=dataclasses.replace(model, shared_embeddings=shared),
         decode=DecodeConfig(
@@ -59,8 +60,8 @@ def read_folder(folder: Path) -> Imported:
             length_penalty=float(generation.get("length_penalty") or 1.0),
             max_input_length=min(1024, int(config.get("max_position_embeddings", 512))),
         ),
-        source_lang=str(tokenizer.get("source_lang") or "source"),
-        target_langs=tuple(languages or [str(tokenizer.get("target_lang") or "target")]),
+        source_lang=str(tokenizer.get("source_lang") or ""),
+        target_langs=tuple(languages or ([str(target_lang)] if target_lang else [])),
         params=params,
         source=source,
         target=target,
@@ -118,7 +119,8 @@ def _vocabularies(folder: Path, tokenizer: dict[str, Any], config: dict[str, Any
         # As in `MarianTokenizer`, source pieces without an id are unknown to the network (see `Side.rows`). Those of
         # the target are split further: their probability is 0, so they must not occur in training.
         never = pieces[len(ids) :] if index else ()
-        sides.append(Side(with_pieces(models[index], pieces, never), [ids.get(piece, -1) for piece in pieces]))
+        spm = with_pieces(models[index], pieces, never)
+        sides.append(Side(spm, pieces, [ids.get(piece, -1) for piece in pieces]))
     return sides[0], sides[1]
 
 

@@ -72,6 +72,13 @@ def with_pieces(model: Any, pieces: Sequence[str], never: Collection[str] = ()) 
     return other.SerializeToString()
 
 
+def ids_of(model: Any) -> dict[str, int]:
+    """Returns {piece: id} of a SentencePiece model, as far as text is split into the piece; and its EOS and UNK."""
+    kinds = model.SentencePiece
+    known = (kinds.NORMAL, kinds.USER_DEFINED, kinds.BYTE, kinds.CONTROL, kinds.UNKNOWN)
+    return {each.piece: index for index, each in enumerate(model.pieces) if each.type in known}
+
+
 def _results(model: Any) -> dict[str, Any]:
     """Returns the pieces that can be the result of splitting text."""
     kinds = model.SentencePiece

@@ -18,8 +18,9 @@ def sinusoids(length: int, width: int, layout: str = "marian") -> np.ndarray:
       length: rows.
       width: columns, even.
       layout: "marian": f_j = 10000^(-2j/width), rows are positions 0, 1, ... (Hugging Face's Marian computes the same
-        table, so nothing needs to be exported); "fairseq": f_j = 10000^(-j/(width/2 - 1)), the first token has
-        position 2 (fairseq's padding id plus one).
+        table, so nothing needs to be exported); "tensor2tensor": f_j = 10000^(-j/(width/2 - 1)) (Marian itself
+        computes this table, too); "fairseq": the same, but the first token has position 2 (fairseq's padding id
+        plus one).
 
     Returns:
       float32 [length, width].
@@ -28,8 +29,8 @@ def sinusoids(length: int, width: int, layout: str = "marian") -> np.ndarray:
     j = np.arange(half, dtype=np.float64)
     if layout == "marian":
         frequencies, first = 10000 ** (-2 * j / width), 0
-    elif layout == "fairseq":
-        frequencies, first = 10000 ** (-j / max(half - 1, 1)), 2
+    elif layout in ("tensor2tensor", "fairseq"):
+        frequencies, first = 10000 ** (-j / max(half - 1, 1)), 2 if layout == "fairseq" else 0
     else:
         raise ValueError(f"unknown layout {layout!r}")
     angles = np.arange(first, first + length, dtype=np.float64)[:, None] * frequencies

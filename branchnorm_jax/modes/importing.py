@@ -15,7 +15,7 @@ from branchnorm_jax.decoding.translate import Translator
 from branchnorm_jax.errors import MismatchError, UserError
 from branchnorm_jax.export import huggingface
 from branchnorm_jax.files import atomic_directory, write_atomically
-from branchnorm_jax.importing import marian
+from branchnorm_jax.importing import marian, marian_npz
 from branchnorm_jax.importing.imported import Imported, read_json
 from branchnorm_jax.model.transformer import Transformer
 from branchnorm_jax.options import Config, TrainConfig
@@ -27,6 +27,9 @@ from branchnorm_jax.workdir import Workdir
 
 FAMILIES = {"marian": marian.read_folder}
 """model_type in config.json -> function that reads the folder."""
+
+NPZ = "marian's npz"
+"""What messages call the format of `marian_npz`, which has no config.json."""
 
 TOLERANCE = 1e-3
 """Largest accepted difference between the log-probabilities of a token in the other library and in ours."""
@@ -48,20 +51,19 @@ def import_(config: Config, workdir: Workdir) -> None:
     folder = Path(config.import_.path)
     if not config.import_.path:
         raise UserError("config: --mode=import needs --config.import.path=<folder of the model>")
-    if not (folder / "config.json").is_file():
-        raise UserError(f"import.path={folder}: there is no config.json in this folder")
     if (workdir / "config.json").exists():
         raise UserError(f"{workdir.path}: this workdir contains a run; choose another --workdir")
-    kind = read_json(folder / "config.json").get("model_type")
-    if kind not in FAMILIES:
-        raise UserError(f"{folder / 'config.json'}: model_type={kind} is not supported, only {', '.join(FAMILIES)}")
-    found = FAMILIES[kind](folder)
+    kind, found = _read(folder)
     config = _config(config, found)
     workdir.create()
     tokenizer = _write_vocabulary(workdir, found)
     model = make_model(config.model, tokenizer)
     _check_shapes(model, found)
-    difference = _check(config, model, tokenizer, found) if config.import_.check_sentences else None
+    difference = None
+    if config.import_.check_sentences and kind == NPZ:
+        logs.say("not compared with Marian, which cannot be called from Python: compare some translations yourself")
+    elif config.import_.check_sentences:
+        difference = _check(config, model, tokenizer, found)
     write_atomically(workdir / "data.json", json.dumps({"vocabulary": tokenizer.sha256}, indent=2) + "\n")
     alpha = {stack: jnp.ones(getattr(model.depth, stack)) for stack in model.depth._fields}
     record = {"imported": str(folder), "model_type": kind, "largest_difference": difference}
@@ -72,7 +74,8 @@ def import_(config: Config, workdir: Workdir) -> None:
     parameters = sum(leaf.size for leaf in jax.tree.leaves(found.params))
     saved = f"configs/saved.py:{workdir / 'config.json'}"
     depth = f"{model.depth.encoder}L-{model.depth.decoder}L"
-    languages = f"{found.source_lang} to {', '.join(found.target_langs)}"
+    targets = [direction.target_lang for direction in config.data.directions()]
+    languages = f"{config.data.source_lang} to {', '.join(targets)}"
     logs.say(f"imported {folder}: {kind} {depth}, {parameters:,} parameters, {languages}")
     logs.say(
         f"to fine-tune it: --config={saved} --config.train.finetune_from={workdir.path} --config.data.path=<folder> "
@@ -81,15 +84,30 @@ def import_(config: Config, workdir: Workdir) -> None:
     print(workdir.path)
 
 
+def _read(folder: Path) -> tuple[str, Imported]:
+    """Reads a folder; returns its format and the model."""
+    if not (folder / "config.json").is_file():
+        if next(folder.glob("*.npz"), None) is None:
+            raise UserError(f"import.path={folder}: expected a folder with config.json, or with Marian's .npz file")
+        return NPZ, marian_npz.read_folder(folder)
+    kind = read_json(folder / "config.json").get("model_type")
+    if kind not in FAMILIES:
+        raise UserError(f"{folder / 'config.json'}: model_type={kind} is not supported, only {', '.join(FAMILIES)}")
+    return kind, FAMILIES[kind](folder)
+
+
 def _config(config: Config, found: Imported) -> Config:
-    """Returns the config of the new run: the model's options, and the defaults of this project."""
-    several = len(found.target_langs) > 1
+    """Returns the config of the new run: the model's options, and the defaults of this project.
+
+    Languages that the model does not name are those of the given config.
+    """
+    source, targets = found.source_lang or config.data.source_lang, found.target_langs or (config.data.target_lang,)
     data = dataclasses.replace(
         config.data,
         source="text",
-        source_lang=found.source_lang,
-        target_lang=found.target_langs[0],
-        pairs=",".join(f"{found.source_lang}-{target}" for target in found.target_langs) if several else "",
+        source_lang=source,
+        target_lang=targets[0],
+        pairs=",".join(f"{source}-{target}" for target in targets) if len(targets) > 1 else "",
         vocab_size=len(found.target.ids),
         shared_vocab=found.source.ids == found.target.ids,
     )

@@ -1,10 +1,12 @@
 """Small random models in the formats of other toolkits, made with their own classes."""
 
 import json
+import re
 from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import sentencepiece
 
 SENTENCES = {
@@ -88,3 +90,66 @@ def marian(
         model.config.save_pretrained(folder)
         torch.save(model.state_dict(), folder / "pytorch_model.bin")
     return source
+
+
+def marian_npz(folder: Path, *, joint: bool = False) -> Any:
+    """Writes a random model under Marian's own names; returns the same model as a module of PyTorch.
+
+    `joint`: one SentencePiece model for both sides, trained with Marian's ids, instead of lists of pieces.
+    """
+    import torch
+    from transformers import MarianMTModel
+
+    ids = marian(folder / "huggingface", init_std=0.4)
+    model = MarianMTModel.from_pretrained(folder / "huggingface").eval()
+    count = len(ids) - 1  # <pad> is the last one
+    width, length = model.config.d_model, 64
+    angles = np.arange(length)[:, None] / 10000 ** (np.arange(width // 2) / (width // 2 - 1))
+    with torch.no_grad():
+        model.final_logits_bias[0, -1] = -1e9
+        for stack in (model.model.encoder, model.model.decoder):
+            stack.embed_positions.weight[:] = torch.tensor(np.concatenate([np.sin(angles), np.cos(angles)], 1))
+    if joint:
+        count = 48
+        options: dict[str, Any] = dict(eos_id=0, unk_id=1, bos_id=-1)
+        train_spm(folder / "vocab.spm", " . ".join(SENTENCES.values()), count, **options)
+        vocabularies = ["vocab.spm", "vocab.spm"]
+    else:
+        for side in SENTENCES:
+            (folder / f"{side}.spm").write_bytes((folder / "huggingface" / f"{side}.spm").read_bytes())
+        listed = "".join(f"{json.dumps(piece, ensure_ascii=False)}: {ids[piece]}\n" for piece in list(ids)[:-1])
+        (folder / "both.vocab.yml").write_text(listed, encoding="utf-8")
+        vocabularies = ["both.vocab.yml", "both.vocab.yml"]
+    state = {name: tensor.numpy() for name, tensor in model.state_dict().items()}
+    arrays = {
+        "Wemb": state["model.shared.weight"][:count],
+        "decoder_ff_logit_out_b": state["final_logits_bias"][:, :count],
+    }
+    blocks = {"self_attn": "self", "encoder_attn": "context"}
+    norms = {"self_attn": "self_Wo", "encoder_attn": "context_Wo", "final": "ffn_ffn"}
+    for name, array in state.items():
+        if not (match := re.fullmatch(r"model\.(\w+)\.layers\.(\d+)\.(.+)\.(weight|bias)", name)):
+            continue
+        stack, layer, part, kind = match.groups()
+        start = f"{stack}_l{int(layer) + 1}_"
+        if part.endswith("layer_norm"):
+            theirs = norms[part.removesuffix("_layer_norm")] + ("_ln_scale" if kind == "weight" else "_ln_bias")
+        elif part in ("fc1", "fc2"):
+            theirs = f"ffn_{'W' if kind == 'weight' else 'b'}{part[-1]}"
+        else:
+            block, matrix = part.split(".")
+            theirs = f"{blocks[block]}_{'W' if kind == 'weight' else 'b'}{matrix[0]}"
+        arrays[start + theirs] = array.T if array.ndim == 2 else array[None]
+    options = {
+        "type": "transformer", "enc-depth": 2, "dec-depth": 3, "dim-emb": width, "transformer-dim-ffn": 24,
+        "transformer-heads": 4, "transformer-ffn-activation": "swish", "transformer-preprocess": "",
+        "transformer-postprocess": "dan", "transformer-postprocess-emb": "d", "tied-embeddings-all": True,
+        "dim-vocabs": [count, count],
+    }  # fmt: skip
+    text = "".join(f"{name}: {json.dumps(value)}\n" for name, value in options.items())
+    arrays["special:model.yml"] = np.frombuffer(text.encode() + b"\0", np.int8)
+    np.savez(folder / "model.npz", **arrays)
+    (folder / "decoder.yml").write_text(
+        f"models:\n  - model.npz\nvocabs: {json.dumps(vocabularies)}\nbeam-size: 6\nnormalize: 1\n"
+    )
+    return model

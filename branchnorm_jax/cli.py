@@ -213,19 +213,12 @@ def parse(argv: list[str]) -> tuple[Config, Workdir]:
         workdir = str(Path("runs", re.sub(r"\.py(:|$)", "-", Path(source).name).rstrip("-")))
     needless = early.mode in ("help", "methods")
     folder = Workdir.open(workdir if workdir and not needless else ".")
-    saved = folder / "config.json" if workdir else None
-    if file is None and saved and saved.exists():
-        source = f"{CONFIGS / 'saved.py'}:{saved}"
-    elif file is None and early.mode in ("compare", "import"):
-        source = str(CONFIGS / "default.py")
-    elif file is None and early.mode not in ("help", "methods"):
-        where = f"and no config.json of an earlier run in {workdir}" if saved else "and no --workdir of an earlier run"
-        raise UserError(f"no --config {where}; give --config=<file or name>; {config_names()}")
+    if file is None:
+        source = default_config(early.mode, workdir, folder / "config.json")
     chosen = {"config": source, "workdir": workdir, "mode": early.mode}
-    # ml_collections cannot parse the keyword "import".
-    rest = [re.sub(r"^(--?config\.import)\.", r"\1_.", argument) for argument in rest]
     argv = [argv[0], *(f"--{name}={value}" for name, value in chosen.items() if value is not None), *rest]
-    sys.argv = argv  # ml_collections reads it, too, and needs --config first
+    # ml_collections also reads sys.argv, needs --config first, and cannot parse the keyword "import".
+    argv = sys.argv = [re.sub(r"^(--?config\.import)\.", r"\1_.", argument) for argument in argv]
     import_configs()
     try:
         rest = FLAGS(argv)
@@ -254,6 +247,27 @@ def parse(argv: list[str]) -> tuple[Config, Workdir]:
     if len(rest) > 1:
         raise UserError(f"unknown argument {rest[1]!r}; write options as --name=value")
     return config, folder
+
+
+def default_config(mode: str | None, workdir: str | None, saved: Path) -> str | None:
+    """Returns the config file of a command without --config; None if the mode needs none.
+
+    Args:
+      mode: the flag --mode.
+      workdir: the flag --workdir.
+      saved: config.json of the workdir.
+
+    Raises:
+      UserError: if the workdir has no run, and the mode needs one.
+    """
+    if workdir and saved.exists():
+        return f"{CONFIGS / 'saved.py'}:{saved}"
+    if mode in ("compare", "import"):
+        return str(CONFIGS / "default.py")
+    if mode in ("help", "methods"):
+        return None
+    where = f"and no config.json of an earlier run in {workdir}" if workdir else "and no --workdir of an earlier run"
+    raise UserError(f"no --config {where}; give --config=<file or name>; {config_names()}")
 
 
 def find_config(given: str) -> str:

@@ -85,7 +85,7 @@ def assigned(config: ml_collections.ConfigDict) -> set[str]:
     If `default_config` did not create a section, as in the config of an earlier run, all its options count as set.
     """
     return {
-        f"{section}.{name}"
+        f"{section.rstrip('_')}.{name}"
         for section, options in config.items()
         for name in (options.assigned if isinstance(options, Section) else options)
     }
@@ -173,21 +173,23 @@ def from_config_dict(config_dict: ml_collections.ConfigDict | dict[str, Any]) ->
       UserError: for an unknown name, a wrong type or a value out of range.
     """
     values = config_dict.to_dict() if isinstance(config_dict, ml_collections.ConfigDict) else config_dict
-    given: dict[str, dict[str, Any]] = {name: {} for name in vars(Config())}
+    given: dict[str, dict[str, Any]] = {name: {} for name in sections(Config())}
     known = dict(fields())
-    for section, entries in values.items():
+    for attribute, entries in values.items():
+        section = attribute.rstrip("_")
         if section in given and not isinstance(entries, dict):
             raise UserError(f"config: {section} is a section with options, not the value {entries!r}")
         if section not in given:
             raise UserError(f"config: no section {section!r}; sections are {', '.join(given)}")
         for name, value in entries.items():
-            full = f"{section.rstrip('_')}.{name}"
+            full = f"{section}.{name}"
             if full not in known:
                 hint = nearest_name(full)
                 raise UserError(f"config: no option {full!r}" + (f"; did you mean {hint!r}?" if hint else ""))
             given[section][name] = _checked(full, known[full], value)
     types = {field.name: field.default_factory for field in dataclasses.fields(Config)}
-    config = Config(**{name: types[name](**entries) for name, entries in given.items()})  # type: ignore[operator]
+    made = zip(types, given.values(), strict=True)
+    config = Config(**{name: types[name](**entries) for name, entries in made})  # type: ignore[operator]
     _validate(config)
     return config
 
@@ -339,7 +341,8 @@ def difference(a: Config, b: Config, *, free: bool) -> list[str]:
 
 def to_json(config: Config) -> str:
     """Returns the content of `config.json`."""
-    return json.dumps(dataclasses.asdict(config), indent=2) + "\n"
+    by_name = {name: dataclasses.asdict(section) for name, section in sections(config).items()}
+    return json.dumps(by_name, indent=2) + "\n"
 
 
 RENAMED: dict[tuple[str, str, Any], Any] = {
@@ -391,7 +394,7 @@ def help_text() -> str:
         head, meta = name.split(".")[0], field.metadata
         if head != section and not meta["common"]:
             section = head
-            lines += ["", f"{section}: {getattr(Config(), section).__doc__}"]
+            lines += ["", f"{section}: {sections(Config())[section].__doc__}"]
         unit = f" {meta['unit']}" if meta["unit"] else ""
         choices = f" [{'|'.join(meta['choices'])}]" if meta["choices"] else ""
         lines.append(f"  {name:30} {str(field.default) or '-':>10}{unit:14} {meta['help']}{choices}")

@@ -29,7 +29,7 @@ MAY_IMPORT = {
     "data": {"bucket", "files"},
     "parallel": {"axes"},
     "export": {"model"},
-    "importing": {"data", "export", "model"},
+    "importing": {"data", "export"},
     "decoding": {"model", "data"},
     "serving": {"decoding", "data", "model"},
     "evaluation": {"files"},

@@ -15,7 +15,7 @@ from branchnorm_jax import config as options
 from branchnorm_jax.config import assigned, default_config, from_config_dict, to_flat, with_followers, with_recommended
 from branchnorm_jax.errors import UserError
 from branchnorm_jax.model.methods import METHODS
-from branchnorm_jax.options import Config, ModelConfig, TrainConfig, fields
+from branchnorm_jax.options import Config, ModelConfig, TrainConfig, fields, sections
 
 
 def rejected(values, *parts):
@@ -90,7 +90,7 @@ def test_dissimilar_names_get_no_hint():
 
 
 def test_unknown_section_error_lists_the_known_sections():
-    assert rejected({"modle": {}}, "'modle'", *vars(Config()))
+    assert rejected({"modle": {}}, "'modle'", *sections(Config()))
 
 
 @pytest.mark.parametrize(
@@ -291,7 +291,7 @@ def test_help_begins_with_the_common_options_and_lists_each_option_once():
     assert sorted(itertools.chain(*names)) == sorted(name for name, _ in fields())
     assert 15 <= len(names[0]) <= 25
     assert {"model.method", "data.path", "train.learning_rate", "decode.beam_size"} <= set(names[0])
-    assert [head.partition(":")[0] for head, *_ in groups] == ["Common options", *vars(Config())]
+    assert [head.partition(":")[0] for head, *_ in groups] == ["Common options", *sections(Config())]
     for (head, *_), group in zip(groups[1:], names[1:], strict=True):
         assert {name.split(".")[0] for name in group} == {head.partition(":")[0]}
 

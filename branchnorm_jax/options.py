@@ -98,6 +98,11 @@ class ModelConfig:
     alpha_stagger: float = option(
         0.5, "bottom_up, top_down, progressive: fraction of T when the last layer starts", minimum=0, maximum=0.99
     )
+    grown_from: str = option(
+        "",
+        "depth of the shallower model that the run was made of, such as 6L-6L (train.deepen_from): its layers have "
+        "alpha 1 from the start",
+    )
     alpha_floor: float = option(
         1e-3,
         "adaptive: pause if a layer's gradient norm is below this fraction of the largest in its stack",
@@ -311,6 +316,15 @@ class TrainConfig:
         "fine-tuning: workdir or workdir:checkpoint of the parent run, which gives vocabulary, parameters and alpha; "
         "needs the same model",
     )
+    deepen_from: str = option(
+        "",
+        "deepening: as finetune_from, but this model is deeper; needs model.grown_from, and method branchnorm "
+        "(Post-LN) or prores_pre_ln (Pre-LN)",
+    )
+    parent_rate: float = option(
+        1.0, "factor on the learning rate of old layers and embeddings; 0 freezes them", minimum=0
+    )
+    freeze: str = option("", "comma-separated parts that training does not change: encoder, decoder, embedding")
     batch_tokens: int = option(
         4096,
         "positions per update on the larger of the two sides (fairseq's max-tokens x workers x accumulation)",
@@ -442,6 +456,11 @@ class TrainConfig:
     patience: int = option(
         0, "stop after this many validations without a better one; 0: never", unit="validations", minimum=0, free=True
     )
+
+    @property
+    def parent(self) -> str:
+        """The parent run, "workdir" or "workdir:checkpoint"; empty without one."""
+        return self.finetune_from or self.deepen_from
 
 
 @dataclasses.dataclass(frozen=True)

@@ -2,6 +2,8 @@
 
     alpha_l(u) = start_l + (end_l - start_l) shape(clip((u / T - begin_l) / (finish_l - begin_l), 0, 1))^power
 
+Layers of a shallower model (`grown_from`, see `training/deepen.py`) have alpha = 1 at all times.
+
 u is alpha's clock: the number of completed updates, unless training paused it. T is `alpha_steps`; l counts the layers
 of a stack from 1. `alpha_schedule` chooses the shape, `alpha_order` a row of `ORDERS`, and `alpha_start` and
 `alpha_end` set the limits.
@@ -159,9 +161,33 @@ def _curve(config: ModelConfig, stack: str) -> _Curve:
             f"config: alpha cannot shrink: at {config.encoder_layers}L-{config.decoder_layers}L model.alpha_start="
             f"{limits[0]} is above model.alpha_end={limits[1]}; set model.alpha_end to a larger value, at most 1"
         )
+    is_old = np.isin(np.arange(layers), old_layers(config, stack))
+    start, end = (np.where(is_old, 1.0, limit) for limit in (start, end))
     span = order.span(np.arange(1, layers + 1), layers, config.alpha_stagger)
     begin, finish = (np.broadcast_to(np.asarray(share), (layers,)) for share in span)
     return _Curve(*(np.asarray(values, np.float32) for values in (begin, finish, start, end)))
+
+
+def old_layers(config: ModelConfig, stack: str) -> np.ndarray:
+    """Returns the indices of the layers that come from a shallower model, from 0; none without `grown_from`.
+
+    They are spread evenly, and the first layer is the first of them.
+
+    Raises:
+      UserError: if `grown_from` is not a depth, or is deeper than the model.
+
+    >>> old_layers(ModelConfig(encoder_layers=8, decoder_layers=5, grown_from="3L-2L"), "encoder").tolist()
+    [0, 2, 5]
+    """
+    if not config.grown_from:
+        return np.zeros(0, int)
+    match = re.fullmatch(r"(\d+)L?-(\d+)L?", config.grown_from)
+    count = int(match[1 + STACKS.index(stack)]) if match else 0
+    layers: int = getattr(config, f"{stack}_layers")
+    if not 0 < count <= layers:
+        depth = f"{config.encoder_layers}L-{config.decoder_layers}L"
+        raise UserError(f"config: model.grown_from={config.grown_from!r} is not a depth of at most {depth}")
+    return np.arange(count) * layers // count
 
 
 _RULE = re.compile(r"(?P<c>\d+\.?\d*(?:e-?\d+)?)(?:/(?P<root>sqrt\()?(?P<count>[nLl])(?(root)\)))?")

@@ -185,7 +185,7 @@ def sweep(config: Config, workdir: Workdir) -> None:
     for name, (run, chosen) in sweeping.plan_runs(config).items():
         check_names(chosen)
         folder = workdir.child(name)
-        if chosen.train.finetune_from and not folder.has_checkpoints:
+        if chosen.train.parent and not folder.has_checkpoints:
             try:
                 parent_of(chosen, folder)
             except UserError as error:

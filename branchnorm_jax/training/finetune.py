@@ -1,9 +1,13 @@
-"""Fine-tuning: a run starts with the vocabulary and the parameters of another run (`train.finetune_from`)."""
+"""A run starts with the vocabulary and the parameters of another run: fine-tuning and deepening.
+
+`train.finetune_from` and `train.deepen_from` name the other run, its parent.
+"""
 
 import dataclasses
 import json
 import shutil
 
+import jax
 import jax.numpy as jnp
 
 from branchnorm_jax.data.prepare import Corpus, prepare
@@ -11,12 +15,13 @@ from branchnorm_jax.data.tokenizer import ORIGIN, UNUSED
 from branchnorm_jax.errors import UserError
 from branchnorm_jax.files import atomic_directory
 from branchnorm_jax.model import growth
-from branchnorm_jax.model.coefficients import Alpha
+from branchnorm_jax.model.coefficients import uniform
 from branchnorm_jax.model.methods import get_recipe
 from branchnorm_jax.model.parameters import Params
 from branchnorm_jax.model.transformer import Transformer
 from branchnorm_jax.options import Config, ModelConfig
-from branchnorm_jax.training import logs
+from branchnorm_jax.training import deepen, logs, schedules
+from branchnorm_jax.training.state import INIT_STREAM
 from branchnorm_jax.training.trained import find_run, network, open_checkpoints, restore_model
 from branchnorm_jax.workdir import Workdir
 
@@ -27,30 +32,33 @@ TRAINING_OPTIONS = {
 }  # fmt: skip
 """Model options that only affect training. They may differ between the new run and its parent run."""
 
+DEEPENED_OPTIONS = {"method", "encoder_layers", "decoder_layers", "grown_from"}
+"""Model options that differ between a deepened run and its parent run."""
+
 VOCABULARY_OPTIONS = "vocab_size", "vocab_type", "shared_vocab"
 """Data options that define the vocabulary."""
 
 
 def parent_of(config: Config, workdir: Workdir) -> Workdir:
-    """Returns the workdir of the parent run (`train.finetune_from`) of a new run in `workdir`.
+    """Returns the workdir of the parent run of a new run in `workdir`.
 
     Raises:
-      UserError: if the parent run or its checkpoint does not exist, if its workdir is `workdir`, or if its model,
-        vocabulary options or language tags differ from `config`.
+      UserError: if the parent run or its checkpoint does not exist, if its workdir is `workdir`, if its vocabulary
+        options or language tags differ from `config`, or if its model is neither the same nor one that can be deepened.
     """
-    theirs, parent, which = find_run("train.finetune_from", config.train.finetune_from, config)
+    option = _option(config)
+    theirs, parent, which = find_run(option, config.train.parent, config)
     if parent.stored(".").resolve() == workdir.stored(".").resolve():
-        raise UserError("train.finetune_from: this is the --workdir of the new run; choose another --workdir")
+        raise UserError(f"{option}: this is the --workdir of the new run; choose another --workdir")
     if theirs.data.pairs and not config.data.pairs:
-        raise UserError(
-            f"train.finetune_from: {parent.path} has language tags; set data.pairs, to a single pair if needed"
-        )
+        raise UserError(f"{option}: {parent.path} has language tags; set data.pairs, to a single pair if needed")
     if config.data.pairs and config.data.tags != "none" and not theirs.data.pairs:
-        raise UserError(
-            f"train.finetune_from: {parent.path} has no language tags; leave data.pairs empty or set data.tags=none"
-        )
+        raise UserError(f"{option}: {parent.path} has no language tags; leave data.pairs empty or set data.tags=none")
     of_the_data = VOCABULARY_OPTIONS + (("tags",) if theirs.data.pairs else ())
     ours = {field.name for field in dataclasses.fields(ModelConfig) if not field.metadata["free"]} - TRAINING_OPTIONS
+    if config.train.deepen_from:
+        _check_deepening(config.model, theirs.model)
+        ours -= DEEPENED_OPTIONS
     changed = [
         f"{section}.{name}={getattr(getattr(theirs, section), name)}"
         for section, names in (("model", sorted(ours)), ("data", of_the_data))
@@ -58,14 +66,30 @@ def parent_of(config: Config, workdir: Workdir) -> Workdir:
         if getattr(getattr(theirs, section), name) != getattr(getattr(config, section), name)
     ]
     if changed:
-        raise UserError(
-            f"train.finetune_from: {parent.path} has a different model; set {' '.join(changed)} here as well"
-        )
+        raise UserError(f"{option}: {parent.path} has a different model; set {' '.join(changed)} here as well")
     # Check the vocabulary and the checkpoint now, so that errors appear before any work starts.
     network(theirs, parent)
     checkpoints, name = open_checkpoints(theirs, parent, which)
     checkpoints.named(name)
     return parent
+
+
+def _option(config: Config) -> str:
+    """Returns the name of the option that names the parent. Raises `UserError` if both do."""
+    if config.train.finetune_from and config.train.deepen_from:
+        raise UserError("config: set either train.finetune_from or train.deepen_from")
+    return "train.deepen_from" if config.train.deepen_from else "train.finetune_from"
+
+
+def _check_deepening(ours: ModelConfig, theirs: ModelConfig) -> None:
+    """Raises `UserError` unless a model with the options `ours` can be made of one with `theirs`."""
+    depth = f"{theirs.encoder_layers}L-{theirs.decoder_layers}L"
+    if ours.grown_from != depth:
+        raise UserError(f"train.deepen_from: the parent has the depth {depth}; set model.grown_from={depth}")
+    if theirs.method not in deepen.METHODS.get(ours.method, ()):
+        fitting = [method for method, parents in deepen.METHODS.items() if theirs.method in parents]
+        hint = f"set model.method={fitting[0]}" if fitting else "only Post-LN, Pre-LN and BranchNorm can be deepened"
+        raise UserError(f"train.deepen_from: {ours.method} cannot grow from {theirs.method}; {hint}")
 
 
 def take_vocabulary(parent: Workdir, workdir: Workdir) -> None:
@@ -80,28 +104,37 @@ def take_vocabulary(parent: Workdir, workdir: Workdir) -> None:
 def corpus_of(config: Config, workdir: Workdir) -> Corpus:
     """Prepares the corpus of the run, with its existing vocabulary, its parent's vocabulary or a new one."""
     workdir.fetch("corpus")
-    if config.train.finetune_from and not workdir.has_checkpoints:
+    if config.train.parent and not workdir.has_checkpoints:
         take_vocabulary(parent_of(config, workdir), workdir)
     # data.json shows that training has started, even if there is no checkpoint yet.
-    keep = workdir.has_checkpoints or (workdir / "data.json").exists() or bool(config.train.finetune_from)
+    keep = workdir.has_checkpoints or (workdir / "data.json").exists() or bool(config.train.parent)
     return prepare(config.data, workdir.path, logs.say, keep)
 
 
-def parents_parameters(config: Config, model: Transformer) -> tuple[Params, Alpha]:
-    """Restores the parameters and alpha of the run that `train.finetune_from` names.
+def first_parameters(config: Config, model: Transformer) -> tuple[Params, int]:
+    """Returns the first parameters of a run with a parent, and the clock of alpha.
 
     Raises:
       UserError: if alpha ends below the parent's alpha in this run, because the model would then compute another
         function.
     """
-    theirs, parent, which = find_run("train.finetune_from", config.train.finetune_from, config)
+    option = _option(config)
+    theirs, parent, which = find_run(option, config.train.parent, config)
+    if config.train.deepen_from:
+        old = network(theirs, parent)[1]
+        params, alpha, step = restore_model(theirs, parent, old, which)
+        if not old.recipe.grows:
+            alpha = uniform(1.0, old.depth)
+        logs.say(f"{config.model.grown_from} grows from the parameters of {parent.path}, step {step}")
+        fresh = model.init(jax.random.fold_in(jax.random.key(config.train.seed), INIT_STREAM))
+        return deepen.deepened(params, alpha, fresh, config.model), 0
     params, alpha, step = restore_model(theirs, parent, model, which)
     end = growth.alpha(config.model)(jnp.int32(config.model.alpha_steps))
     largest, allowed = (max(float(values.max()) for values in by_stack.values()) for by_stack in (alpha, end))
     if get_recipe(config.model.method).grows and largest > allowed + 1e-6:
         raise UserError(
-            f"train.finetune_from: alpha is {largest:.3g} in {parent.path}, but ends at {allowed:.3g} here; "
+            f"{option}: alpha is {largest:.3g} in {parent.path}, but ends at {allowed:.3g} here; "
             f"set model.alpha_end={theirs.model.alpha_end or '1'}"
         )
     logs.say(f"starting from the parameters of {parent.path}, step {step}")
-    return params, alpha
+    return params, schedules.clock_at(config.model, alpha)

@@ -34,7 +34,7 @@ from branchnorm_jax.parallel.watchdog import Watchdog
 from branchnorm_jax.training import logs, schedules, trouble
 from branchnorm_jax.training.checkpoint import Checkpoints
 from branchnorm_jax.training.digests import sha256
-from branchnorm_jax.training.finetune import parents_parameters
+from branchnorm_jax.training.finetune import first_parameters
 from branchnorm_jax.training.loop_state import LoopState
 from branchnorm_jax.training.lower import lower_update
 from branchnorm_jax.training.network import make_model
@@ -110,6 +110,7 @@ def check_names(config: Config, devices: Sequence[jax.Device] | None = None) -> 
     if may_roll_back and config.train.rollback == "alpha" and recipe.branch.end is None:
         raise UserError(f"config: train.rollback=alpha: {config.model.method} has no alpha; use train.rollback=batches")
     growth.alpha(config.model)
+    schedules.frozen_names(config.train)
     make_optimizer(config.train)
     schedules.learning_rate(config.train, config.model.width)
     schedules.with_end(config.train, config.train.steps)
@@ -170,9 +171,8 @@ class Run:
             state, saved = restored
             return state, LoopState(**saved)
         train = self.config.train
-        if train.finetune_from:
-            params, alpha = parents_parameters(self.config, self.model)
-            clock = schedules.clock_at(self.config.model, alpha)
+        if train.parent:
+            params, clock = first_parameters(self.config, self.model)
             state = state_from(self.model, self.optimizer, self.mesh, params, clock, bool(train.ema_decay))
         else:
             first = self._first_batch()

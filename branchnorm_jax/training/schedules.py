@@ -175,11 +175,14 @@ def learning_rate(train: TrainConfig, width: int) -> Schedule:
 
 
 def rates(config: Config) -> Callable[[jax.Array, Alpha, jax.Array], dict[str, jax.Array]]:
-    """Returns a function (step, alpha, rate) -> learning rates of the layers.
+    """Returns a function (step, alpha, rate) -> learning rates by part of the parameters.
 
     The result maps each stack to float32 [], or to [L] if the layers differ:
 
         rate_l = rate alpha_l^p e,   p = `branch_update_power`, e = `encoder_rate` in the encoder, else 1
+
+    In a deepened model, the rate of old layers and of the other parts is multiplied by `parent_rate`. It is 0 for the
+    parts that `freeze` names. Parts that are not in the result have the rate `rate`.
 
     The size of an Adam update is the learning rate, even for a very small gradient. While alpha is near 0, the
     gradients of the branches are mostly noise. With p > 0, the weights of the branches change very little until alpha
@@ -188,6 +191,12 @@ def rates(config: Config) -> Callable[[jax.Array, Alpha, jax.Array], dict[str, j
     """
     train, power = config.train, config.train.branch_update_power
     grows = get_recipe(config.model.method).grows
+    is_old = {
+        stack: np.isin(np.arange(getattr(config.model, f"{stack}_layers")), growth.old_layers(config.model, stack))
+        for stack in STACKS
+    }
+    others = {"embedding", *(part for stack in STACKS for part in parts_of(stack))} - {*STACKS}
+    frozen = [part for name in frozen_names(train) for part in parts_of(name)]
 
     def by_layer(step: jax.Array, alpha: Alpha, rate: jax.Array) -> dict[str, jax.Array]:
         by_stack = dict.fromkeys(STACKS, rate)
@@ -196,9 +205,27 @@ def rates(config: Config) -> Callable[[jax.Array, Alpha, jax.Array], dict[str, j
         if train.encoder_rate != 1:
             first = step < train.encoder_rate_steps if train.encoder_rate_steps else jnp.bool_(True)
             by_stack["encoder"] = by_stack["encoder"] * jnp.where(first, train.encoder_rate, 1.0)
-        return by_stack
+        if train.parent_rate != 1:
+            shares = {stack: np.where(old, train.parent_rate, 1.0).astype(np.float32) for stack, old in is_old.items()}
+            by_stack = {stack: rate * shares[stack] for stack, rate in by_stack.items()}
+            by_stack |= dict.fromkeys(others, rate * train.parent_rate)
+        return by_stack | dict.fromkeys(frozen, jnp.zeros(()))
 
     return by_layer
+
+
+def frozen_names(train: TrainConfig) -> list[str]:
+    """Returns `train.freeze` as a list. Raises `UserError` if a name is unknown."""
+    names = [name.strip() for name in train.freeze.split(",") if name.strip()]
+    if unknown := set(names) - {*STACKS, "embedding"}:
+        known = ", ".join((*STACKS, "embedding"))
+        raise UserError(f"config: train.freeze: {', '.join(sorted(unknown))} is not one of {known}")
+    return names
+
+
+def parts_of(name: str) -> list[str]:
+    """Returns the names in the parameter tree that belong to a stack or to the embedding; not all need to exist."""
+    return [f"{name}{suffix}" for suffix in ("", "_norm", "_embedding_norm", "_combination")]
 
 
 def clock_at(model: ModelConfig, alpha: Alpha) -> int:

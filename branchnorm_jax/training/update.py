@@ -135,7 +135,7 @@ def differentiate_and_update(
     rest = with_moments(
         state.opt_state, [{name: tree[name] for name in params} for tree in moments_of(state.opt_state)]
     )
-    updated = update(grads, scale, optimizer, rest, params, rate, {})
+    updated = update(grads, scale, optimizer, rest, params, rate, rates)
     trees = moments_of(updated.opt_state)
     whole = [tree | {stack: moments[stack][0][index] for stack in STACKS} for index, tree in enumerate(trees)]
     of_layers = [{stack: figures[stack][index] for stack in STACKS} for index in range(3)]

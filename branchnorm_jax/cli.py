@@ -262,6 +262,8 @@ def default_config(mode: str | None, workdir: str | None, saved: Path) -> str | 
     """
     if workdir and saved.exists():
         return f"{CONFIGS / 'saved.py'}:{saved}"
+    if mode == "import" and not workdir:
+        raise UserError("--mode=import needs --workdir=<folder to make>")
     if mode in ("compare", "import"):
         return str(CONFIGS / "default.py")
     if mode in ("help", "methods"):

@@ -367,6 +367,8 @@ def load(path: Path) -> Config:
     """Reads a config that `to_json` wrote. Raises `UserError` if the file is missing or not a config."""
     try:
         values = json.loads(path.read_text())
+        if isinstance(values, dict) and "model_type" in values:
+            raise UserError(f"{path}: this is a model of Hugging Face, not a run; make one of it with --mode=import")
         if not isinstance(values, dict) or not values.keys() >= {"model", "data", "train"}:
             raise ValueError("not the options of a run")
         for (section, option, old), new in RENAMED.items():

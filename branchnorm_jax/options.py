@@ -565,7 +565,7 @@ class DecodeConfig:
     batch_tokens: int = option(4096, "size of a batch: source positions x beam", unit="tokens", minimum=1, free=True)
     dtype: str = option(
         "auto",
-        "type of the matrices while translating: model (as model.dtype), bfloat16 (half the memory, twice the speed of "
+        "type of the matrices while translating: model (as model.dtype), bfloat16 (half the bytes, twice the speed of "
         "products on CPUs with AVX512-BF16 or AMX; results stay float32), or auto: bfloat16 on such CPUs for models of "
         "width 128 and above, if at least 64 hypotheses are computed at once",
         choices=("auto", "model", "bfloat16"),
@@ -698,7 +698,7 @@ class ExportConfig:
 class ImportConfig:
     """Import of models that other toolkits trained."""
 
-    path: str = option("", "import: folder of the model, as Hugging Face stores it", free=True)
+    path: str = option("", "import: folder of a Marian model, as Hugging Face stores it or of Marian itself", free=True)
     check_sentences: int = option(
         20,
         "number of random sentences on which the log-probabilities are compared with the other library, if it is "

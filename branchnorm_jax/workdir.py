@@ -182,12 +182,12 @@ class Workdir:
             for name in ("data.json", "metrics.jsonl", "layers.jsonl", "validation.jsonl"):
                 (self / name).unlink(missing_ok=True)
         else:
-            self.check_config(config)
             if (self / "import.json").exists():
                 raise UserError(
                     f"{self.path}: this model was imported and has no optimiser state; fine-tune it in another "
                     f"--workdir with --config.train.finetune_from={self.path}"
                 )
+            self.check_config(config)
             if 0 < config.train.steps < self.last_step:
                 raise UserError(
                     f"{self.path}: this run is at step {self.last_step}, past train.steps={config.train.steps}; "

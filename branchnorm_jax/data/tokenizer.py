@@ -25,6 +25,9 @@ T = TypeVar("T")
 UNUSED = "unused_target.txt"
 """File next to a vocabulary that lists the ids of unused target pieces, one per line."""
 
+ABSENT = "absent_target.txt"
+"""The same for the pieces of an imported vocabulary that its model does not have. They stay unused in fine-tuning."""
+
 ORIGIN = "made_of.json"
 """File next to a vocabulary that records the text and the options it was trained with."""
 
@@ -66,12 +69,14 @@ class Tokenizer:
       sha256: hash of the vocabulary.
       unused_target: ids of pieces that never occur in the target side of the training text, ascending; empty if
         unknown.
+      absent_target: ids of target pieces that the model of an imported vocabulary does not have, ascending.
     """
 
     source_processor: sentencepiece.SentencePieceProcessor
     target_processor: sentencepiece.SentencePieceProcessor
     sha256: str
     unused_target: tuple[int, ...] = ()
+    absent_target: tuple[int, ...] = ()
 
     @property
     def source_size(self) -> int:
@@ -237,13 +242,18 @@ def load_tokenizer(directory: Path) -> Tokenizer:
         wanted = "expected a readable vocab.model, or source.model and target.model"
         raise UserError(f"{directory}: no vocabulary found, {wanted} ({error.strerror})") from error
     processors = [_processor(model, path) for model, path in zip(models, paths, strict=True)]
-    unused: tuple[int, ...] = ()
-    if (directory / UNUSED).exists():
-        try:
-            unused = tuple(int(line) for line in (directory / UNUSED).read_text().split())
-        except (OSError, ValueError) as error:
-            raise UserError(f"{directory / UNUSED}: cannot be read ({error}); delete it and resume training") from error
-    return Tokenizer(processors[0], processors[-1], hashlib.sha256(b"".join(models)).hexdigest(), unused)
+    sha256 = hashlib.sha256(b"".join(models)).hexdigest()
+    return Tokenizer(processors[0], processors[-1], sha256, *(_ids(directory / name) for name in (UNUSED, ABSENT)))
+
+
+def _ids(path: Path) -> tuple[int, ...]:
+    """Reads a list of ids, one per line; empty if there is no such file."""
+    if not path.exists():
+        return ()
+    try:
+        return tuple(int(line) for line in path.read_text().split())
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path}: cannot be read ({error}); delete it and resume training") from error
 
 
 def note_unused(tokenizer: Tokenizer, used_target: np.ndarray, directory: Path) -> Tokenizer:

@@ -1,7 +1,7 @@
 """The type of the matrices while a text is translated.
 
-bfloat16 has half the bytes of float32 and an eighth of its precision in bits of the mantissa. Products of bfloat16
-matrices have float32 results here, and everything else stays in the model's types.
+bfloat16 has half the bytes of float32, and 8 significant bits instead of 24. Products of bfloat16 matrices have float32
+results here, and everything else stays in the model's types.
 """
 
 import functools
@@ -18,7 +18,10 @@ SMALLEST_WIDTH, SMALLEST_BATCH = 128, 64
 
 
 def narrows(decode: DecodeConfig, model: ModelConfig, hypotheses: int) -> bool:
-    """Returns whether a search with this many hypotheses at once multiplies bfloat16 matrices, see `decode.dtype`."""
+    """Returns whether a search multiplies bfloat16 matrices, see `decode.dtype`.
+
+    `hypotheses` is the number of hypotheses that a step computes at once.
+    """
     if decode.dtype != "auto":
         return decode.dtype == "bfloat16"
     large = model.width >= SMALLEST_WIDTH and hypotheses >= SMALLEST_BATCH
@@ -27,7 +30,10 @@ def narrows(decode: DecodeConfig, model: ModelConfig, hypotheses: int) -> bool:
 
 @functools.cache
 def native_bfloat16() -> bool:
-    """Returns whether this CPU has instructions for products of bfloat16 matrices; False if the system does not say."""
+    """Returns whether this CPU has instructions for products of bfloat16 matrices.
+
+    Returns False if there is no /proc/cpuinfo.
+    """
     path = Path("/proc/cpuinfo")
     flags = path.read_text(encoding="utf-8").split() if path.exists() else []
     return not {"avx512_bf16", "amx_bf16"}.isdisjoint(flags)

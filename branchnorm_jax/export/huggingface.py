@@ -9,13 +9,16 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from branchnorm_jax.errors import UserError
-from branchnorm_jax.export.fold import SUBLAYERS, Plain, without_embedding_scale
+from branchnorm_jax.export.fold import SUBLAYERS, UNUSED_BIAS, Plain, without_embedding_scale
 from branchnorm_jax.options import DecodeConfig, ModelConfig
 from branchnorm_jax.tokens import EOS, PAD, UNK
 
 NORMS = {"self": "self_attn_layer_norm", "cross": "encoder_attn_layer_norm", "ffn": "final_layer_norm"}
 ATTENTION = {"self": "self_attn", "cross": "encoder_attn"}
 OUT = {"q": "q_proj", "k": "k_proj", "v": "v_proj", "o": "out_proj"}
+START = "<start>"
+"""Piece for the first input of a decoder that starts from zeros, if PAD does not serve."""
+
 TOKENS = {
     "pad_token_id": PAD,
     "eos_token_id": EOS,
@@ -29,7 +32,8 @@ def obstacle(plain: Plain, config: ModelConfig) -> str:
     first = plain.embedding_scale.values()
     obstacles = {
         "Marian supports only Post-LN": plain.pre_norm,
-        "Marian needs its own position table (model.positions=marian)": config.positions != "marian",
+        f"MarianMTModel has other positions (model.positions=marian) than {config.positions}": config.positions
+        != "marian",
         "the first skip connection has a factor per feature": any((scale != scale[0]).any() for scale in first),
     }
     return next((reason for reason, holds in obstacles.items() if holds), "")
@@ -58,11 +62,16 @@ def write(
       longest: maximum sequence length of the exported model.
     """
     plain = without_embedding_scale(plain)
+    start = EOS
     if config.decoder_start == "zero":
-        plain = _start_from_zero(plain)
+        start = PAD
+        if plain.tables["target"][PAD].any():
+            # Training has changed the row of PAD, so the decoder starts from a further row.
+            plain, start = _with_zero_row(plain), len(plain.tables["target"])
+            vocabularies = [[*pieces, START] for pieces in vocabularies]
     save_file(_weights(plain), folder / "model.safetensors")
-    _json(folder / "config.json", _model_config(plain, config, longest))
-    _json(folder / "generation_config.json", _generation_config(config, decode, longest))
+    _json(folder / "config.json", _model_config(plain, config, start, longest))
+    _json(folder / "generation_config.json", _generation_config(start, decode, longest))
     shared = plain.tables["source"] is plain.tables["target"]
     for name, pieces in zip(("vocab.json", "target_vocab.json"), vocabularies[: 1 if shared else 2], strict=False):
         _json(folder / name, {piece: index for index, piece in enumerate(pieces)})
@@ -105,7 +114,7 @@ def _weights(plain: Plain) -> dict[str, np.ndarray]:
     return {name: np.ascontiguousarray(array) for name, array in weights.items()}
 
 
-def _model_config(plain: Plain, config: ModelConfig, longest: int) -> dict[str, Any]:
+def _model_config(plain: Plain, config: ModelConfig, start: int, longest: int) -> dict[str, Any]:
     source, target, output = (plain.tables[name] for name in ("source", "target", "output"))
     return {
         "model_type": "marian",
@@ -125,11 +134,12 @@ def _model_config(plain: Plain, config: ModelConfig, longest: int) -> dict[str, 
         "scale_embedding": True,
         "max_position_embeddings": longest,
         "dtype": "float32",
-        **_tokens(config),
+        **TOKENS,
+        "decoder_start_token_id": start,
     }
 
 
-def _generation_config(config: ModelConfig, decode: DecodeConfig, longest: int) -> dict[str, Any]:
+def _generation_config(start: int, decode: DecodeConfig, longest: int) -> dict[str, Any]:
     return {
         "num_beams": decode.beam_size,
         "length_penalty": decode.length_penalty,
@@ -139,22 +149,16 @@ def _generation_config(config: ModelConfig, decode: DecodeConfig, longest: int) 
         "num_return_sequences": decode.nbest,
         "no_repeat_ngram_size": decode.no_repeat_ngram,
         "bad_words_ids": [[PAD]],
-        **_tokens(config),
+        **TOKENS,
+        "decoder_start_token_id": start,
     }
 
 
-def _tokens(config: ModelConfig) -> dict[str, int]:
-    return TOKENS | {"decoder_start_token_id": PAD if config.decoder_start == "zero" else EOS}
-
-
-def _start_from_zero(plain: Plain) -> Plain:
-    """Makes the input embedding of PAD zero: the decoder starts from it. Its logit does not change."""
-    target = plain.tables["target"]
-    if not target[PAD].any():
-        return plain
-    return plain._replace(
-        tables=plain.tables | {"target": target * (np.arange(len(target)) != PAD)[:, None].astype("f4")}
-    )
+def _with_zero_row(plain: Plain) -> Plain:
+    """Appends a row of zeros to each table, for a piece with probability 0. Tables that are one array stay one."""
+    longer = {id(table): np.concatenate([table, np.zeros_like(table[:1])]) for table in plain.tables.values()}
+    tables = {name: longer[id(table)] for name, table in plain.tables.items()}
+    return plain._replace(tables=tables, bias=np.append(plain.bias, np.float32(UNUSED_BIAS)))
 
 
 def _json(path: Path, content: dict[str, Any]) -> None:

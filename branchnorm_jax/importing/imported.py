@@ -1,14 +1,18 @@
-"""A model of another toolkit, in the terms of this project."""
+"""A model of another toolkit, in the terms of this project, and how its files are read."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
+from branchnorm_jax.data.tokenizer import TAG
 from branchnorm_jax.errors import UserError
 from branchnorm_jax.options import DecodeConfig, ModelConfig
 from branchnorm_jax.tokens import UNK
+
+T = TypeVar("T")
 
 
 class Side(NamedTuple):
@@ -27,7 +31,7 @@ class Side(NamedTuple):
         return np.where(ids < 0, ids[UNK], ids)
 
     @property
-    def unused(self) -> list[int]:
+    def absent(self) -> list[int]:
         """Our ids of the pieces that the other toolkit does not have."""
         return [index for index, theirs in enumerate(self.ids) if theirs < 0]
 
@@ -39,20 +43,83 @@ class Imported(NamedTuple):
     decode: DecodeConfig
     source_lang: str
     """Empty if it is not known."""
-    target_langs: tuple[str, ...]
-    """More than one if the model has language tags; empty if it is not known."""
+    target_lang: str
+    """Empty if it is not known, or if the model has language tags."""
     params: dict[str, Any]
     source: Side
     target: Side
     """The same ids as `source` if the sides share their vocabulary."""
+    unused: list[int]
+    """Our ids of target pieces with probability 0."""
+
+    @property
+    def tags(self) -> list[str]:
+        """Target languages that have a tag."""
+        return [match[1] for match in map(TAG.fullmatch, self.source.pieces) if match]
+
+    @property
+    def shared(self) -> bool:
+        """Whether both sides have the same pieces with the same ids."""
+        return (self.source.pieces, self.source.ids) == (self.target.pieces, self.target.ids)
 
 
-def read_json(path: Path, default: Any = None) -> Any:
-    """Reads a JSON file. Raises `UserError` if it is damaged, or if it is missing and there is no default."""
-    if default is not None and not path.exists():
-        return default
+class Values:
+    """Options in a file, with checks of their types. Every fault is one line with the path of the file."""
+
+    def __init__(self, path: Path, values: Mapping[str, Any]) -> None:
+        self.path, self._values = path, values
+
+    def __contains__(self, name: str) -> bool:
+        return self._values.get(name) is not None
+
+    def get(self, name: str, kind: type[T], default: T | None = None) -> T:
+        """Returns an option as `kind`, which is bool, str, int, float or list.
+
+        Raises:
+          UserError: if it is missing without a default, or has another type.
+        """
+        value = self._values.get(name)
+        if value is None:
+            if default is None:
+                raise UserError(f"{self.path}: {name} is missing")
+            return default
+        if kind is float and isinstance(value, int):
+            value = float(value)
+        if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+            raise UserError(f"{self.path}: {name}={value!r} must be of the type {kind.__name__}")
+        return value
+
+    def same(self, *names: str) -> int:
+        """Returns the positive whole number that all these options have. Raises `UserError` if they differ."""
+        values = {self.get(name, int) for name in names}
+        if len(values) > 1 or min(values) < 1:
+            raise UserError(
+                f"{self.path}: {' and '.join(names)} must be the same positive number, not {sorted(values)}"
+            )
+        return values.pop()
+
+
+def read_values(path: Path, required: bool = True) -> Values:
+    """Reads a JSON file with options; without `required`, a missing file has none. Raises `UserError` otherwise."""
+    return Values(path, read_json(path) if required or path.exists() else {})
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Reads a JSON object. Raises `UserError` if there is none."""
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise UserError(f"{path}: cannot be read ({reason})") from error
+    if not isinstance(content, dict):
+        raise UserError(f"{path}: expected names with values, not a {type(content).__name__}")
+    return content
+
+
+def checked_ids(path: Path, ids: Mapping[str, Any]) -> dict[str, int]:
+    """Returns piece -> id. Raises `UserError` unless the ids are different whole numbers from 0."""
+    if not all(isinstance(number, int) and not isinstance(number, bool) and number >= 0 for number in ids.values()):
+        raise UserError(f"{path}: an id is not a whole number from 0")
+    if len(set(ids.values())) < len(ids):
+        raise UserError(f"{path}: two pieces have the same id")
+    return dict(ids)

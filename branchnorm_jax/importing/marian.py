@@ -10,12 +10,11 @@ from typing import Any
 
 import numpy as np
 
-from branchnorm_jax.data.tokenizer import TAG
 from branchnorm_jax.errors import UserError
 from branchnorm_jax.export.fold import SUBLAYERS, UNUSED_BIAS
 from branchnorm_jax.export.huggingface import ATTENTION, NORMS, OUT
-from branchnorm_jax.importing.imported import Imported, Side, read_json
-from branchnorm_jax.importing.pieces import ordered, parse, with_pieces
+from branchnorm_jax.importing.imported import Imported, Side, Values, checked_ids, read_json, read_values
+from branchnorm_jax.importing.pieces import make_side, parse
 from branchnorm_jax.importing.tensors import Tensors, read
 from branchnorm_jax.options import DecodeConfig, ModelConfig
 
@@ -40,127 +39,135 @@ def read_folder(folder: Path) -> Imported:
     """Reads a folder with config.json, weights, vocab.json, source.spm and target.spm.
 
     Raises:
-      UserError: if a file is missing or damaged, or if the model has something that this project has not.
+      UserError: if a file is missing or damaged, or if the model uses a feature that this project does not support.
     """
-    config = read_json(folder / "config.json")
-    tokenizer = read_json(folder / "tokenizer_config.json", {})
-    generation = read_json(folder / "generation_config.json", {})
-    model = _options(folder, config)
-    source, target = _vocabularies(folder, tokenizer, config)
+    config = read_values(folder / "config.json")
+    tokenizer = read_values(folder / "tokenizer_config.json", required=False)
+    generation = read_values(folder / "generation_config.json", required=False)
+    model = _options(config)
+    source, target = _vocabularies(folder, config)
     weights = read(folder)
     params = {stack: _stack(weights, stack, model) for stack in SUBLAYERS}
-    params["embedding"], shared = _embedding(weights, model.width, config, source, target)
+    params["embedding"], shared, unused = _embedding(weights, model.width, config, source, target)
     weights.finish()
-    languages = [match[1] for match in map(TAG.fullmatch, source.pieces) if match]
-    target_lang = tokenizer.get("target_lang")
+    longest = config.same("max_position_embeddings") if "max_position_embeddings" in config else 512
+    # Old models have the options of the search in config.json.
+    search = {name: generation if name in generation else config for name in ("num_beams", "length_penalty")}
     return Imported(
         model=dataclasses.replace(model, shared_embeddings=shared),
         decode=DecodeConfig(
-            beam_size=int(generation.get("num_beams") or config.get("num_beams") or 1),
-            length_penalty=float(generation.get("length_penalty") or 1.0),
-            max_input_length=min(1024, int(config.get("max_position_embeddings", 512))),
+            beam_size=search["num_beams"].get("num_beams", int, 1),
+            length_penalty=search["length_penalty"].get("length_penalty", float, 1.0),
+            max_input_length=max(4, min(1024, longest)),
         ),
-        source_lang=str(tokenizer.get("source_lang") or ""),
-        target_langs=tuple(languages or ([str(target_lang)] if target_lang else [])),
+        source_lang=tokenizer.get("source_lang", str, ""),
+        target_lang=tokenizer.get("target_lang", str, ""),
         params=params,
         source=source,
         target=target,
+        unused=unused,
     )
 
 
-def _options(folder: Path, config: dict[str, Any]) -> ModelConfig:
+def _options(config: Values) -> ModelConfig:
     """Returns the options of the network."""
-    path = folder / "config.json"
-
-    def number(*names: str) -> int:
-        values = [config.get(name) for name in names]
-        if not isinstance(values[0], int) or len(set(values)) > 1:
-            raise UserError(f"{path}: {' and '.join(names)} must be the same whole number, not {values}")
-        return values[0]
-
     for name, expected in FIXED.items():
-        if config.get(name, expected) != expected:
-            raise UserError(f"{path}: {name}={config[name]} is not supported, only {expected}")
-    activation = config.get("activation_function", "gelu")
+        if config.get(name, bool, expected) != expected:
+            raise UserError(f"{config.path}: {name}={not expected} is not supported, only {expected}")
+    activation = config.get("activation_function", str, "gelu")
     if activation not in ACTIVATIONS:
-        raise UserError(f"{path}: activation_function={activation} is not supported, only {', '.join(ACTIVATIONS)}")
+        raise UserError(f"{config.path}: activation_function={activation} is not supported; known: {[*ACTIVATIONS]}")
+    width, heads = config.same("d_model"), config.same("encoder_attention_heads", "decoder_attention_heads")
+    if width % heads or width % 2:
+        raise UserError(f"{config.path}: d_model={width} must be even and a multiple of {heads} attention heads")
+    start, end = config.get("decoder_start_token_id", int), config.get("eos_token_id", int)
     return ModelConfig(
         method="post_ln",
-        encoder_layers=number("encoder_layers"),
-        decoder_layers=number("decoder_layers"),
-        width=number("d_model"),
-        ffn_width=number("encoder_ffn_dim", "decoder_ffn_dim"),
-        heads=number("encoder_attention_heads", "decoder_attention_heads"),
+        encoder_layers=config.same("encoder_layers"),
+        decoder_layers=config.same("decoder_layers"),
+        width=width,
+        ffn_width=config.same("encoder_ffn_dim", "decoder_ffn_dim"),
+        heads=heads,
         activation=ACTIVATIONS[activation],
-        decoder_start="eos" if number("decoder_start_token_id") == number("eos_token_id") else "zero",
+        decoder_start="eos" if start == end else "zero",
         output_bias=True,
-        dropout=float(config.get("dropout", 0.1)),
-        attention_dropout=float(config.get("attention_dropout", 0.0)),
-        activation_dropout=float(config.get("activation_dropout", 0.0)),
+        dropout=config.get("dropout", float, 0.1),
+        attention_dropout=config.get("attention_dropout", float, 0.0),
+        activation_dropout=config.get("activation_dropout", float, 0.0),
     )
 
 
-def _vocabularies(folder: Path, tokenizer: dict[str, Any], config: dict[str, Any]) -> tuple[Side, Side]:
+def _vocabularies(folder: Path, config: Values) -> tuple[Side, Side]:
     """Reads the vocabularies of source and target. With a single vocab.json, both have the same pieces and ids."""
+    tokenizer = read_json(folder / "tokenizer_config.json") if (folder / "tokenizer_config.json").exists() else {}
+    named = (
+        tokenizer.get(f"{name}_token") or f"<{text}>" for name, text in (("pad", "pad"), ("eos", "/s"), ("unk", "unk"))
+    )
+    special = [str(each.get("content")) if isinstance(each, dict) else str(each) for each in named]
     apart = (folder / "target_vocab.json").exists()
     models = [parse(folder / f"{side}.spm") for side in ("source", "target")]
-    special = [
-        tokenizer.get(f"{name}_token") or text for name, text in (("pad", "<pad>"), ("eos", "</s>"), ("unk", "<unk>"))
-    ]
-    special = [each["content"] if isinstance(each, dict) else each for each in special]
     sides = []
     for index, name in enumerate(("vocab.json", "target_vocab.json" if apart else "vocab.json")):
-        ids = read_json(folder / name)
+        ids = checked_ids(folder / name, read_json(folder / name))
         if missing := [piece for piece in special if piece not in ids]:
             raise UserError(f"{folder / name}: the special pieces {', '.join(missing)} are missing")
-        if ids[special[1]] != config["eos_token_id"]:
-            raise UserError(f"{folder / name}: {special[1]} has not the id eos_token_id={config['eos_token_id']}")
-        pieces = ordered(ids, special, [models[index]] if apart else models)
-        # As in `MarianTokenizer`, source pieces without an id are unknown to the network (see `Side.rows`). Those of
-        # the target are split further: their probability is 0, so they must not occur in training.
-        never = pieces[len(ids) :] if index else ()
-        spm = with_pieces(models[index], pieces, never)
-        sides.append(Side(spm, pieces, [ids.get(piece, -1) for piece in pieces]))
+        if ids[special[1]] != (expected := config.get("eos_token_id", int)):
+            raise UserError(
+                f"{folder / name}: {special[1]} has the id {ids[special[1]]}, but eos_token_id is {expected}"
+            )
+        size = (
+            config.get("decoder_vocab_size", int, config.get("vocab_size", int)) if index else config.same("vocab_size")
+        )
+        if max(ids.values()) >= size:
+            raise UserError(f"{folder / name}: it has ids up to {max(ids.values())}, but the model has {size} pieces")
+        sides.append(make_side(models[index], ids, special, [models[index]] if apart else models, bool(index)))
     return sides[0], sides[1]
 
 
 def _embedding(
-    weights: Tensors, width: int, config: dict[str, Any], source: Side, target: Side
-) -> tuple[dict[str, np.ndarray], str]:
-    """Returns the embedding tables, in our order of pieces, with the bias of the logits; and which tables are shared.
+    weights: Tensors, width: int, config: Values, source: Side, target: Side
+) -> tuple[dict[str, np.ndarray], str, list[int]]:
+    """Returns embedding tables in our order of pieces, which of them are shared, and the unused target pieces.
 
-    Files may contain a shared table once or several times, so tables are shared if they are equal.
+    Files may contain a shared table once or several times, so tables are shared if they are equal. The bias of the
+    logits is among the tables.
     """
-    sizes = config["vocab_size"], config.get("decoder_vocab_size") or config["vocab_size"]
+    sizes = config.get("vocab_size", int), config.get("decoder_vocab_size", int, config.get("vocab_size", int))
     expected = {SHARED: sizes[0], SOURCE: sizes[0], TARGET: sizes[1], OUTPUT: sizes[1]}
     found = {name: weights.take(name, size, width) for name, size in expected.items() if name in weights}
-    tied = config.get("tie_word_embeddings", True)
+    target_name = TARGET if TARGET in found else SHARED
     names = {
         "source": SOURCE if SOURCE in found else SHARED,
-        "target": (target_name := TARGET if TARGET in found else SHARED),
-        "output": target_name if tied else OUTPUT,
+        "target": target_name,
+        "output": target_name if config.get("tie_word_embeddings", bool, True) else OUTPUT,
     }
     if missing := set(names.values()) - found.keys():
-        raise UserError(f"import: the weights contain no {', '.join(sorted(missing))}")
+        raise UserError(f"{config.path.parent}: the weights contain no {', '.join(sorted(missing))}")
     tables = {name: found[theirs] for name, theirs in names.items()}
     weights.drop("model.encoder.embed_positions.weight", "model.decoder.embed_positions.weight")
-    start = config["decoder_start_token_id"]
-    if start != config["eos_token_id"] and tables["target"][start].any():
-        raise UserError(f"import: the decoder starts from token {start}, whose embedding is not zero; not supported")
+    start = config.get("decoder_start_token_id", int)
+    if start != config.get("eos_token_id", int) and not (0 <= start < sizes[1] and not tables["target"][start].any()):
+        raise UserError(
+            f"{config.path}: decoder_start_token_id={start} must be EOS, or a piece whose embedding is zero"
+        )
     # Our embeddings always have this factor.
-    scale = np.float32(1.0 if config.get("scale_embedding", False) else width**-0.5)
+    scale = np.float32(1.0 if config.get("scale_embedding", bool, False) else width**-0.5)
+    bias = weights.take("final_logits_bias", 1, sizes[1])[0][target.rows]
+    # Such biases come from our own exports.
+    unused = sorted({*target.absent, *np.flatnonzero(bias <= UNUSED_BIAS / 2).tolist()})
+    bias[unused] = 0.0
     ours = {
         "source": tables["source"][source.rows] * scale,
         "target": tables["target"][target.rows] * scale,
         "output": tables["output"][target.rows],
+        "bias": bias,
     }
-    bias = weights.take("final_logits_bias", 1, sizes[1])[0][target.rows]
-    bias[target.unused] = UNUSED_BIAS
     if not np.array_equal(ours["target"], ours["output"]):
-        return ours | {"bias": bias}, "none"
+        return ours, "none", unused
+    del ours["output"]
     if not np.array_equal(ours["source"], ours["target"]):
-        return {"source": ours["source"], "target": ours["target"], "bias": bias}, "decoder"
-    return {"shared": ours["source"], "bias": bias}, "all"
+        return ours, "decoder", unused
+    return {"shared": ours["source"], "bias": bias}, "all", unused
 
 
 def _stack(weights: Tensors, stack: str, model: ModelConfig) -> dict[str, Any]:
@@ -180,9 +187,8 @@ def _stack(weights: Tensors, stack: str, model: ModelConfig) -> dict[str, Any]:
         if sublayer == "ffn":
             params[sublayer] = {"fc1": matrix("fc1", width, hidden), "fc2": matrix("fc2", hidden, width)}
         else:
-            params[sublayer] = {
-                ours: matrix(f"{ATTENTION[sublayer]}.{name}", width, width) for ours, name in OUT.items()
-            }
+            block = ATTENTION[sublayer]
+            params[sublayer] = {ours: matrix(f"{block}.{theirs}", width, width) for ours, theirs in OUT.items()}
         norm = NORMS[sublayer]
         params[f"{sublayer}_post_norm"] = {
             "scale": stacked(f"{norm}.weight", width),

@@ -5,6 +5,8 @@ decoder starts from a vector of zeros, and the frequencies of the positions are 
 have an epsilon of 1e-6, ours 1e-5, as in Hugging Face's copy of Marian.
 """
 
+import zipfile
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +14,10 @@ import jax
 import numpy as np
 import yaml
 
-from branchnorm_jax.data.tokenizer import TAG
 from branchnorm_jax.errors import UserError
-from branchnorm_jax.export.fold import SUBLAYERS, UNUSED_BIAS
-from branchnorm_jax.importing.imported import Imported, Side
-from branchnorm_jax.importing.pieces import ids_of, ordered, parse, with_pieces
+from branchnorm_jax.export.fold import SUBLAYERS
+from branchnorm_jax.importing.imported import Imported, Side, Values, checked_ids
+from branchnorm_jax.importing.pieces import ids_of, make_side, parse
 from branchnorm_jax.importing.tensors import Tensors
 from branchnorm_jax.options import DecodeConfig, ModelConfig
 
@@ -26,12 +27,11 @@ SUPPORTED: dict[str, tuple[Any, ...]] = {
     "type": ("transformer",),
     "transformer-decoder-autoreg": ("self-attention",),
     "transformer-postprocess-emb": ("d", ""),
-    "transformer-ffn-activation": ("relu", "swish"),
+    "transformer-ffn-activation": ("swish", "relu"),
     "transformer-ffn-depth": (2,),
     "transformer-no-projection": (False,),
     "transformer-train-positions": (False,),
     "transformer-tied-layers": ([],),
-    "transformer-aan-depth": (2,),
     "lemma-dim-emb": (0,),
 }
 """Marian's options -> the values that this project supports. Options that are missing have the first value."""
@@ -52,139 +52,185 @@ def read_folder(folder: Path) -> Imported:
     Vocabularies are SentencePiece models (.spm), or lists of pieces (.yml) with source.spm and target.spm.
 
     Raises:
-      UserError: if a file is missing or damaged, or if the model has something that this project has not.
+      UserError: if a file is missing or damaged, or if the model uses a feature that this project does not support.
     """
-    decoder = _yaml(folder / "decoder.yml") if (folder / "decoder.yml").exists() else {}
-    path = _model_path(folder, decoder)
+    described = folder / "decoder.yml"
+    decoder = Values(described, _mapping(described, _text(described)) if described.exists() else {})
+    path = _one(decoder, "models", sorted(folder.glob("*.npz")))
     arrays = _arrays(path)
     options = _options(path, arrays)
-    source, target = _vocabularies(folder, decoder)
+    model = _model_options(options)
+    sizes = options.get("dim-vocabs", list)
+    if not sizes or not all(isinstance(size, int) and size > 2 for size in sizes):
+        raise UserError(f"{path}: dim-vocabs={sizes} is not a list of sizes")
+    source, target = _vocabularies(folder, decoder, (sizes[0], sizes[-1]))
     weights = Tensors(path, arrays)
-    tied = "all" if options.get("tied-embeddings-all") else "decoder" if options.get("tied-embeddings") else "none"
-    key = tuple(options.get(f"transformer-{name}", "") for name in ("preprocess", "postprocess", "postprocess-top"))
-    if key not in METHODS:
-        raise UserError(f"{path}: --transformer-preprocess, -postprocess and -postprocess-top {key} are not supported")
-    model = ModelConfig(
-        method=METHODS[key],
-        encoder_layers=options["enc-depth"],
-        decoder_layers=options["dec-depth"],
-        width=options["dim-emb"],
-        ffn_width=options["transformer-dim-ffn"],
-        heads=options["transformer-heads"],
-        activation=options["transformer-ffn-activation"],
-        shared_embeddings=tied,
-        positions="tensor2tensor",
-        decoder_start="zero",
-        output_bias=True,
-    )
     params: dict[str, Any] = {stack: _stack(weights, stack, model) for stack in SUBLAYERS}
     if model.method == "pre_ln":
         params |= {f"{stack}_norm": _norm(weights, f"{stack}_top", "", model.width) for stack in SUBLAYERS}
-    params["embedding"] = _embedding(weights, model, options["dim-vocabs"], source, target)
+    params["embedding"] = _embedding(weights, model, (sizes[0], sizes[-1]), source, target)
     weights.finish()
-    languages = [match[1] for match in map(TAG.fullmatch, source.pieces) if match]
     return Imported(
         model=model,
         decode=DecodeConfig(
-            beam_size=int(decoder.get("beam-size", 12)), length_penalty=float(decoder.get("normalize", 0.0))
+            beam_size=decoder.get("beam-size", int, 12), length_penalty=decoder.get("normalize", float, 0.0)
         ),
         source_lang="",
-        target_langs=tuple(languages),
+        target_lang="",
         params=params,
         source=source,
         target=target,
+        unused=target.absent,
     )
 
 
-def _model_path(folder: Path, decoder: dict[str, Any]) -> Path:
-    """Returns the path of the model: the first one of decoder.yml, or the only .npz file of the folder."""
-    named = decoder.get("models") or []
-    found = [folder / Path(str(named[0])).name] if named else sorted(folder.glob("*.npz"))
-    if len(found) != 1 or not found[0].is_file():
-        raise UserError(f"{folder}: expected one .npz file, or the name of one in decoder.yml, not {len(found)}")
-    return found[0]
+def _one(decoder: Values, name: str, found: list[Path]) -> Path:
+    """Returns the first file that decoder.yml names, or the only one of `found`."""
+    folder = decoder.path.parent
+    if name in decoder:
+        paths = [folder / Path(text).name for text in _names(decoder, name)]
+    else:
+        paths = found
+        if len(paths) != 1:
+            raise UserError(f"{folder}: it has {len(paths)} .npz files; name one of them in decoder.yml")
+    if not paths[0].is_file():
+        raise UserError(f"{paths[0]}: this file is missing; {decoder.path.name} names it")
+    return paths[0]
+
+
+def _names(decoder: Values, name: str) -> list[str]:
+    names = decoder.get(name, list)
+    if not names or not all(isinstance(each, str) for each in names):
+        raise UserError(f"{decoder.path}: {name} must be a list of files, not {names}")
+    return names
 
 
 def _arrays(path: Path) -> dict[str, np.ndarray]:
     try:
         with np.load(path, allow_pickle=False) as file:
             return {name: file[name] for name in file.files}
-    except (OSError, ValueError, EOFError) as error:
+    except (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error, KeyError) as error:
         raise UserError(f"{path}: cannot be read ({str(error).splitlines()[0]})") from error
 
 
-def _options(path: Path, arrays: dict[str, np.ndarray]) -> dict[str, Any]:
-    """Takes the options out of the arrays, and checks them."""
+def _options(path: Path, arrays: dict[str, np.ndarray]) -> Values:
+    """Takes the options out of the arrays, and checks that this project supports them."""
     if OPTIONS not in arrays:
         raise UserError(f"{path}: it has no {OPTIONS}, so it is not a model of Marian")
-    options = yaml.safe_load(arrays.pop(OPTIONS).tobytes().rstrip(b"\0").decode("utf-8"))
+    values = _mapping(path, arrays.pop(OPTIONS).tobytes().rstrip(b"\0").decode("utf-8", "replace"))
     for name, supported in SUPPORTED.items():
-        if options.get(name, supported[0]) not in supported:
-            raise UserError(f"{path}: --{name}={options[name]} is not supported, only {', '.join(map(str, supported))}")
-    if missing := {"enc-depth", "dec-depth", "dim-emb", "transformer-dim-ffn", "transformer-heads"} - options.keys():
-        raise UserError(f"{path}: {OPTIONS} has no {', '.join(sorted(missing))}")
-    options.setdefault("transformer-ffn-activation", "swish")
-    return options
+        if values.setdefault(name, supported[0]) not in supported:
+            raise UserError(f"{path}: --{name}={values[name]} is not supported, only {', '.join(map(str, supported))}")
+    return Values(path, values)
 
 
-def _yaml(path: Path) -> dict[str, Any]:
-    try:
-        return yaml.load(
-            path.read_text(encoding="utf-8"), yaml.CBaseLoader if hasattr(yaml, "CBaseLoader") else yaml.BaseLoader
+def _model_options(options: Values) -> ModelConfig:
+    """Returns the options of the network."""
+    key = tuple(
+        options.get(f"transformer-{name}", str, "") for name in ("preprocess", "postprocess", "postprocess-top")
+    )
+    if key not in METHODS:
+        raise UserError(
+            f"{options.path}: --transformer-preprocess, -postprocess and -postprocess-top {key} are not supported"
         )
-    except (OSError, yaml.YAMLError, UnicodeDecodeError) as error:
-        raise UserError(f"{path}: cannot be read ({' '.join(str(error).split())[:160]})") from error
+    width, heads = options.same("dim-emb"), options.same("transformer-heads")
+    if width % heads or width % 2:
+        raise UserError(f"{options.path}: dim-emb={width} must be even and a multiple of {heads} heads")
+    tied = options.get("tied-embeddings-all", bool, False), options.get("tied-embeddings", bool, False)
+    return ModelConfig(
+        method=METHODS[key],
+        encoder_layers=options.same("enc-depth"),
+        decoder_layers=options.same("dec-depth"),
+        width=width,
+        ffn_width=options.same("transformer-dim-ffn"),
+        heads=heads,
+        activation=options.get("transformer-ffn-activation", str),
+        shared_embeddings="all" if tied[0] else "decoder" if tied[1] else "none",
+        positions="tensor2tensor",
+        decoder_start="zero",
+        output_bias=True,
+    )
 
 
-def _vocabularies(folder: Path, decoder: dict[str, Any]) -> tuple[Side, Side]:
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: cannot be read ({error})") from error
+
+
+def _mapping(path: Path, text: str, loader: Any = yaml.SafeLoader) -> dict[str, Any]:
+    """Parses YAML with names and values. Raises `UserError` if it is something else."""
+    try:
+        content = yaml.load(text, loader)
+    except yaml.YAMLError as error:
+        raise UserError(f"{path}: not valid YAML ({' '.join(str(error).split())[:160]})") from error
+    if not isinstance(content, dict):
+        raise UserError(f"{path}: expected names with values, not a {type(content).__name__}")
+    return content
+
+
+def _listed(path: Path) -> dict[str, int]:
+    """Reads a vocabulary in YAML. All keys are text, also those that YAML would take for numbers."""
+    texts = _mapping(path, _text(path), getattr(yaml, "CBaseLoader", yaml.BaseLoader))
+    if not all(isinstance(number, str) and number.isdecimal() for number in texts.values()):
+        raise UserError(f"{path}: an id is not a whole number from 0")
+    return checked_ids(path, {piece: int(number) for piece, number in texts.items()})
+
+
+def _vocabularies(folder: Path, decoder: Values, sizes: tuple[int, int]) -> tuple[Side, Side]:
     """Reads the vocabularies of source and target; one for both sides if the files are the same."""
-    names = [Path(str(name)).name for name in decoder.get("vocabs") or []]
-    names = names or sorted(path.name for kind in ("*.spm", "*vocab*.yml") for path in folder.glob(kind))
-    if not names:
-        raise UserError(f"{folder}: expected vocabularies (.spm or .yml), best named in decoder.yml")
-    lists = [name for name in names if name.endswith((".yml", ".yaml"))]
-    used = lists or names
-    paths = [folder / used[0], folder / used[-1]]
+    if "vocabs" in decoder:
+        names = [Path(name).name for name in _names(decoder, "vocabs")]
+    else:
+        names = sorted({path.name for kind in ("*vocab*.yml", "*.spm") for path in folder.glob(kind)})
+        # Alone, or with the SentencePiece models of both sides.
+        names = [name for name in names if name.endswith(".yml")] or names
+        if len(names) != 1 and names != ["source.spm", "target.spm"]:
+            raise UserError(
+                f"{folder}: which of its vocabularies is the source's? List them as `vocabs` in decoder.yml"
+            )
+    lists = all(name.endswith((".yml", ".yaml")) for name in names)
+    paths = [folder / names[0], folder / names[-1]]
     spm_paths = [folder / "source.spm", folder / "target.spm"] if lists else paths
     if missing := [path for path in (*paths, *spm_paths) if not path.is_file()]:
         why = "; lists of pieces need the SentencePiece models source.spm and target.spm" if lists else ""
         raise UserError(f"{missing[0]}: this file is missing{why}")
     models = [parse(path) for path in spm_paths]
-    ids = [
-        {piece: int(number) for piece, number in _yaml(path).items()} if lists else ids_of(model)
-        for path, model in zip(paths, models, strict=True)
-    ]
-    shared = ids[0] == ids[1]
+    given = [_listed(path) if lists else ids_of(model) for path, model in zip(paths, models, strict=True)]
     sides = []
-    for index, (path, model) in enumerate(zip(paths, models, strict=True)):
-        if absent := [piece for piece in SPECIAL[1:] if piece not in ids[index]]:
+    for index, (path, size) in enumerate(zip(paths, sizes, strict=True)):
+        # Marian ignores the rest of a list that is longer than --dim-vocabs.
+        ids = {piece: number for piece, number in given[index].items() if number < size}
+        if len(ids) < size:
+            raise UserError(
+                f"{path}: it has {len(ids)} pieces, but the model has {size}; it is another model's vocabulary"
+            )
+        if absent := [piece for piece in SPECIAL[1:] if piece not in ids]:
             raise UserError(f"{path}: the special pieces {', '.join(absent)} are missing")
-        pieces = ordered(ids[index], SPECIAL, models if shared else [model])
-        # As in `marian.py`: target pieces without an id must not occur in training.
-        never = [piece for piece in pieces if piece not in ids[index]] if index else ()
-        spm = with_pieces(model, pieces, never)
-        sides.append(Side(spm, pieces, [ids[index].get(piece, -1) for piece in pieces]))
+        alike = models if given[0] == given[1] else [models[index]]
+        sides.append(make_side(models[index], ids, SPECIAL, alike, bool(index)))
     return sides[0], sides[1]
 
 
 def _embedding(
-    weights: Tensors, model: ModelConfig, sizes: list[int], source: Side, target: Side
+    weights: Tensors, model: ModelConfig, sizes: tuple[int, int], source: Side, target: Side
 ) -> dict[str, np.ndarray]:
     """Returns the embedding tables and the bias of the logits, in our order of pieces."""
     width = model.width
-    bias = weights.take("decoder_ff_logit_out_b", 1, sizes[-1])[0][target.rows]
-    bias[target.unused] = UNUSED_BIAS
+    bias = weights.take("decoder_ff_logit_out_b", 1, sizes[1])[0][target.rows]
+    bias[target.absent] = 0.0
     if model.shared_embeddings == "all":
         return {"shared": weights.take("Wemb", sizes[0], width)[source.rows], "bias": bias}
     common = weights.take("Wemb", sizes[0], width) if "Wemb" in weights else None
     tables = {}
-    for name, side, size in (("source", source, sizes[0]), ("target", target, sizes[-1])):
-        stack = "encoder" if name == "source" else "decoder"
-        tables[name] = (weights.take(f"{stack}_Wemb", size, width) if common is None else common)[side.rows]
+    for name, stack, side, size in (("source", "encoder", source, sizes[0]), ("target", "decoder", target, sizes[1])):
+        table = weights.take(f"{stack}_Wemb", size, width) if common is None else common
+        tables[name] = table[side.rows]
     if model.shared_embeddings == "none":
         turned = "decoder_ff_logit_out_Wt" in weights
-        shape = (sizes[-1], width) if turned else (width, sizes[-1])
-        output = weights.take("decoder_ff_logit_out_Wt" if turned else "decoder_ff_logit_out_W", *shape)
+        shape = (sizes[1], width) if turned else (width, sizes[1])
+        output = weights.take(f"decoder_ff_logit_out_{'Wt' if turned else 'W'}", *shape)
         tables["output"] = (output if turned else output.T)[target.rows]
     return tables | {"bias": bias}
 

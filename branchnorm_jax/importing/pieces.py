@@ -8,6 +8,7 @@ from sentencepiece import sentencepiece_model_pb2
 
 from branchnorm_jax.data.tokenizer import TAG
 from branchnorm_jax.errors import UserError
+from branchnorm_jax.importing.imported import Side
 from branchnorm_jax.tokens import EOS, PAD, UNK
 
 
@@ -25,41 +26,59 @@ def parse(path: Path) -> Any:
     return proto
 
 
-def ordered(ids: Mapping[str, int], special: Sequence[str], models: Sequence[Any]) -> list[str]:
-    """Returns the pieces of a vocabulary in the order of this project.
+def make_side(model: Any, ids: Mapping[str, int], special: Sequence[str], models: Sequence[Any], target: bool) -> Side:
+    """Returns the vocabulary of one side in the order of this project.
 
     Special pieces come first, then language tags, then the others in the order of their ids, and in the end the pieces
-    that only the SentencePiece models have.
+    that only the SentencePiece models have. On the source side these are unknown to the network (see `Side.rows`). On
+    the target side text is split into smaller pieces instead: their probability is 0, so they must not occur in
+    training.
 
     Args:
+      model: the SentencePiece model of the side.
       ids: piece -> id in the other toolkit.
       special: its pieces for PAD, EOS and UNK.
-      models: SentencePiece models that share the vocabulary.
+      models: the SentencePiece models of all sides that share the vocabulary.
+      target: whether this is the target side.
+
+    Raises:
+      UserError: if most pieces of the model have no id.
     """
+    own = _results(model).keys()
+    if len(own - ids.keys()) > len(own) / 2:
+        raise UserError(
+            f"import: {len(own - ids.keys())} of the {len(own)} pieces of the {'target' if target else 'source'}'s "
+            "SentencePiece model have no id in the vocabulary: the two do not belong together"
+        )
     others = sorted(ids.keys() - set(special), key=ids.__getitem__)
-    more = sorted({piece for model in models for piece in _results(model)} - ids.keys())
-    return [*special, *sorted(others, key=lambda piece: TAG.fullmatch(piece) is None), *more]
+    more = sorted({piece for each in models for piece in _results(each)} - ids.keys())
+    pieces = [*special, *sorted(others, key=lambda piece: TAG.fullmatch(piece) is None), *more]
+    return Side(_with_pieces(model, pieces, more if target else ()), pieces, [ids.get(piece, -1) for piece in pieces])
 
 
-def with_pieces(model: Any, pieces: Sequence[str], never: Collection[str] = ()) -> bytes:
+def _with_pieces(model: Any, pieces: Sequence[str], never: Collection[str]) -> bytes:
     """Returns a serialised SentencePiece model that splits text as `model` does, into pieces with other ids.
 
     Pieces that `model` does not have are never the result of splitting, but decoding knows them. Language tags become
     control symbols.
 
     Args:
-      model: the model, which `parse` read.
-      pieces: all pieces in the order of their ids; PAD, EOS and UNK come first.
+      model: the model.
+      pieces: all pieces in the order of their ids.
       never: pieces of `model` that must not be the result of splitting any more.
     """
-    kinds = model.SentencePiece
-    results = {text: piece for text, piece in _results(model).items() if text not in never}
+    kinds, results, never = model.SentencePiece, _results(model), set(never)
     special = {PAD: kinds.CONTROL, EOS: kinds.CONTROL, UNK: kinds.UNKNOWN}
+    # BPE also merges unused pieces, and then splits them again. With the lowest score, they come after other merges.
+    lowest = min((piece.score for piece in results.values()), default=0.0) - 1
 
     def listed(index: int, text: str) -> Any:
         if index in special or TAG.fullmatch(text):
             return kinds(piece=text, score=0.0, type=special.get(index, kinds.CONTROL))
-        return results.get(text) or kinds(piece=text, score=0.0, type=kinds.UNUSED)
+        known = results.get(text)
+        if known is None or text in never:
+            return kinds(piece=text, score=lowest if known is None else known.score, type=kinds.UNUSED)
+        return known
 
     other = type(model)()
     other.CopyFrom(model)
@@ -73,7 +92,7 @@ def with_pieces(model: Any, pieces: Sequence[str], never: Collection[str] = ()) 
 
 
 def ids_of(model: Any) -> dict[str, int]:
-    """Returns {piece: id} of a SentencePiece model, as far as text is split into the piece; and its EOS and UNK."""
+    """Returns piece -> id of a SentencePiece model, for pieces of text and special pieces."""
     kinds = model.SentencePiece
     known = (kinds.NORMAL, kinds.USER_DEFINED, kinds.BYTE, kinds.CONTROL, kinds.UNKNOWN)
     return {each.piece: index for index, each in enumerate(model.pieces) if each.type in known}

@@ -7,7 +7,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from branchnorm_jax.errors import UserError
-from branchnorm_jax.importing.imported import read_json
+from branchnorm_jax.importing.imported import read_values
 
 SAFE, TORCH = "model.safetensors", "pytorch_model.bin"
 
@@ -28,6 +28,8 @@ class Tensors:
         array = np.asarray(self._left.pop(name), np.float32)
         if array.shape != shape:
             raise UserError(f"{self._folder}: {name!r} has shape {list(array.shape)} instead of {list(shape)}")
+        if not np.isfinite(array).all():
+            raise UserError(f"{self._folder}: {name!r} has values that are not finite")
         return array
 
     def drop(self, *names: str) -> None:
@@ -52,7 +54,7 @@ def read(folder: Path) -> Tensors:
     """
     for name, load in ((SAFE, _safetensors), (TORCH, _torch)):
         index = folder / f"{name}.index.json"
-        files = sorted(set(read_json(index)["weight_map"].values())) if index.exists() else [name]
+        files = sorted(set(read_values(index).get("weight_map", dict).values())) if index.exists() else [name]
         if index.exists() or (folder / name).exists():
             return Tensors(folder, {key: array for file in files for key, array in load(folder / file)})
     raise UserError(f"{folder}: no weights; expected {SAFE} or {TORCH}")
@@ -75,8 +77,10 @@ def _torch(path: Path) -> Iterator[tuple[str, np.ndarray]]:
         weights = torch.load(path, map_location="cpu", weights_only=True)
         yield from ((name, tensor.float().numpy()) for name, tensor in weights.items())
     except Exception as error:
-        # torch reports damaged files and forbidden pickles by errors of many types.
-        raise UserError(f"{path}: cannot be read as plain weights ({_first_line(error)})") from error
+        # torch reports damaged files and forbidden pickles by errors of many types, some of several lines.
+        raise UserError(
+            f"{path}: cannot be read as plain weights, because it is damaged or contains code ({type(error).__name__})"
+        ) from error
 
 
 def _first_line(error: Exception) -> str:

@@ -43,8 +43,8 @@ Ref = Any
 
 
 Arrays = tuple[jax.Array, ...]
-"""q, k and v in this order, or their gradients: one array [B, T, N, H, K] holds N of them, so one, two or three arrays.
-They are read where the products of `attention.py` write them."""
+"""q, k and v in this order, or their gradients: each array [B, T, N, H, K] holds N of them. In self-attention there is
+one array, in cross-attention one with q and one with k and v, as the products of `attention.py` write them."""
 
 Kept = tuple[Arrays, jax.Array, jax.Array]
 """What the backward pass needs: q, k, v, the mask and the seed."""

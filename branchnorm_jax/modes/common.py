@@ -4,23 +4,38 @@ import itertools
 import os
 import stat
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from queue import Empty, Queue
 from typing import BinaryIO, NamedTuple
 
+import jax
+import numpy as np
+
 from branchnorm_jax.data.tokenizer import Tokenizer
 from branchnorm_jax.decoding.translate import Member, Translator
-from branchnorm_jax.errors import UserError
+from branchnorm_jax.errors import MismatchError, UserError
 from branchnorm_jax.model.coefficients import Alpha
 from branchnorm_jax.model.parameters import Params
+from branchnorm_jax.model.transformer import Transformer
 from branchnorm_jax.options import Config
+from branchnorm_jax.tokens import EOS, UNK
 from branchnorm_jax.training import logs
 from branchnorm_jax.training.digests import checksums
 from branchnorm_jax.training.trained import find_run, network, restore_model
 from branchnorm_jax.workdir import Workdir
 
+Sentences = list[list[int]]
+"""Token ids, EOS last."""
+
 PAUSE = 0.05
 """Seconds without a line after which the lines read from a pipe are used."""
+
+
+TOLERANCE = 1e-3
+"""Largest accepted difference between the log-probabilities of a token in another library and in ours."""
+
+LONGEST = 30
+"""Tokens of the longest random sentence."""
 
 
 class Trained(NamedTuple):
@@ -75,6 +90,60 @@ def member(path: str, tokenizer: Tokenizer, config: Config) -> Member:
         )
     params, alpha, _ = restore_model(theirs, workdir, model, which)
     return Member(model, params, alpha)
+
+
+def random_sentences(model: Transformer, count: int, absent: Sequence[int] = ()) -> tuple[Sentences, Sentences]:
+    """Returns random sources and targets with EOS, of pieces that text can have.
+
+    Args:
+      model: the model, which knows the unused target pieces.
+      count: number of sentences.
+      absent: source pieces to leave out.
+    """
+    rng = np.random.default_rng(0)
+
+    def sentences(size: int, never: Sequence[int]) -> Sentences:
+        ids = np.setdiff1d(np.arange(UNK + model.tags + 1, size), never)
+        return [[*rng.choice(ids, rng.integers(1, LONGEST)).tolist(), EOS] for _ in range(count)]
+
+    return sentences(model.source_vocab, absent), sentences(model.target_vocab, model.unused)
+
+
+def compared(
+    ours: Callable[[], list[np.ndarray]],
+    theirs: Callable[[], list[np.ndarray]],
+    what: str,
+    kind: str,
+    tolerance: float = TOLERANCE,
+) -> float | None:
+    """Compares the log-probabilities of tokens in this project and in another library.
+
+    Args:
+      ours: computes ours, one array per sentence.
+      theirs: computes the same in the other library.
+      what: which sentences these are, for the message.
+      kind: "imported" or "exported", for messages.
+      tolerance: the largest accepted difference.
+
+    Returns:
+      The largest difference, or None if the other library is not installed.
+
+    Raises:
+      MismatchError: if a difference is larger than `tolerance`.
+    """
+    try:
+        expected = theirs()
+    except UserError as error:
+        logs.say(f"the {kind} model was not checked: {error}")
+        return None
+    # Without this, GPUs and TPUs would round the operands of products.
+    with jax.default_matmul_precision("highest"):
+        actual = ours()
+    largest = float(np.abs(np.concatenate(actual) - np.concatenate(expected)).max())
+    logs.say(f"largest difference of a token's log-probability over {what}: {largest:.2e}")
+    if not largest <= tolerance:
+        raise MismatchError(f"log-probabilities differ by {largest:.2e}, more than {tolerance}: nothing was {kind}")
+    return largest
 
 
 def read_chunks(stream: BinaryIO | None, name: str, most: int) -> Iterator[list[str]]:

@@ -143,10 +143,13 @@ class Checkpoints:
         """Saves parameters without training state and waits until they are on disk.
 
         Training cannot resume from such a checkpoint. The arguments are as in `save`.
+
+        Raises:
+          StorageError: if a checkpoint of this step exists already.
         """
         values = jax.tree.map(lambda leaf: np.asarray(leaf).tolist(), alpha)
         sums = {"params": checksums(params).tolist()}
-        self._manager.save(
+        saved = self._manager.save(
             step,
             args=ocp.args.Composite(
                 params=ocp.args.StandardSave(params),
@@ -154,6 +157,8 @@ class Checkpoints:
             ),
         )
         self.close()
+        if not saved:
+            raise StorageError(f"{self._directory}: checkpoint {step} was not written")
 
     def save(self, state: TrainState, alpha: Alpha, memory: SavedLoopState, score: float | None) -> None:
         """Starts to save the state, after the previous save has finished.

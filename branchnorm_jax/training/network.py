@@ -7,5 +7,6 @@ from branchnorm_jax.options import ModelConfig
 
 def make_model(config: ModelConfig, tokenizer: Tokenizer) -> Transformer:
     """Creates the network with the options of a config and the sizes of a vocabulary."""
-    unused = tokenizer.unused_target if config.mask_unused else ()
-    return Transformer(config, tokenizer.source_size, tokenizer.target_size, unused, len(tokenizer.languages))
+    unused = {*tokenizer.absent_target, *(tokenizer.unused_target if config.mask_unused else ())}
+    sizes = tokenizer.source_size, tokenizer.target_size
+    return Transformer(config, *sizes, tuple(sorted(unused)), len(tokenizer.languages))

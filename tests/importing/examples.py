@@ -1,5 +1,6 @@
 """Small random models in the formats of other toolkits, made with their own classes."""
 
+import itertools
 import json
 import re
 from collections.abc import Collection, Iterable
@@ -34,6 +35,7 @@ def marian(
     apart: bool = False,
     safe: bool = True,
     missing: Collection[str] = (),
+    model_type: str = "unigram",
     **options: Any,
 ) -> dict[str, int]:
     """Writes a random MarianMTModel as OPUS-MT's models are stored; returns its source vocabulary."""
@@ -41,7 +43,9 @@ def marian(
     from transformers import MarianConfig, MarianMTModel
 
     folder.mkdir(exist_ok=True)
-    sides = {side: train_spm(folder / f"{side}.spm", text, 36) for side, text in SENTENCES.items()}
+    sides = {
+        side: train_spm(folder / f"{side}.spm", text, 36, model_type=model_type) for side, text in SENTENCES.items()
+    }
     # As there: EOS and UNK first, PAD last, the pieces of both sides in one vocabulary, but not all of them.
     both = [*tags, *sides["source"], *sides["target"]]
     listed = dict(sides) if apart else {"source": both, "target": both}
@@ -92,10 +96,14 @@ def marian(
     return source
 
 
-def marian_npz(folder: Path, *, joint: bool = False) -> Any:
+def marian_npz(folder: Path, *, joint: bool = False, pre_norm: bool = False, tables: str = "all") -> Any:
     """Writes a random model under Marian's own names; returns the same model as a module of PyTorch.
 
-    `joint`: one SentencePiece model for both sides, trained with Marian's ids, instead of lists of pieces.
+    Args:
+      folder: the folder.
+      joint: one SentencePiece model for both sides, trained with Marian's ids, instead of lists of pieces.
+      pre_norm: the norms come before the branches; the returned model is then another one.
+      tables: which embedding tables are shared: all, decoder or none. Unless all, the returned model is another one.
     """
     import torch
     from transformers import MarianMTModel
@@ -140,11 +148,23 @@ def marian_npz(folder: Path, *, joint: bool = False) -> Any:
             block, matrix = part.split(".")
             theirs = f"{blocks[block]}_{'W' if kind == 'weight' else 'b'}{matrix[0]}"
         arrays[start + theirs] = array.T if array.ndim == 2 else array[None]
+    draw = np.random.default_rng(0).normal
+    if pre_norm:
+        arrays = {f"{name}_pre" if "_ln_" in name else name: array for name, array in arrays.items()}
+        for stack, leaf in itertools.product(("encoder", "decoder"), ("scale", "bias")):
+            arrays[f"{stack}_top_ln_{leaf}"] = draw(size=(1, width)).astype(np.float32)
+    if tables != "all":
+        arrays["encoder_Wemb"] = draw(size=(count, width)).astype(np.float32)
+        arrays["decoder_Wemb"] = arrays.pop("Wemb")
+    if tables == "none":
+        arrays["decoder_ff_logit_out_W"] = draw(size=(width, count)).astype(np.float32)
     options = {
         "type": "transformer", "enc-depth": 2, "dec-depth": 3, "dim-emb": width, "transformer-dim-ffn": 24,
-        "transformer-heads": 4, "transformer-ffn-activation": "swish", "transformer-preprocess": "",
-        "transformer-postprocess": "dan", "transformer-postprocess-emb": "d", "tied-embeddings-all": True,
-        "dim-vocabs": [count, count],
+        "transformer-heads": 4, "transformer-ffn-activation": "swish", "transformer-decoder-autoreg": "self-attention",
+        "transformer-preprocess": "n" if pre_norm else "", "transformer-postprocess": "da" if pre_norm else "dan",
+        "transformer-postprocess-top": "n" if pre_norm else "", "transformer-postprocess-emb": "d",
+        "transformer-no-projection": False, "transformer-guided-alignment-layer": "last",
+        "tied-embeddings-all": tables == "all", "tied-embeddings": tables == "decoder", "dim-vocabs": [count, count],
     }  # fmt: skip
     text = "".join(f"{name}: {json.dumps(value)}\n" for name, value in options.items())
     arrays["special:model.yml"] = np.frombuffer(text.encode() + b"\0", np.int8)

@@ -40,7 +40,7 @@ def tokenizer_of(found: Imported, folder: Path) -> Tokenizer:
 
 
 def model_of(found: Imported) -> Transformer:
-    return Transformer(found.model, len(found.source.ids), len(found.target.ids))
+    return Transformer(found.model, len(found.source.ids), len(found.target.ids), tuple(found.unused), len(found.tags))
 
 
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -51,6 +51,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "no factor of the embeddings": dict(scale_embedding=False),
     "pieces without an id": dict(missing=("▁", "s", "r", "o")),
     "starts from EOS": dict(decoder_start_token_id=0),
+    "bpe": dict(model_type="bpe"),
 }
 
 
@@ -111,11 +112,12 @@ def test_searches_find_the_same_tokens(beam_size: int, tmp_path: Path) -> None:
 
 def test_export_and_import_change_nothing(tmp_path: Path) -> None:
     """Import, export for Hugging Face, import: the same parameters, bit for bit, and the same translations."""
-    examples.marian(tmp_path / "theirs")
+    examples.marian(tmp_path / "theirs", missing=("r",))
     _imported(tmp_path / "theirs", tmp_path / "first")
-    export = ("--mode=export", "--config.export.format=huggingface", "--config.export.check_lines=0")
+    export = ("--mode=export", "--config.export.format=huggingface")
     run = run_main(*export, f"--workdir={tmp_path / 'first'}", f"--config.export.path={tmp_path / 'exported'}")
     assert run.returncode == 0, run.stderr
+    assert "over 100 random sentences" in run.stderr
     _imported(tmp_path / "exported", tmp_path / "second")
     once, twice = (marian.read_folder(tmp_path / name) for name in ("theirs", "exported"))
     assert once.model == twice.model
@@ -132,7 +134,7 @@ def test_tags_become_directions(tmp_path: Path) -> None:
     ids = examples.marian(tmp_path / "theirs", tags=(">>deu<<", ">>fry<<"))
     _imported(tmp_path / "theirs", tmp_path / "ours")
     found = marian.read_folder(tmp_path / "theirs")
-    assert found.target_langs == ("deu", "fry")
+    assert found.tags == ["deu", "fry"]
     assert found.source.ids[3:5] == [ids[">>deu<<"], ids[">>fry<<"]]
     tokenizer = load_tokenizer(tmp_path / "ours" / "vocabulary")
     assert tokenizer.languages == ["deu", "fry"]
@@ -143,7 +145,14 @@ def test_tags_become_directions(tmp_path: Path) -> None:
     (plain,) = tokenizer.encode_source(["the dog"])
     given = theirs(">>fry<< the dog", return_tensors="pt")
     assert [found.source.ids[token] for token in (4, *plain)] == given.input_ids[0].tolist()
-    assert model(**given, decoder_input_ids=torch.tensor([[0]])).logits.shape[-1] == len(ids)
+    target = [*tokenizer.encode_target(["Haus"])[0]]
+    labels = [found.target.ids[token] for token in target]
+    inputs = torch.tensor([[ids["<pad>"], *labels[:-1]]])
+    with torch.no_grad():
+        logits = model(**given, decoder_input_ids=inputs).logits[0]
+    expected = logits.log_softmax(-1).gather(1, torch.tensor(labels)[:, None])[:, 0]
+    run = run_main("--mode=score", f"--workdir={tmp_path / 'ours'}", stdin=">>fry<< the dog\tHaus\n")
+    assert float(run.stdout.split()[0]) == pytest.approx(float(expected.sum()), abs=1e-4)
     refused = run_main("--mode=translate", f"--workdir={tmp_path / 'ours'}", stdin="the dog\n")
     assert refused.returncode == 2
     assert ">>deu<<, >>fry<<" in refused.stderr
@@ -151,7 +160,7 @@ def test_tags_become_directions(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_fine_tuned_and_exported(tmp_path: Path) -> None:
-    examples.marian(tmp_path / "theirs")
+    examples.marian(tmp_path / "theirs", missing=("r",))
     _imported(tmp_path / "theirs", tmp_path / "parent")
     (tmp_path / "text").mkdir()
     for split in ("train", "valid", "test"):
@@ -172,6 +181,9 @@ def test_fine_tuned_and_exported(tmp_path: Path) -> None:
     assert run.returncode == 0, run.stderr
     losses = [json.loads(line)["nll"] for line in (tmp_path / "child" / "validation.jsonl").read_text().splitlines()]
     assert losses[-1] < losses[0] - 0.3
+    lines = (tmp_path / "child" / "metrics.jsonl").read_text().splitlines()
+    # Label smoothing spreads a tenth of the probability over pieces that can occur, never over those that cannot.
+    assert all(abs(line["loss"] - line["nll"]) < 2 for line in map(json.loads, lines))
     for form in ("ctranslate2", "huggingface"):
         run = run_main("--mode=export", f"--workdir={tmp_path / 'child'}", f"--config.export.format={form}")
         assert run.returncode == 0, run.stderr
@@ -200,6 +212,14 @@ def _pickled(folder: Path) -> None:
     (folder / "pytorch_model.bin").write_bytes(pickle.dumps({"model.shared.weight": Harmful()}))
 
 
+def _ids(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], None]:
+    def changed(folder: Path) -> None:
+        ids = json.loads((folder / "vocab.json").read_text())
+        (folder / "vocab.json").write_text(json.dumps(change(ids)))
+
+    return changed
+
+
 def _with(name: str, value: Any) -> Callable[[Path], None]:
     def change(folder: Path) -> None:
         config = json.loads((folder / "config.json").read_text())
@@ -220,7 +240,22 @@ BAD: dict[str, tuple[Callable[[Path], Any], str]] = {
     "activation": (_with("activation_function", "mish"), "activation_function=mish"),
     "pre-norm": (_with("normalize_before", True), "normalize_before=True"),
     "heads": (_with("decoder_attention_heads", 2), "encoder_attention_heads and decoder_attention_heads"),
-    "start": (_with("decoder_start_token_id", 5), "whose embedding is not zero"),
+    "start": (_with("decoder_start_token_id", 5), "whose embedding is zero"),
+    "start beyond the table": (_with("decoder_start_token_id", 5000), "whose embedding is zero"),
+    "no size": (_with("vocab_size", None), "vocab_size is missing"),
+    "type": (_with("dropout", "x"), "dropout='x' must be of the type float"),
+    "no layers": (_with("encoder_layers", 0), "encoder_layers must be the same positive number"),
+    "uneven heads": (_with("d_model", 18), "must be even and a multiple of 4"),
+    "list": (lambda folder: (folder / "config.json").write_text("[1]"), "expected names with values, not a list"),
+    "no JSON": (lambda folder: (folder / "config.json").write_text("{"), "config.json: cannot be read"),
+    "id beyond the table": (_ids(lambda ids: ids | {"new": 9999}), "ids up to 9999"),
+    "id twice": (_ids(lambda ids: ids | {"new": 3}), "two pieces have the same id"),
+    "id of another type": (_ids(lambda ids: ids | {"new": "3"}), "an id is not a whole number"),
+    "no EOS": (_ids(lambda ids: {piece: ids[piece] for piece in ids if piece != "</s>"}), "special pieces </s>"),
+    "index": (
+        lambda folder: (folder / "model.safetensors.index.json").write_text("{}"),
+        "model.safetensors.index.json: weight_map is missing",
+    ),
 }
 
 
@@ -240,6 +275,29 @@ def test_bad_folders(damage: Callable[[Path], Any], message: str, intact: Path, 
         marian.read_folder(folder)
     assert "\n" not in str(raised.value)
     assert not Path("harm").exists()
+
+
+def test_given_options_and_old_files_are_respected(intact: Path, tmp_path: Path) -> None:
+    """Options of the search on the command line take precedence; checkpoints of another model are never kept."""
+    options = ("--mode=import", f"--config.import.path={intact}", "--config.import.check_sentences=0")
+    run = run_main(*options, f"--workdir={tmp_path / 'run'}", "--config.decode.beam_size=9")
+    assert run.returncode == 0, run.stderr
+    saved = json.loads((tmp_path / "run" / "config.json").read_text())
+    assert saved["decode"]["beam_size"] == 9
+    (tmp_path / "run" / "config.json").unlink()
+    run = run_main(*options, f"--workdir={tmp_path / 'run'}")
+    assert run.returncode == 2 and "choose another --workdir" in run.stderr
+    run = run_main(*options)
+    assert run.returncode == 2 and "needs --workdir" in run.stderr
+
+
+def test_a_single_tag_is_kept(tmp_path: Path) -> None:
+    ids = examples.marian(tmp_path / "theirs", tags=(">>deu<<",))
+    _imported(tmp_path / "theirs", tmp_path / "ours")
+    saved = json.loads((tmp_path / "ours" / "config.json").read_text())
+    assert (saved["data"]["pairs"], saved["data"]["tags"]) == ("en-deu", "source")
+    found = marian.read_folder(tmp_path / "theirs")
+    assert found.source.ids[3] == ids[">>deu<<"]
 
 
 def test_other_architectures_and_used_workdirs_are_refused(intact: Path, tmp_path: Path) -> None:

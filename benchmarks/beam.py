@@ -18,7 +18,8 @@ in both systems.
 
 One sentence at a time, as in interactive use, is compared with one batch and two threads.
 
-The benchmark also compares our decoder with one batch at a time and with two concurrent batches.
+The benchmark also compares our decoder with one batch at a time and with two concurrent batches, and with float32 and
+bfloat16 matrices.
 """
 
 import argparse
@@ -190,6 +191,16 @@ def two_streams(name: str, pairs: int) -> dict[str, Any]:
     return {"one_over_two": alternate(one, two, pairs)}
 
 
+def two_types(name: str, pairs: int) -> dict[str, Any]:
+    """Compares the time with float32 and with bfloat16 matrices (`decode.dtype`)."""
+    model, weights, sources = made(name)
+    exact, narrow = (
+        searched(Engine((model,), dataclasses.replace(CONFIG, dtype=dtype)), weights, sources)
+        for dtype in ("model", "bfloat16")
+    )
+    return {"float32_over_bfloat16": alternate(exact, narrow, pairs)}
+
+
 def exported(
     model: Transformer,
     weights: tuple[Any, Any],
@@ -287,6 +298,7 @@ MEASURES = {
     "straightforward": against_straightforward,
     "ctranslate2": against_ctranslate2,
     "streams": two_streams,
+    "types": two_types,
 }
 
 

@@ -191,7 +191,7 @@ class DataConfig:
     )
     files: str = option(
         "{split}.{lang}",
-        "text: file name or glob under path; {pair} is en-de or de-en; also with .gz, .zst or .xz",
+        "text: file name or glob under path; {pair} is en-de or de-en; also with .gz, .zst, .xz or .bz2",
         free=True,
     )
     tfds_dir: str = option("", "tfds: folder of the prepared data sets; empty: the default of TFDS", free=True)

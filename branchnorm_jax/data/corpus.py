@@ -1,5 +1,6 @@
 """Sources of parallel text: the built-in numerals corpus, text files, and TFDS data sets."""
 
+import bz2
 import difflib
 import glob
 import gzip
@@ -24,7 +25,7 @@ from branchnorm_jax.options import DataConfig
 Pair = tuple[str, str]
 
 _HELD_OUT_NUMERALS = 500
-_COMPRESSED = (".gz", ".zst", ".xz")
+_COMPRESSED = (".gz", ".zst", ".xz", ".bz2")
 _CHUNK_BYTES = 1 << 20
 _NAMES_SHOWN = 8
 _WILDCARD = re.compile(r"(\*\*/?|\*|\?|\[!?.[^]]*\])")
@@ -273,7 +274,7 @@ def _chunks(path: Path | UPath) -> Iterator[bytes]:
         if path.suffix == ".zst":
             yield from _zstandard_chunks(raw)
             return
-        openers: dict[str, Any] = {".gz": gzip.open, ".xz": lzma.open}
+        openers: dict[str, Any] = {".gz": gzip.open, ".xz": lzma.open, ".bz2": bz2.open}
         file = openers[path.suffix](raw) if path.suffix in openers else raw
         while chunk := file.read(_CHUNK_BYTES):
             yield chunk

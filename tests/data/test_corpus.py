@@ -1,5 +1,6 @@
 """Sources of text: pairs read from each source, and error messages for unreadable text."""
 
+import bz2
 import dataclasses
 import gzip
 import itertools
@@ -29,6 +30,7 @@ COMPRESS: dict[str, Callable[[bytes], bytes]] = {
     ".gz": gzip.compress,
     ".zst": zstandard.compress,
     ".xz": lzma.compress,
+    ".bz2": bz2.compress,
 }
 PAIRS = [("a cat", "eine Katze"), ("", "leer"), ("two\u2028dogs", "zwei\x85Hunde"), ("x\ry", "grün")]
 
@@ -157,7 +159,7 @@ def test_missing_file_error_lists_the_pattern_and_the_existing_files(tmp_path):
     for i in range(10):
         (tmp_path / f"file{i}").touch()
     message = error_of(text_config(tmp_path))
-    for part in (str(tmp_path), "train.en", ".gz", ".zst", ".xz", "file0", "file7", "and 2 more"):
+    for part in (str(tmp_path), "train.en", ".gz", ".zst", ".xz", ".bz2", "file0", "file7", "and 2 more"):
         assert part in message
     assert "file8" not in message
 
@@ -172,7 +174,7 @@ def test_patterns_must_contain_language_and_split(tmp_path, files):
     assert files in error_of(text_config(tmp_path, files=files))
 
 
-@pytest.mark.parametrize("suffixes", [("", ""), (".gz", ""), ("", ".zst"), (".xz", ".gz")])
+@pytest.mark.parametrize("suffixes", [("", ""), (".gz", ""), ("", ".zst"), (".xz", ".gz"), (".bz2", ".xz")])
 @pytest.mark.parametrize(
     "pattern", ["{split}*.{lang}", "{split}*.{lang}*", "*{split}*{lang}", "{split}[.]*{lang}", "**/{split}?*{lang}"]
 )
@@ -268,7 +270,7 @@ def flipped(data):
     return data[:middle] + bytes([data[middle] ^ 0xFF]) + data[middle + 1 :]
 
 
-@pytest.mark.parametrize("suffix", [".gz", ".zst", ".xz"])
+@pytest.mark.parametrize("suffix", [".gz", ".zst", ".xz", ".bz2"])
 @pytest.mark.parametrize("damage", [truncated, garbage, flipped])
 def test_corrupt_compressed_files_are_rejected(tmp_path, suffix, damage):
     pairs = [(f"{i} {i * i}", f"{i**3}") for i in range(3000)]

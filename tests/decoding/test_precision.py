@@ -9,7 +9,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from branchnorm_jax.decoding import precision
+from branchnorm_jax.decoding import engine, precision
 from branchnorm_jax.decoding.engine import Engine, Query
 from branchnorm_jax.model.attention import BITS, KVCache, attend_cached, loaded, stored
 from branchnorm_jax.model.cache import Cache
@@ -101,6 +101,27 @@ def test_when_matrices_are_narrow(
     assert precision.narrows(DecodeConfig(dtype=dtype), ModelConfig(width=width), hypotheses) is expected
 
 
-def test_this_cpu_is_asked() -> None:
-    flags = Path("/proc/cpuinfo").read_text(encoding="utf-8") if Path("/proc/cpuinfo").exists() else ""
-    assert precision.native_bfloat16() == (" avx512_bf16" in flags or " amx_bf16" in flags)
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [("fpu avx2 avx512f", False), ("fpu avx512f avx512_bf16 sha", True), ("amx_tile amx_bf16", True)],
+)
+def test_the_flags_of_the_cpu_decide(monkeypatch: pytest.MonkeyPatch, flags: str, expected: bool) -> None:
+    monkeypatch.setattr(Path, "exists", lambda path: True)
+    monkeypatch.setattr(Path, "read_text", lambda path, encoding: f"processor\t: 0\nflags\t\t: {flags}\nbugs\t: none\n")
+    assert precision.native_bfloat16.__wrapped__() is expected
+
+
+def test_large_batches_are_narrow_and_deep_decoders_then_stay_in_their_loop(
+    params: dict, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(precision, "native_bfloat16", lambda: True)
+    monkeypatch.setattr(precision, "SMALLEST_WIDTH", 32)
+    monkeypatch.setattr(engine, "UNROLLED", 1)
+    monkeypatch.setattr(engine, "LONG", 4)
+    searches = Engine((MODEL,), DecodeConfig(beam_size=4))
+    for rows, tokens, dtype, flat in ((15, 100, jnp.float32, True), (16, 100, jnp.bfloat16, False)):
+        ((ready, _),) = searches._ready(((params, ALPHA),), tokens, rows)
+        decoder = ready["decoder"]
+        assert isinstance(decoder, list) is flat
+        kernel = (decoder[0] if flat else decoder)["ffn"]["fc1"]["kernel"]
+        assert kernel.dtype == ready["encoder"]["ffn"]["fc1"]["kernel"].dtype == dtype

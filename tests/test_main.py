@@ -1,5 +1,6 @@
 """The command line: its modes, and exit code 2 with a one-line error for each mistake of a user."""
 
+import dataclasses
 import json
 import math
 import os
@@ -158,13 +159,8 @@ def test_workdir_rejects_another_config_or_corpus(tmp_path: Path) -> None:
     config = small_config(path=str(folder))
     train(config, workdir)
 
-    values = configs.to_flat(config)
-    other = configs.default_config("1L-1L")
-    with other.unlocked():
-        for name, value in values.items():
-            section, field = name.split(".")
-            other[section][field] = value
-        other.model.width = 16
+    other = dataclasses.asdict(config)
+    other["model"]["width"] = 16
     with pytest.raises(UserError, match=r"model\.width: 8 -> 16"):
         train(configs.from_config_dict(other), workdir)
 

@@ -147,7 +147,7 @@ def _options(config: Config, run: Run) -> ml_collections.ConfigDict:
         section, name = full.split(".")
         # An option that equals its leader (`configs.FOLLOWS`) stays unassigned, so it follows the leader in every run.
         default = given[configs.FOLLOWS[full]] if full in configs.FOLLOWS else defaults[full]
-        if value != default or full in chosen:
+        if (value != default or full in chosen) and section in options:  # `import_` has another name, and no effect
             options[section][name] = value
     for axis, text in run.items():
         if axis == "depth":

@@ -69,6 +69,7 @@ def test_log_probabilities_as_converted_by_ctranslate2(options: dict[str, Any], 
         np.testing.assert_allclose(ours, theirs, atol=2e-5)
 
 
+@pytest.mark.slow
 def test_imported_and_exported(tmp_path: Path) -> None:
     examples.marian_npz(tmp_path)
     languages = ("--config.data.source_lang=en", "--config.data.target_lang=fr")

@@ -17,7 +17,7 @@ from typing import Any
 import ml_collections
 
 from branchnorm_jax.errors import UserError
-from branchnorm_jax.options import Config, fields, sections
+from branchnorm_jax.options import Config, fields, parse_depth, sections
 
 
 class Section(ml_collections.ConfigDict):
@@ -60,10 +60,10 @@ def set_depth(config: ml_collections.ConfigDict, depth: str) -> None:
     """
     if not depth:
         return
-    match = re.fullmatch(r"(\d+)L?-(\d+)L?", depth)
-    if match is None:
+    layers = parse_depth(depth)
+    if layers is None:
         raise UserError(f"config argument {depth!r}: expected a depth such as 6L-6L or 100L-100L (encoder-decoder)")
-    config.model.encoder_layers, config.model.decoder_layers = int(match[1]), int(match[2])
+    config.model.encoder_layers, config.model.decoder_layers = layers
 
 
 def with_one_length(config: ml_collections.ConfigDict, given: set[str]) -> ml_collections.ConfigDict:

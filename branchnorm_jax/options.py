@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -167,6 +168,12 @@ class ModelConfig:
         minimum=0,
         free=True,
     )
+
+
+def parse_depth(text: str) -> tuple[int, int] | None:
+    """Returns the depths of encoder and decoder from text such as "18L-18L"; None if it is something else."""
+    match = re.fullmatch(r"(\d+)L?-(\d+)L?", text)
+    return (int(match[1]), int(match[2])) if match else None
 
 
 NORMALIZATIONS = ("nmt_nfkc", "nfkc", "nfc", "identity")

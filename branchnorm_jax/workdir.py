@@ -23,8 +23,8 @@ from branchnorm_jax.options import Config
 class Workdir:
     """Paths of a run's files.
 
-    config.json, status.json, metrics.jsonl, layers.jsonl, validation.jsonl, events.jsonl, results.json; vocabulary/,
-    corpus/, checkpoints/, evaluation/, average/, export/, tensorboard/, compile_cache/.
+    config.json, import.json, status.json, metrics.jsonl, layers.jsonl, validation.jsonl, events.jsonl, results.json;
+    vocabulary/, corpus/, checkpoints/, evaluation/, average/, export/, tensorboard/, compile_cache/.
 
     Attributes:
       path: the folder. If the workdir is in a bucket, its local copy.

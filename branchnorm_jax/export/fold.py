@@ -13,11 +13,11 @@ import numpy as np
 
 from branchnorm_jax.model.coefficients import Alpha, sublayer_factors
 from branchnorm_jax.model.embedding import fix_norm
+from branchnorm_jax.model.initializers import LAST_MATRIX
 from branchnorm_jax.model.recipe import STACKS, Weight
 from branchnorm_jax.model.transformer import Transformer
 
 SUBLAYERS = {"encoder": ("self", "ffn"), "decoder": ("self", "cross", "ffn")}
-LAST_MATRIX = {"self": "o", "cross": "o", "ffn": "fc2"}
 READERS = {"self": ("q", "k", "v"), "cross": ("q",), "ffn": ("fc1",)}
 """Matrices of each sub-layer that read the residual stream; cross-attention's "k" and "v" read the encoder output."""
 

@@ -29,6 +29,9 @@ FIXED = {
 }
 """Options of old versions of the format, with the values that all Marian models have; often missing."""
 
+SPECIAL = {"pad_token": "<pad>", "eos_token": "</s>", "unk_token": "<unk>"}
+"""Options of tokenizer_config.json for PAD, EOS and UNK, with their defaults."""
+
 SHARED, SOURCE, TARGET, OUTPUT = (
     *("model.shared.weight", "model.encoder.embed_tokens.weight", "model.decoder.embed_tokens.weight"),
     "lm_head.weight",
@@ -100,9 +103,7 @@ def _options(config: Values) -> ModelConfig:
 def _vocabularies(folder: Path, config: Values) -> tuple[Side, Side]:
     """Reads the vocabularies of source and target. With a single vocab.json, both have the same pieces and ids."""
     tokenizer = read_json(folder / "tokenizer_config.json") if (folder / "tokenizer_config.json").exists() else {}
-    named = (
-        tokenizer.get(f"{name}_token") or f"<{text}>" for name, text in (("pad", "pad"), ("eos", "/s"), ("unk", "unk"))
-    )
+    named = (tokenizer.get(name) or text for name, text in SPECIAL.items())
     special = [str(each.get("content")) if isinstance(each, dict) else str(each) for each in named]
     apart = (folder / "target_vocab.json").exists()
     models = [parse(folder / f"{side}.spm") for side in ("source", "target")]
@@ -115,13 +116,17 @@ def _vocabularies(folder: Path, config: Values) -> tuple[Side, Side]:
             raise UserError(
                 f"{folder / name}: {special[1]} has the id {ids[special[1]]}, but eos_token_id is {expected}"
             )
-        size = (
-            config.get("decoder_vocab_size", int, config.get("vocab_size", int)) if index else config.same("vocab_size")
-        )
+        size = _sizes(config)[index]
         if max(ids.values()) >= size:
             raise UserError(f"{folder / name}: it has ids up to {max(ids.values())}, but the model has {size} pieces")
         sides.append(make_side(models[index], ids, special, [models[index]] if apart else models, bool(index)))
     return sides[0], sides[1]
+
+
+def _sizes(config: Values) -> tuple[int, int]:
+    """Returns the sizes of the vocabularies of source and target."""
+    size = config.same("vocab_size")
+    return size, config.get("decoder_vocab_size", int, size)
 
 
 def _embedding(
@@ -132,7 +137,7 @@ def _embedding(
     Files may contain a shared table once or several times, so tables are shared if they are equal. The bias of the
     logits is among the tables.
     """
-    sizes = config.get("vocab_size", int), config.get("decoder_vocab_size", int, config.get("vocab_size", int))
+    sizes = _sizes(config)
     expected = {SHARED: sizes[0], SOURCE: sizes[0], TARGET: sizes[1], OUTPUT: sizes[1]}
     found = {name: weights.take(name, size, width) for name, size in expected.items() if name in weights}
     target_name = TARGET if TARGET in found else SHARED

@@ -22,7 +22,7 @@ from branchnorm_jax.errors import UserError
 from branchnorm_jax.model.coefficients import Alpha
 from branchnorm_jax.model.depth_rules import deepnorm_alpha
 from branchnorm_jax.model.recipe import STACKS, Depth
-from branchnorm_jax.options import ModelConfig
+from branchnorm_jax.options import ModelConfig, parse_depth
 
 _EDGE = 1 / (1 + math.exp(5))
 SHAPES: dict[str, Callable[[jax.Array], jax.Array]] = {
@@ -161,33 +161,32 @@ def _curve(config: ModelConfig, stack: str) -> _Curve:
             f"config: alpha cannot shrink: at {config.encoder_layers}L-{config.decoder_layers}L model.alpha_start="
             f"{limits[0]} is above model.alpha_end={limits[1]}; set model.alpha_end to a larger value, at most 1"
         )
-    is_old = np.isin(np.arange(layers), old_layers(config, stack))
-    start, end = (np.where(is_old, 1.0, limit) for limit in (start, end))
+    start, end = (np.where(old_layers(config, stack), 1.0, limit) for limit in (start, end))
     span = order.span(np.arange(1, layers + 1), layers, config.alpha_stagger)
     begin, finish = (np.broadcast_to(np.asarray(share), (layers,)) for share in span)
     return _Curve(*(np.asarray(values, np.float32) for values in (begin, finish, start, end)))
 
 
 def old_layers(config: ModelConfig, stack: str) -> np.ndarray:
-    """Returns the indices of the layers that come from a shallower model, from 0; none without `grown_from`.
+    """Returns whether each layer comes from a shallower model, bool [L]; none does without `grown_from`.
 
     They are spread evenly, and the first layer is the first of them.
 
     Raises:
       UserError: if `grown_from` is not a depth, or is deeper than the model.
 
-    >>> old_layers(ModelConfig(encoder_layers=8, decoder_layers=5, grown_from="3L-2L"), "encoder").tolist()
-    [0, 2, 5]
+    >>> old_layers(ModelConfig(encoder_layers=8, decoder_layers=5, grown_from="3L-2L"), "encoder").nonzero()
+    (array([0, 2, 5]),)
     """
-    if not config.grown_from:
-        return np.zeros(0, int)
-    match = re.fullmatch(r"(\d+)L?-(\d+)L?", config.grown_from)
-    count = int(match[1 + STACKS.index(stack)]) if match else 0
     layers: int = getattr(config, f"{stack}_layers")
+    if not config.grown_from:
+        return np.zeros(layers, bool)
+    depth = parse_depth(config.grown_from)
+    count = depth[STACKS.index(stack)] if depth else 0
     if not 0 < count <= layers:
-        depth = f"{config.encoder_layers}L-{config.decoder_layers}L"
-        raise UserError(f"config: model.grown_from={config.grown_from!r} is not a depth of at most {depth}")
-    return np.arange(count) * layers // count
+        most = f"{config.encoder_layers}L-{config.decoder_layers}L"
+        raise UserError(f"config: model.grown_from={config.grown_from!r} is not a depth of at most {most}")
+    return np.isin(np.arange(layers), np.arange(count) * layers // count)
 
 
 _RULE = re.compile(r"(?P<c>\d+\.?\d*(?:e-?\d+)?)(?:/(?P<root>sqrt\()?(?P<count>[nLl])(?(root)\)))?")

@@ -67,6 +67,9 @@ MATRICES: dict[str, tuple[str, str]] = {
 }
 """The matrices of the sub-layers, and the logical names of their axes."""
 
+LAST_MATRIX = {"self": "o", "cross": "o", "ffn": "fc2"}
+"""The last matrix of each branch."""
+
 
 def _base(default: Initializer, bias: Initializer = zeros, **exceptions: Initializer) -> Base:
     return Base({matrix: exceptions.get(matrix, default) for matrix in MATRICES}, dict.fromkeys(MATRICES, bias))

@@ -19,6 +19,7 @@ import numpy as np
 
 from branchnorm_jax.model.coefficients import Alpha
 from branchnorm_jax.model.growth import old_layers
+from branchnorm_jax.model.initializers import LAST_MATRIX
 from branchnorm_jax.model.parameters import Params
 from branchnorm_jax.model.recipe import STACKS
 from branchnorm_jax.options import ModelConfig
@@ -29,9 +30,6 @@ METHODS = {
     "prores_pre_ln": ("pre_ln", "prores_pre_ln"),
 }
 """Method of a deepened model -> methods of the models that it can be made of."""
-
-LAST = {"self": "o", "cross": "o", "ffn": "fc2"}
-"""Last matrix of each branch."""
 
 LAST_NORM = "ffn_post_norm"
 """The norm that ends a Post-LN layer."""
@@ -49,7 +47,7 @@ def deepened(old: Params, alpha: Alpha, fresh: Params, config: ModelConfig) -> P
     """
     params = dict(old)
     for stack in STACKS:
-        places = old_layers(config, stack)
+        places = np.flatnonzero(old_layers(config, stack))
         scaled = _scaled(old[stack], jnp.asarray(alpha[stack]))
         params[stack] = jax.tree.map(lambda new, own, places=places: new.at[places].set(own), fresh[stack], scaled)
         if LAST_NORM in fresh[stack]:
@@ -60,7 +58,7 @@ def deepened(old: Params, alpha: Alpha, fresh: Params, config: ModelConfig) -> P
 def _scaled(layers: Any, alpha_L: jax.Array) -> Any:
     """Multiplies the branches by alpha."""
     scaled = dict(layers)
-    for branch, last in LAST.items():
+    for branch, last in LAST_MATRIX.items():
         if branch in layers:
             times = jax.tree.map(lambda leaf: leaf * alpha_L.reshape(-1, *(1,) * (leaf.ndim - 1)), layers[branch][last])
             scaled[branch] = layers[branch] | {last: times}

@@ -191,10 +191,7 @@ def rates(config: Config) -> Callable[[jax.Array, Alpha, jax.Array], dict[str, j
     """
     train, power = config.train, config.train.branch_update_power
     grows = get_recipe(config.model.method).grows
-    is_old = {
-        stack: np.isin(np.arange(getattr(config.model, f"{stack}_layers")), growth.old_layers(config.model, stack))
-        for stack in STACKS
-    }
+    is_old = {stack: growth.old_layers(config.model, stack) for stack in STACKS}
     others = {"embedding", *(part for stack in STACKS for part in parts_of(stack))} - {*STACKS}
     frozen = [part for name in frozen_names(train) for part in parts_of(name)]
 

@@ -250,6 +250,12 @@ def _validate(config: Config) -> None:
         raise UserError(
             f"config: decode.nbest={config.decode.nbest} is more than decode.beam_size={config.decode.beam_size}"
         )
+    if config.decode.constraints and config.decode.target_prefix:
+        raise UserError(
+            "config: decode.constraints and decode.target_prefix both read fields behind the source; set one"
+        )
+    if config.decode.temperature and (config.decode.constraints or config.decode.glossary):
+        raise UserError("config: decode.glossary and decode.constraints need beam search; set decode.temperature=0")
     if not config.decode.temperature and (config.decode.top_k or config.decode.top_p < 1):
         raise UserError("config: decode.top_k and decode.top_p need sampling; set decode.temperature, for example to 1")
     if config.decode.alignment_layer > model.decoder_layers:

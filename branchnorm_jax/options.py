@@ -539,6 +539,14 @@ class DecodeConfig:
         0, "no sequence of this many tokens occurs twice; 0: no limit", unit="tokens", minimum=0, maximum=100, free=True
     )
     target_prefix: bool = option(False, "translate: lines are source<TAB>beginning of the translation", free=True)
+    glossary: str = option(
+        "",
+        "file of lines term<TAB>translation; a translation contains the translations of all terms in its source",
+        free=True,
+    )
+    constraints: bool = option(
+        False, "translate: lines are source<TAB>phrase<TAB>phrase ...; the translation contains all phrases", free=True
+    )
     temperature: float = option(
         0.0,
         "0: beam search; above 0: sample beam_size translations from softmax(logits / temperature) and print the nbest "

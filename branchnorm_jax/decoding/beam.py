@@ -21,6 +21,8 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 import jax.numpy as jnp
 
+from branchnorm_jax.decoding import constraints
+from branchnorm_jax.decoding.constraints import Progress
 from branchnorm_jax.options import DecodeConfig
 from branchnorm_jax.tokens import EOS, PAD
 
@@ -65,6 +67,21 @@ class Live(NamedTuple):
     """Log-probability of each hypothesis, float32 [B, K]; -inf for an unused one."""
     ancestors: jax.Array
     """Hypothesis whose slot holds the keys and values of each time step of the ring, int32 [B, K, N]."""
+    complete: jax.Array
+    """Which required phrases ended before the last token, bool [B, K, C]."""
+
+
+class Given(NamedTuple):
+    """What the translations of new sentences must be like. Each field has one value per new sentence; see `Search`."""
+
+    limit: Any
+    number: Any = 0
+    prefix: Any = -1
+    nbest: Any = None
+    """By default `decode.nbest`."""
+    min_length: Any = None
+    """By default `decode.min_length`."""
+    phrases: Any = constraints.NONE
 
 
 class Search(NamedTuple):
@@ -89,6 +106,10 @@ class Search(NamedTuple):
     """Tokens that every hypothesis starts with, int32 [B, P], padded with -1."""
     nbest: jax.Array
     """Number of hypotheses requested, int32 [B], at most K."""
+    phrases: jax.Array
+    """Phrases that every hypothesis contains, int32 [B, C, P], padded with -1."""
+    word_starts: jax.Array
+    """Tokens that do not continue a word, bool [V]; only needed with phrases."""
     cache: Any
 
     @property
@@ -106,7 +127,16 @@ def length_penalty(length: jax.Array, strength: float, kind: str) -> jax.Array:
     return length**strength if kind == "fairseq" else ((5 + length) / 6) ** strength
 
 
-def empty_search(cache: Any, rows: int, beam_size: int, longest: int, ring: int, prefix: int = 0) -> Search:
+def empty_search(
+    cache: Any,
+    rows: int,
+    beam_size: int,
+    longest: int,
+    ring: int,
+    prefix: int = 0,
+    phrases: tuple[int, int] = (0, 0),
+    word_starts: Any = (),
+) -> Search:
     """Returns a search whose rows are all empty.
 
     Args:
@@ -115,13 +145,16 @@ def empty_search(cache: Any, rows: int, beam_size: int, longest: int, ring: int,
       beam_size: K.
       longest: T, maximum number of tokens of a hypothesis, EOS included.
       ring: N, number of time steps that the cache has slots for.
-      prefix: P, maximum number of tokens of a prefix.
+      prefix: maximum number of tokens of a prefix.
+      phrases: C and P, the maximum number of phrases and of their tokens.
+      word_starts: the tokens that do not continue a word, bool [V]; only needed with phrases.
     """
     k = beam_size
     # Types are explicit: weakly typed arrays would make jit compile the following steps a second time.
     tokens, log_probs = jnp.full((rows, k, longest), PAD, jnp.int32), jnp.full((rows, k), -jnp.inf, jnp.float32)
     each, count = jnp.zeros((rows, k, longest)), jnp.zeros(rows, jnp.int32)
-    live = Live(tokens, each, log_probs, jnp.zeros((rows, k, ring), jnp.int32))
+    complete = jnp.zeros((rows, k, phrases[0]), bool)
+    live = Live(tokens, each, log_probs, jnp.zeros((rows, k, ring), jnp.int32), complete)
     return Search(
         clock=jnp.int32(0),
         start=count,
@@ -133,24 +166,14 @@ def empty_search(cache: Any, rows: int, beam_size: int, longest: int, ring: int,
         number=count,
         prefix=jnp.full((rows, prefix), -1, jnp.int32),
         nbest=count + 1,
+        phrases=jnp.full((rows, *phrases), constraints.NONE, jnp.int32),
+        word_starts=jnp.asarray(word_starts, bool),
         cache=cache,
     )
 
 
-def begin(
-    search: Search,
-    rows: jax.Array,
-    limits: jax.Array,
-    config: DecodeConfig,
-    numbers: jax.Array | None = None,
-    prefixes: jax.Array | None = None,
-    nbest: jax.Array | None = None,
-    min_length: jax.Array | None = None,
-) -> Search:
-    """Starts new sentences in the given rows; row numbers of B or more are ignored.
-
-    The other arguments are described at the fields of `Search`; defaults come from `config`.
-    """
+def begin(search: Search, rows: jax.Array, given: Given, config: DecodeConfig) -> Search:
+    """Starts new sentences in the given rows; row numbers of B or more are ignored."""
 
     def put(leaf: jax.Array, value: Any) -> jax.Array:
         return leaf.at[rows].set(value, mode="drop")
@@ -160,9 +183,12 @@ def begin(
     finished = search.finished
     return search._replace(
         start=put(search.start, search.clock),
-        limit=put(search.limit, limits),
-        min_length=put(search.min_length, config.min_length if min_length is None else min_length),
-        live=search.live._replace(log_probs=put(search.live.log_probs, jnp.where(active, 0.0, -jnp.inf))),
+        limit=put(search.limit, given.limit),
+        min_length=put(search.min_length, config.min_length if given.min_length is None else given.min_length),
+        live=search.live._replace(
+            log_probs=put(search.live.log_probs, jnp.where(active, 0.0, -jnp.inf)),
+            complete=put(search.live.complete, False),
+        ),
         finished=finished._replace(
             tokens=put(finished.tokens, PAD),
             scores=put(finished.scores, -jnp.inf),
@@ -170,9 +196,10 @@ def begin(
             token_log_probs=put(finished.token_log_probs, 0.0),
         ),
         num_finished=put(search.num_finished, 0),
-        number=search.number if numbers is None else put(search.number, numbers),
-        prefix=search.prefix if prefixes is None else put(search.prefix, prefixes),
-        nbest=put(search.nbest, config.nbest if nbest is None else nbest),
+        number=put(search.number, given.number),
+        prefix=put(search.prefix, given.prefix),
+        nbest=put(search.nbest, config.nbest if given.nbest is None else given.nbest),
+        phrases=put(search.phrases, given.phrases),
     )
 
 
@@ -248,8 +275,9 @@ def advance(step: Step[Any], search: Search, config: DecodeConfig) -> Search:
     seen = known[:, None, :, None] & (live.ancestors[..., None] == jnp.arange(k))
     scores, log_z, cache = step(search.cache, last, position, seen.reshape(batch, k, ring * k), time * k)
 
-    scores = jnp.where(banned(search, config, scores.shape[-1]), -jnp.inf, scores)
-    choice = (sample if config.temperature else best)(search, scores, log_z, config)
+    state = constraints.progress(live.tokens, position, live.complete, search.phrases)
+    scores = jnp.where(banned(search, state, config, scores.shape[-1]), -jnp.inf, scores)
+    choice = sample(search, scores, log_z, config) if config.temperature else best(search, state, scores, log_z)
     here = places == position[:, None, None]
     tokens = jnp.where(here, choice.token[:, :, None], live.tokens[sentence, choice.parent])
     token_log_probs = jnp.where(here, choice.log_prob[:, :, None], live.token_log_probs[sentence, choice.parent])
@@ -271,6 +299,7 @@ def advance(step: Step[Any], search: Search, config: DecodeConfig) -> Search:
             jnp.where(choice.token == EOS, -jnp.inf, totals)[sentence, alive],
             # At this time step, the parent wrote the keys and values that its descendants read.
             jnp.where(jnp.arange(ring) == time, parents[:, :, None], live.ancestors[sentence, parents]),
+            state.complete[sentence, parents],
         ),
         finished=finished,
         num_finished=search.num_finished + (choice.place < k).sum(1),
@@ -278,8 +307,11 @@ def advance(step: Step[Any], search: Search, config: DecodeConfig) -> Search:
     )
 
 
-def banned(search: Search, config: DecodeConfig, vocabulary: int) -> jax.Array:
-    """Returns the tokens that must not come next: bool, broadcastable to [B, K, V]."""
+def banned(search: Search, state: Progress, config: DecodeConfig, vocabulary: int) -> jax.Array:
+    """Returns the tokens that must not come next: bool, broadcastable to [B, K, V].
+
+    At its length limit, a hypothesis ends, or is lost if a phrase is missing.
+    """
     live, position, word = search.live, search.position[:, None, None], jnp.arange(vocabulary)
     at_limit = position >= search.limit[:, None, None]
     ban = (word == EOS) & (position < search.min_length[:, None, None]) & ~at_limit
@@ -294,6 +326,8 @@ def banned(search: Search, config: DecodeConfig, vocabulary: int) -> jax.Array:
         follower = jnp.take(live.tokens, jnp.minimum(start + n - 1, length - 1), axis=2)
         rows = (jnp.arange(len(live.tokens))[:, None, None], jnp.arange(live.tokens.shape[1])[:, None], follower)
         ban |= jnp.zeros((*live.tokens.shape[:2], vocabulary), bool).at[rows].max(same) & ~at_limit
+    if search.phrases.size:
+        ban |= constraints.banned(state, live.complete, search.word_starts, EOS)
     ban |= (word == PAD) | ((word != EOS) & at_limit)
     if search.prefix.shape[1]:
         place = jnp.minimum(position, search.prefix.shape[1] - 1)
@@ -303,19 +337,36 @@ def banned(search: Search, config: DecodeConfig, vocabulary: int) -> jax.Array:
     return ban
 
 
-def best(search: Search, scores: jax.Array, log_z: jax.Array, config: DecodeConfig) -> Choice:
-    """Chooses the 2K best continuations: at most K end, so at least K stay live."""
+def best(search: Search, state: Progress, scores: jax.Array, log_z: jax.Array) -> Choice:
+    """Chooses the 2K best continuations: at most K end, so at least K stay live.
+
+    If there are phrases, the continuations that begin or continue them are candidates too, and the beam is divided as
+    described in `constraints`.
+    """
     batch, k, _ = scores.shape
     values, words = top(_pad_last_axis(scores, 2 * k), 2 * k)
+    if search.phrases.size:
+        more = constraints.next_tokens(state, search.phrases)
+        further = jnp.take_along_axis(scores, jnp.maximum(more, 0), axis=2)
+        words = jnp.concatenate([words, more], axis=2)
+        values = jnp.concatenate([values, further], axis=2)
+        values = jnp.where(constraints.repeated(words) | (words == constraints.NONE), -jnp.inf, values)
+    each = words.shape[2]
     log_probs = values - log_z[:, :, None]
-    totals, index = jax.lax.top_k((search.live.log_probs[:, :, None] + log_probs).reshape(batch, -1), 2 * k)
+    totals = (search.live.log_probs[:, :, None] + log_probs).reshape(batch, -1)
+    if search.phrases.size:
+        bank = constraints.banks(state, search.phrases, words).reshape(batch, -1)
+        index = constraints.allocated(totals, bank, 2 * k)
+    else:
+        index = jax.lax.top_k(totals, 2 * k)[1]
+    totals = jnp.take_along_axis(totals, index, axis=1)
     token = jnp.take_along_axis(words.reshape(batch, -1), index, axis=1)
     ends = token == EOS
     # Finished continuations take the free places of the finished list in order of rank.
     place = jnp.minimum(k, search.num_finished[:, None] + jnp.cumsum(ends, axis=1) - 1)
     taken = ends & (totals > -jnp.inf) & (jnp.arange(2 * k) < k)
     return Choice(
-        parent=index // (2 * k),
+        parent=index // each,
         token=token,
         log_prob=jnp.take_along_axis(log_probs.reshape(batch, -1), index, axis=1),
         place=jnp.where(taken, place, k),

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from itertools import chain
@@ -12,7 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from branchnorm_jax.decoding import beam
-from branchnorm_jax.decoding.beam import Hypotheses, Search
+from branchnorm_jax.decoding.beam import Given, Hypotheses, Search
+from branchnorm_jax.decoding.constraints import NONE
 from branchnorm_jax.decoding.precision import narrowed, narrows
 from branchnorm_jax.model import incremental
 from branchnorm_jax.model.cache import Caches, take_slots, write_sources
@@ -68,18 +70,28 @@ class Query(NamedTuple):
     """Number of hypotheses requested, at most K. Hypotheses beyond the first `nbest` may be missing or not the best."""
     tags: int = 0
     """Number of language tags in the prefix; they do not count towards the length of a translation."""
+    phrases: Sequence[Sequence[int]] = ()
+    """Token ids of phrases that every translation contains."""
+
+
+class Shape(NamedTuple):
+    """Sizes of a batch."""
+
+    rows: int
+    length: int
+    """Padded length of the sources."""
+    prefix: int = 0
+    """Padded length of the prefixes."""
+    phrases: tuple[int, int] = (0, 0)
+    """Number of phrases of a sentence and number of tokens of a phrase, both padded."""
 
 
 class New(NamedTuple):
-    """New sentences for some rows, as int32 arrays; see `beam.begin`."""
+    """New sentences for some rows, as int32 arrays."""
 
     source: Any
     row: Any
-    limit: Any
-    number: Any
-    prefix: Any
-    nbest: Any
-    min_length: Any
+    given: Given
 
 
 def padded_length(length: int) -> int:
@@ -111,6 +123,15 @@ def coarse(count: int) -> int:
 def column(values: Sequence[int], rows: int) -> np.ndarray:
     """Converts values to int32 [rows], padded with -1."""
     return np.array([*values, *[-1] * (rows - len(values))], np.int32)
+
+
+def padded_shape(rows: int, length: int, texts: Sequence[Query]) -> Shape:
+    """Returns the shape of a batch of `rows` rows, sources of the padded length `length`, and these sentences."""
+    prefix = max(len(text.prefix) for text in texts)
+    count = max(len(text.phrases) for text in texts)
+    longest = max((len(phrase) for text in texts for phrase in text.phrases), default=0)
+    phrases = (coarse(count), coarse(longest)) if count else (0, 0)
+    return Shape(rows, length, padded_length(prefix) if prefix else 0, phrases)
 
 
 def pad(sentences: Sequence[Sequence[int]], rows: int, length: int, filling: int = PAD) -> np.ndarray:
@@ -161,11 +182,13 @@ class Engine:
       models: one or more models.
       config: decoding options.
       rounding: maps the number of sentences to the number of rows of a batch that is not full.
+      word_starts: whether each token of the target does not continue a word; only needed with phrases.
     """
 
     models: tuple[Transformer, ...]
     config: DecodeConfig
     rounding: Callable[[int], int] = rounded
+    word_starts: tuple[bool, ...] = ()
 
     def search(self, weights: Weights, texts: Sequence[Query]) -> Iterator[tuple[int, Hypotheses]]:
         """Yields (index, hypotheses) of each text as soon as it is done.
@@ -186,18 +209,13 @@ class Engine:
             group = order[-max(same, rows) :] if len(order) - same > MERGE_LIMIT * rows else order[:]
             del order[-len(group) :]
             parts = [group[stream :: self._streams] for stream in range(min(self._streams, len(group)))]
-            shape = min(rows, self.rounding(len(parts[0]))), length, max(len(texts[index].prefix) for index in group)
-            ready = self._ready(weights, sum(len(texts[index].source) for index in group), shape[0])
-            yield from interleave([self._stream(ready, texts, part, *shape) for part in parts])
+            rows = min(rows, self.rounding(len(parts[0])))
+            shape = padded_shape(rows, length, [texts[index] for index in group])
+            ready = self._ready(weights, sum(len(texts[index].source) for index in group), rows)
+            yield from interleave([self._stream(ready, texts, part, shape) for part in parts])
 
     def _stream(
-        self,
-        weights: Weights,
-        texts: Sequence[Query],
-        waiting: list[int],
-        rows: int,
-        length: int,
-        prefix: int,
+        self, weights: Weights, texts: Sequence[Query], waiting: list[int], shape: Shape
     ) -> Iterator[list[tuple[int, Hypotheses]]]:
         """Searches texts in one batch, and yields chunks of finished ones.
 
@@ -205,15 +223,13 @@ class Engine:
           weights: parameters of the models.
           texts: all texts.
           waiting: indices of the texts to search, taken from the end.
-          rows: number of rows of the batch.
-          length: padded source length.
-          prefix: maximum prefix length.
+          shape: shape of the batch.
         """
+        rows = shape.rows
         chunk = max(1, rows // REFILL)
-        prefix = padded_length(prefix) if prefix else 0
-        rings = self._rings(length, prefix)
+        rings = self._rings(shape)
         ring = rings[0]
-        search = self._start(weights, rows, length, ring, prefix)
+        search = self._start(weights, shape, ring)
         active: dict[int, int] = {}
         while waiting or active:
             free = [row for row in range(rows) if row not in active]
@@ -222,7 +238,7 @@ class Engine:
                 assigned = {free.pop(): waiting.pop() for _ in range(count)}
                 active |= assigned
                 queries = [texts[index] for index in assigned.values()]
-                search = self._begin(weights, search, self._new(queries, list(assigned), rows, length, prefix))
+                search = self._begin(weights, search, self._new(queries, list(assigned), shape))
             # If texts are waiting, all rows are busy: run until a chunk is done. Otherwise run until all are done.
             until = chunk if waiting else rows
             search = self._run(weights, search, np.int32(until))
@@ -242,14 +258,14 @@ class Engine:
         """
         prefix = padded_length(prefix) if prefix else 0
         for length in padded_lengths(longest):
-            full, rings = self._rows(length), self._rings(length, prefix)
+            full, rings = self._rows(length), self._rings(Shape(1, length, prefix))
             for rows in {min(full, self.rounding(count)) for count in range(1, full + 1)}:
-                ready = self._ready(weights, 0, rows)
+                ready, shape = self._ready(weights, 0, rows), Shape(rows, length, prefix)
                 for index, ring in enumerate(rings):
                     # All rows are empty and hence done, so this only compiles.
-                    search = self._start(ready, rows, length, ring, prefix)
+                    search = self._start(ready, shape, ring)
                     for encoded in encoded_lengths(length):
-                        none = self._new([Query([PAD] * encoded, 0)], [rows], rows, length, prefix)
+                        none = self._new([Query([PAD] * encoded, 0)], [rows], shape)
                         search = self._begin(ready, search, none)
                     search = self._run(ready, search, np.int32(rows))
                     self._look(search)
@@ -257,19 +273,24 @@ class Engine:
                     for other in [*rings[index + 1 : index + 2], *(size for size in rings if size * 2 < ring)]:
                         self._resized(search, other)
 
-    def _new(self, queries: Sequence[Query], row_numbers: Sequence[int], rows: int, length: int, prefix: int) -> New:
-        """Converts queries to arrays for the given rows of a batch of `rows` rows."""
-        chunk = max(1, rows // REFILL)
+    def _new(self, queries: Sequence[Query], row_numbers: Sequence[int], shape: Shape) -> New:
+        """Converts queries to arrays for the given rows of a batch."""
+        chunk = max(1, shape.rows // REFILL)
         longest = max(len(text.source) for text in queries)
-        encoded = next(each for each in encoded_lengths(length) if each >= longest)
+        encoded = next(each for each in encoded_lengths(shape.length) if each >= longest)
+        phrases = [pad(text.phrases, *shape.phrases, NONE) for text in queries]
+        limits = [self.limit(len(text.source)) + len(text.prefix) + sum(map(len, text.phrases)) for text in queries]
         return New(
             pad([text.source for text in queries], chunk, encoded),
-            np.array([*row_numbers, *[rows] * (chunk - len(row_numbers))], np.int32),
-            column([self.limit(len(text.source)) + len(text.prefix) for text in queries], chunk),
-            column([text.number for text in queries], chunk),
-            pad([text.prefix for text in queries], chunk, prefix, -1),
-            column([text.nbest for text in queries], chunk),
-            column([self.config.min_length + text.tags for text in queries], chunk),
+            np.array([*row_numbers, *[shape.rows] * (chunk - len(row_numbers))], np.int32),
+            Given(
+                limit=column(limits, chunk),
+                number=column([text.number for text in queries], chunk),
+                prefix=pad([text.prefix for text in queries], chunk, shape.prefix, -1),
+                nbest=column([text.nbest for text in queries], chunk),
+                min_length=column([self.config.min_length + text.tags for text in queries], chunk),
+                phrases=np.stack([*phrases, *[pad([], *shape.phrases, NONE)] * (chunk - len(phrases))]),
+            ),
         )
 
     @property
@@ -289,10 +310,14 @@ class Engine:
         """
         return int(self.config.max_length_a * length + self.config.max_length_b)
 
-    def _rings(self, length: int, prefix: int) -> list[int]:
-        """Returns the ascending ring sizes for padded source and prefix lengths."""
-        longest = self.limit(length) + 1 + prefix
-        sizes = [min(max(32, length), longest)]
+    def _longest(self, shape: Shape) -> int:
+        """Returns the maximum number of tokens of a hypothesis, EOS included."""
+        return self.limit(shape.length) + 1 + shape.prefix + math.prod(shape.phrases)
+
+    def _rings(self, shape: Shape) -> list[int]:
+        """Returns the ascending ring sizes of a batch."""
+        longest = self._longest(shape)
+        sizes = [min(max(32, shape.length), longest)]
         while sizes[-1] < longest:
             sizes.append(min(2 * sizes[-1], longest))
         return sizes
@@ -321,15 +346,16 @@ class Engine:
         return tuple((ready(model, params), alpha) for model, (params, alpha) in each)
 
     @functools.cached_property
-    def _start(self) -> Callable[[Weights, int, int, int, int], Search]:
-        @functools.partial(jax.jit, static_argnums=(1, 2, 3, 4))
-        def start(weights: Weights, rows: int, length: int, ring: int, prefix: int) -> Search:
-            k, caches = self.config.beam_size, []
+    def _start(self) -> Callable[[Weights, Shape, int], Search]:
+        @functools.partial(jax.jit, static_argnums=(1, 2))
+        def start(weights: Weights, shape: Shape, ring: int) -> Search:
+            (rows, length, prefix, phrases), k, caches = shape, self.config.beam_size, []
             for model, (params, _) in zip(self.models, weights, strict=True):
                 memory = jnp.zeros((rows, length, model.config.width), model.config.carry_dtype)
                 caches.append(start_cache(model, params, memory, ring * k))
             text = EncodedSources(tuple(caches), jnp.zeros((rows, 1, length), bool))
-            return beam.empty_search(text, rows, k, self.limit(length) + 1 + prefix, ring, prefix)
+            starts = self.word_starts if phrases[0] else ()
+            return beam.empty_search(text, rows, k, self._longest(shape), ring, prefix, phrases, starts)
 
         return start
 
@@ -350,8 +376,7 @@ class Engine:
                 tuple(filled(model, *weight, cache) for model, weight, cache in members),
                 mask.at[new.row].set(new_mask, mode="drop"),
             )
-            given = new.number, new.prefix, new.nbest, new.min_length
-            return beam.begin(search._replace(cache=text), new.row, new.limit, self.config, *given)
+            return beam.begin(search._replace(cache=text), new.row, new.given, self.config)
 
         return begin
 

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -13,12 +13,16 @@ import numpy as np
 from branchnorm_jax.data.tokenizer import NO_TAGS, Tags, Tokenizer
 from branchnorm_jax.decoding.beam import Hypotheses
 from branchnorm_jax.decoding.engine import Engine, Query, Weights, coarse, pad, padded_length, padded_lengths, rounded
+from branchnorm_jax.decoding.glossary import NO_TERMS, Glossary, encode_phrase, word_starts
 from branchnorm_jax.model.coefficients import Alpha
 from branchnorm_jax.model.parameters import Params
 from branchnorm_jax.model.segments import decoder_inputs
 from branchnorm_jax.model.transformer import Transformer
 from branchnorm_jax.options import DecodeConfig
 from branchnorm_jax.tokens import EOS
+
+MORE = 4
+"""The smallest number of hypotheses that phrases add to a beam. It grows by powers of two, so that few are compiled."""
 
 
 class Translation(NamedTuple):
@@ -37,6 +41,15 @@ class Translation(NamedTuple):
     """Attention weights, float32 [target tokens, source tokens]; None unless requested."""
 
 
+class Required(NamedTuple):
+    """What a translation must contain."""
+
+    prefix: str = ""
+    """Its beginning."""
+    phrases: Sequence[str] = ()
+    """Whole words that occur anywhere in it."""
+
+
 class Sentence(NamedTuple):
     """A line to translate."""
 
@@ -50,6 +63,8 @@ class Sentence(NamedTuple):
     """Token ids that the translation starts with, without EOS."""
     nbest: int = 1
     """Number of translations requested."""
+    phrases: Sequence[Sequence[int]] = ()
+    """Token ids of phrases that the translation contains."""
 
 
 class Member(NamedTuple):
@@ -73,6 +88,7 @@ class Translator:
       warn: called with one line per warning, such as a truncated input.
       others: the other models of an ensemble; they share the vocabulary.
       rounding: see `Engine`.
+      glossary: terms of the source with the translations that they must have.
     """
 
     model: Transformer
@@ -81,6 +97,7 @@ class Translator:
     warn: Callable[[str], None] = lambda line: None
     others: tuple[Member, ...] = ()
     rounding: Callable[[int], int] = rounded
+    glossary: Glossary = NO_TERMS
 
     def translate(
         self,
@@ -89,7 +106,7 @@ class Translator:
         lines: Sequence[str],
         first_line: int = 1,
         progress: Callable[[int], Any] = lambda done: None,
-        prefixes: Sequence[str] | None = None,
+        required: Sequence[Required] | None = None,
         tags: Sequence[Tags] | None = None,
         attention: bool = False,
     ) -> list[list[Translation]]:
@@ -105,28 +122,43 @@ class Translator:
           lines: source text.
           first_line: number of the first line, used in warnings and to seed samples.
           progress: called with the number of lines that have been finished since the last call.
-          prefixes: text that the translation of each line starts with.
+          required: what the translation of each line must contain, beside the terms of the glossary.
           tags: tags that select the target language of each line, for a multilingual model.
           attention: whether to compute attention weights.
+
+        Raises:
+          UserError: if the model cannot write a required phrase.
         """
         sources, cut = self.sources(lines)
         for index, warning in cut.items():
             self.warn(f"line {first_line + index}: {warning}")
-        prefix_ids = (
-            [ids[:-1] for ids in self.tokenizer.encode_target(list(prefixes))] if prefixes else [[]] * len(lines)
-        )
+        required = required or [Required()] * len(lines)
+        tags = tags or [NO_TAGS] * len(lines)
+        prefixes = [ids[:-1] for ids in self.tokenizer.encode_target([each.prefix for each in required])]
+        phrases = [self.phrases(line, each.phrases) for line, each in zip(lines, required, strict=True)]
         sentences = [
-            Sentence(source, number, tag, prefix, self.config.nbest)
-            for number, (source, tag, prefix) in enumerate(
-                zip(sources, tags or [NO_TAGS] * len(lines), prefix_ids, strict=True), start=first_line
+            Sentence(source, number, tag, prefix, self.config.nbest, phrase)
+            for number, (source, tag, prefix, phrase) in enumerate(
+                zip(sources, tags, prefixes, phrases, strict=True), start=first_line
             )
         ]
         results = self.search(params, alpha, sentences, progress)
         for sentence, translations in zip(sentences, results, strict=True):
             if translations[0].score == -math.inf:
                 suffix = " that starts with the given prefix" if sentence.prefix else ""
+                suffix += " that contains the required phrases" if sentence.phrases else ""
                 self.warn(f"line {sentence.number}: no translation was found{suffix}")
         return self.with_attention(params, alpha, sentences, results) if attention else results
+
+    def phrases(self, line: str, more: Sequence[str] = ()) -> list[list[int]]:
+        """Returns the token ids of the phrases that the translation of a line must contain.
+
+        They are the translations of the terms of the glossary that occur in the line, and `more`. Raises `UserError` if
+        the model cannot write one of them.
+        """
+        unused = self.model.unused
+        texts = dict.fromkeys([*self.glossary.translations(line), *more])
+        return [encode_phrase(self.tokenizer, text, unused) for text in texts]
 
     def sources(self, lines: Sequence[str]) -> tuple[list[list[int]], dict[int, str]]:
         """Tokenises source lines, truncating long ones.
@@ -156,15 +188,29 @@ class Translator:
         # A source of only EOS without a prefix is not searched; its translation is empty.
         indices = [index for index, each in enumerate(sentences) if len(each.source) > 1 or each.prefix]
         progress(len(sentences) - len(indices))
-        queries = [
-            Query([*tags.source, *source], number, [*tags.target, *prefix], nbest, len(tags.target))
-            for source, number, tags, prefix, nbest in map(sentences.__getitem__, indices)
-        ]
-        for index, hypotheses in self.engine.search(self._weights(params, alpha), queries):
-            sentence, start = sentences[indices[index]], len(sentences[indices[index]].tags.target)
-            results[indices[index]] = [self._translation(hypotheses, rank, start) for rank in range(sentence.nbest)]
-            progress(1)
+        queries = {
+            index: Query([*tags.source, *source], number, [*tags.target, *prefix], nbest, len(tags.target), phrases)
+            for index in indices
+            for source, number, tags, prefix, nbest, phrases in [sentences[index]]
+        }
+        for engine, group in self._by_engine(queries):
+            for place, hypotheses in engine.search(self._weights(params, alpha), [queries[index] for index in group]):
+                sentence, start = sentences[group[place]], len(sentences[group[place]].tags.target)
+                results[group[place]] = [self._translation(hypotheses, rank, start) for rank in range(sentence.nbest)]
+                progress(1)
         return results
+
+    def _by_engine(self, queries: Mapping[int, Query]) -> list[tuple[Engine, list[int]]]:
+        """Returns engines with the sentences that they search.
+
+        Phrases add as many hypotheses as they have tokens, rounded up, so that each bank of `constraints` has one.
+        """
+        groups: dict[int, list[int]] = {}
+        for index, query in queries.items():
+            tokens = sum(map(len, query.phrases))
+            more = max(MORE, 1 << (tokens - 1).bit_length()) if tokens else 0
+            groups.setdefault(self.config.beam_size + more, []).append(index)
+        return [(self._engines(beam_size), group) for beam_size, group in sorted(groups.items())]
 
     def with_attention(
         self,
@@ -300,7 +346,20 @@ class Translator:
     @functools.cached_property
     def engine(self) -> Engine:
         """The search engine of all models."""
-        return Engine((self.model, *(other.model for other in self.others)), self.config, self.rounding)
+        return self._engines(self.config.beam_size)
+
+    @functools.cached_property
+    def _engines(self) -> Callable[[int], Engine]:
+        """Returns a function that returns the engine with a beam size."""
+        models = self.model, *(other.model for other in self.others)
+
+        @functools.cache
+        def engine(beam_size: int) -> Engine:
+            config = dataclasses.replace(self.config, beam_size=beam_size)
+            starts = word_starts(self.tokenizer.target_pieces) if beam_size > self.config.beam_size else ()
+            return Engine(models, config, self.rounding, starts)
+
+        return engine
 
     def _weights(self, params: Params, alpha: Alpha) -> Weights:
         return (params, alpha), *((other.params, other.alpha) for other in self.others)

@@ -1,10 +1,12 @@
 """Code shared by several modes: loading a trained model, and reading lines from a stream."""
 
+import dataclasses
 import itertools
 import os
 import stat
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from queue import Empty, Queue
 from typing import BinaryIO, NamedTuple
 
@@ -12,6 +14,7 @@ import jax
 import numpy as np
 
 from branchnorm_jax.data.tokenizer import Tokenizer
+from branchnorm_jax.decoding.glossary import NO_TERMS, Glossary, encode_phrase, read_glossary
 from branchnorm_jax.decoding.translate import Member, Translator
 from branchnorm_jax.errors import MismatchError, UserError
 from branchnorm_jax.model.coefficients import Alpha
@@ -69,7 +72,21 @@ def load(config: Config, workdir: Workdir) -> Trained:
                 f"decode.alignment_layer={config.decode.alignment_layer}: a model of the ensemble has {depth} decoder "
                 "layers"
             )
-    return Trained(Translator(model, tokenizer, config.decode, logs.say, others), params, alpha, step)
+    translator = Translator(model, tokenizer, config.decode, logs.say, others)
+    return Trained(dataclasses.replace(translator, glossary=checked_glossary(config, translator)), params, alpha, step)
+
+
+def checked_glossary(config: Config, translator: Translator) -> Glossary:
+    """Reads `decode.glossary`. Raises `UserError` if the model cannot write one of its translations."""
+    if not config.decode.glossary:
+        return NO_TERMS
+    glossary = read_glossary(Path(config.decode.glossary))
+    for translation in (*glossary.as_written.values(), *glossary.any_case.values()):
+        try:
+            encode_phrase(translator.tokenizer, translation, translator.model.unused)
+        except UserError as error:
+            raise UserError(f"decode.glossary={config.decode.glossary}: {error}") from error
+    return glossary
 
 
 def member(path: str, tokenizer: Tokenizer, config: Config) -> Member:

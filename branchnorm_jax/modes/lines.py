@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from branchnorm_jax.decoding.languages import Languages
-from branchnorm_jax.decoding.translate import Translation, pharaoh
+from branchnorm_jax.decoding.translate import Required, Translation, pharaoh
 from branchnorm_jax.errors import UserError
 from branchnorm_jax.files import lock, write_atomically
 from branchnorm_jax.modes.common import Trained, lines_ahead, load, read_chunks
@@ -89,10 +89,14 @@ def translated(
     languages = Languages(config.data, trained.translator.tokenizer)
     for lines in chunks:
         sources, tags = languages.split_tags(lines, config.decode.target_lang, done + 1)
-        prefixes = None
+        required = None
         if config.decode.target_prefix:
             pairs = pairs_of(sources, done, "prefix of the target", config.decode.input or "stdin")
-            sources, prefixes = map(list, zip(*pairs, strict=True))
+            sources, required = [source for source, _ in pairs], [Required(prefix) for _, prefix in pairs]
+        if config.decode.constraints:
+            fields = [line.split("\t") for line in sources]
+            sources = [source for source, *_ in fields]
+            required = [Required(phrases=[*filter(None, map(str.strip, phrases))]) for _, *phrases in fields]
         with logs.progress_bar(total or len(lines), done if total else 0, "line", "translate") as bar:
             results = trained.translator.translate(
                 trained.params,
@@ -100,7 +104,7 @@ def translated(
                 sources,
                 done + 1,
                 bar.update,
-                prefixes,
+                required,
                 tags,
                 config.decode.alignments,
             )
@@ -125,6 +129,7 @@ def translate_file(config: Config, trained: Trained, source: Path, target: Path)
     made_of["file"] = [str(source.absolute()), stat.st_size, stat.st_mtime_ns]
     made_of["vocabulary"] = trained.translator.tokenizer.sha256
     made_of["models"] = trained.checksums
+    made_of["terms"] = trained.translator.glossary.sha256
     with writable(part) as file:
         done, before = finished_lines(part), read_record(record)
         if done and before != made_of:

@@ -85,8 +85,8 @@ def answers(
         ]
         sources, cut = translator.sources([line for line, *_ in lines])
         sentences = [
-            Sentence(source, number, tag, nbest=request.nbest)
-            for source, (_, number, tag, request) in zip(sources, lines, strict=True)
+            Sentence(source, number, tag, nbest=request.nbest, phrases=translator.phrases(line))
+            for source, (line, number, tag, request) in zip(sources, lines, strict=True)
         ]
         results = translator.search(params, alpha, sentences)
         wanted = [index for index, (*_, request) in enumerate(lines) if request.alignments]

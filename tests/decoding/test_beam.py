@@ -3,7 +3,7 @@
 import functools
 import itertools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,56 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from branchnorm_jax.decoding import beam
-from branchnorm_jax.decoding.beam import length_penalty, top
+from branchnorm_jax.decoding.beam import Given, length_penalty, top
 from branchnorm_jax.options import DecodeConfig
 from branchnorm_jax.tokens import EOS, PAD
-
-VOCABULARY = 6
-
-
-class Toy(NamedTuple):
-    """A language model whose next-token logits depend on a hash of the sentence's number and the whole prefix.
-
-    The slots of its cache contain the tokens, so a hypothesis that attends to wrong slots hashes a wrong prefix.
-    """
-
-    sentence: jax.Array
-    """[B]."""
-    tokens: jax.Array
-    """[B, slots]."""
-
-
-def table(seed: int) -> np.ndarray:
-    return np.random.default_rng(seed).normal(0, 2, (97, VOCABULARY)).astype(np.float32)
-
-
-def next_state(state: Any, token: Any) -> Any:
-    return (state * 31 + token + 7) % 97
-
-
-def toy_step(logits: jax.Array) -> Any:
-    def step(
-        cache: Toy, tokens: jax.Array, position: jax.Array, seen: jax.Array, slot: jax.Array
-    ) -> tuple[jax.Array, jax.Array, Toy]:
-        batch, k = tokens.shape
-        ring = seen.shape[2] // k
-        seen, kept = seen.reshape(batch, k, ring, k), cache.tokens.reshape(batch, 1, ring, k)
-        state = jnp.broadcast_to(cache.sentence[:, None], (batch, k))
-        for age in range(ring, 0, -1):
-            time = (slot // k - age) % ring
-            visible = seen[:, :, time].sum(-1)
-            word = jnp.where(visible == 1, (seen[:, :, time] * kept[:, :, time]).sum(-1), 50)
-            state = jnp.where((age <= position[:, None]) | (visible > 0), next_state(state, word), state)
-        state = next_state(state, tokens)
-        scores = logits[state]
-        kept = jax.lax.dynamic_update_slice_in_dim(cache.tokens, tokens, slot, axis=1)
-        return scores, jax.nn.logsumexp(scores, axis=-1), cache._replace(tokens=kept)
-
-    return step
-
-
-def decode_config(beam_size: int, **options: Any) -> DecodeConfig:
-    return DecodeConfig(**({"beam_size": beam_size, "nbest": beam_size, "length_penalty": 1.0} | options))
+from tests.decoding.toy import VOCABULARY, Toy, decode_config, log_softmax, next_state, table, toy_step
 
 
 def search(seed: int, limits: list[int], beam_size: int, **options: Any) -> Any:
@@ -81,15 +35,12 @@ def searcher(config: DecodeConfig, rows: int, longest: int) -> Any:
     @jax.jit
     def decode(logits: jax.Array, limits: jax.Array) -> Any:
         cache = Toy(jnp.arange(rows), jnp.zeros((rows, longest * k), jnp.int32))
-        started = beam.begin(beam.empty_search(cache, rows, k, longest, longest), jnp.arange(rows), limits, config)
+        started = beam.begin(
+            beam.empty_search(cache, rows, k, longest, longest), jnp.arange(rows), Given(limits), config
+        )
         return beam.ranked(beam.run(toy_step(logits), started, config, jnp.int32(rows)))
 
     return decode
-
-
-def log_softmax(x: np.ndarray) -> np.ndarray:
-    x = x.astype(np.float64)
-    return x - x.max() - np.log(np.exp(x - x.max()).sum())
 
 
 def reference_beam(
@@ -176,7 +127,7 @@ def test_nbest_can_differ_per_sentence() -> None:
     def decode(logits: jax.Array, nbest: jax.Array) -> Any:
         cache = Toy(jnp.arange(6), jnp.zeros((6, 13 * 4), jnp.int32))
         state = beam.empty_search(cache, 6, 4, 13, 13)
-        state = beam.begin(state, jnp.arange(6), jnp.full(6, 12), config, nbest=nbest)
+        state = beam.begin(state, jnp.arange(6), Given(jnp.full(6, 12), nbest=nbest), config)
         state = beam.run(toy_step(logits), state, config, jnp.int32(6))
         return beam.ranked(state), state.clock
 
@@ -207,7 +158,7 @@ def test_rows_can_start_the_next_sentence_at_any_time(seed: int, limits: list[in
                 inside[row] = waiting.pop()
                 named = state.cache._replace(sentence=state.cache.sentence.at[row].set(inside[row]))
                 state = beam.begin(
-                    state._replace(cache=named), jnp.array([row]), jnp.array([limits[inside[row]]]), config
+                    state._replace(cache=named), jnp.array([row]), Given(jnp.array([limits[inside[row]]])), config
                 )
         state = run(table(seed), state, 1 + 2 - len(inside))
         done, ranked = np.asarray(beam.done(state, config)), jax.device_get(beam.ranked(state))
@@ -304,7 +255,7 @@ def sampled(rows: int, beam_size: int, **options: Any) -> Any:
         cache = Toy(jnp.zeros(rows, jnp.int32), jnp.zeros((rows, 2 * beam_size), jnp.int32))
         numbers = jnp.arange(rows)
         empty = beam.empty_search(cache, rows, beam_size, 2, 2)
-        started = beam.begin(empty, numbers, jnp.ones(rows, jnp.int32), config, numbers)
+        started = beam.begin(empty, numbers, Given(jnp.ones(rows, jnp.int32), numbers), config)
         return beam.run(toy_step(jnp.asarray(table(3))), started, config, jnp.int32(rows)).finished
 
     return jax.device_get(sample())
@@ -353,8 +304,8 @@ def test_every_hypothesis_begins_with_the_prefix() -> None:
         config = decode_config(21, min_length=0, length_penalty=0.0)
         cache = Toy(jnp.zeros(1, jnp.int32), jnp.zeros((1, 84), jnp.int32))
         empty = beam.empty_search(cache, 1, 21, 4, 4, prefix=4)
-        prefixes = jnp.array([[*prefix, -1, -1]])
-        started = beam.begin(empty, jnp.array([0]), jnp.array([limit]), config, jnp.array([0]), prefixes)
+        given = Given(jnp.array([limit]), jnp.array([0]), jnp.array([[*prefix, -1, -1]]))
+        started = beam.begin(empty, jnp.array([0]), given, config)
         result = jax.device_get(beam.ranked(runner(config)(table(seed), started, 1)))
         state, total = next_state(0, EOS), 0.0
         for token in prefix:

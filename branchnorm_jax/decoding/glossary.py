@@ -1,0 +1,111 @@
+"""Glossaries: translations that terms of the source must have, and phrases as token ids."""
+
+import hashlib
+import re
+import unicodedata
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from branchnorm_jax.data.tokenizer import Tokenizer
+from branchnorm_jax.errors import UserError
+from branchnorm_jax.tokens import UNK
+
+UNSPACED = "\u0e00-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff\U00020000-\U0003ffff"
+"""Ranges of the scripts without spaces between words: Thai, Lao, Tibetan, Burmese, Khmer, Japanese and Chinese."""
+
+WORD = re.compile(rf"[{UNSPACED}]|[^\W{UNSPACED}]+|[^\w\s]")
+
+SPACE = "▁"
+"""SentencePiece's mark of a space, at the start of a word."""
+
+
+class Glossary(NamedTuple):
+    """Terms of the source with their translations, as words of `WORD`."""
+
+    as_written: Mapping[tuple[str, ...], str] = {}
+    """Terms with capitals, which match only as they are written."""
+    any_case: Mapping[tuple[str, ...], str] = {}
+    """Terms without capitals, which match in any case."""
+    longest: int = 0
+    """Words of the longest term."""
+    sha256: str = ""
+    """Hash of the file."""
+
+    def translations(self, line: str) -> list[str]:
+        """Returns the translations of the terms in a source line, each once.
+
+        From left to right, the longest term that begins at a word is taken, and the search goes on behind it.
+        """
+        found, words, place = [], _words(line), 0
+        while place < len(words):
+            for size in range(min(self.longest, len(words) - place), 0, -1):
+                term = tuple(words[place : place + size])
+                if translation := self.as_written.get(term) or self.any_case.get(tuple(map(str.lower, term))):
+                    found.append(translation)
+                    place += size - 1
+                    break
+            place += 1
+        return list(dict.fromkeys(found))
+
+
+NO_TERMS = Glossary()
+
+
+def read_glossary(path: Path) -> Glossary:
+    """Reads lines of `term<TAB>translation`. Blank lines are ignored.
+
+    Raises:
+      UserError: if the file cannot be read, a line has other fields, or a term has two translations.
+    """
+    try:
+        content = path.read_bytes()
+        lines = content.decode("utf-8-sig").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
+        raise UserError(f"decode.glossary={path}: cannot be read ({reason})") from error
+    as_written: dict[tuple[str, ...], str] = {}
+    any_case: dict[tuple[str, ...], str] = {}
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        term, *rest = (field.strip() for field in line.split("\t"))
+        words = tuple(_words(term))
+        if len(rest) != 1 or not words or not rest[0]:
+            raise UserError(f"{path}, line {number}: expected term<TAB>translation")
+        terms = any_case if words == tuple(map(str.lower, words)) else as_written
+        if terms.setdefault(words, rest[0]) != rest[0]:
+            raise UserError(f"{path}, line {number}: {term!r} already has the translation {terms[words]!r}")
+    longest = max(map(len, (*as_written, *any_case)), default=0)
+    return Glossary(as_written, any_case, longest, hashlib.sha256(content).hexdigest())
+
+
+def encode_phrase(tokenizer: Tokenizer, phrase: str, unused: Collection[int]) -> list[int]:
+    """Returns the token ids of a phrase within a target sentence.
+
+    Args:
+      tokenizer: the vocabulary.
+      phrase: text without surrounding white space.
+      unused: target tokens that the model never produces.
+
+    Raises:
+      UserError: if the phrase contains such a token, or a character that has no piece.
+    """
+    ids = tokenizer.encode_target([phrase])[0][:-1]
+    first = tokenizer.target_pieces_of(ids[:1])
+    if re.match(rf"[{UNSPACED}]", phrase) and first[0].startswith(SPACE):
+        rest = tokenizer.target_processor.piece_to_id(first[0].removeprefix(SPACE))
+        ids = ids[1:] if first[0] == SPACE else [ids[0] if rest == UNK else rest, *ids[1:]]
+    if not ids or UNK in ids or not set(unused).isdisjoint(ids):
+        raise UserError(f"the model cannot write {phrase!r}: its vocabulary lacks pieces of it")
+    return ids
+
+
+def word_starts(pieces: Sequence[str]) -> tuple[bool, ...]:
+    """Returns whether each piece does not continue a word."""
+    inside = re.compile(rf"[^\W{UNSPACED}]")
+    return tuple(inside.match(piece) is None for piece in pieces)
+
+
+def _words(text: str) -> list[str]:
+    return WORD.findall(unicodedata.normalize("NFC", text))

@@ -30,14 +30,24 @@ def blocks(document: str) -> list[tuple[str, str]]:
     return re.findall(r"^```(bash|python)\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
 
 
+def smaller(block: str) -> str:
+    """Returns the commands of a block, one per line, with smaller models."""
+    commands = re.sub(r"\\\n\s*", "", block).strip()
+    return re.sub(r"(?m)^python main\.py --config=.*$", lambda match: f"{match[0]} {SMALLER}", commands)
+
+
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
     """Returns a folder that looks like a checkout, with the parallel text of a user."""
     for name in ("main.py", "configs", "branchnorm_jax"):
         (tmp_path / name).symlink_to(ROOT / name)
     (tmp_path / "text").mkdir()
-    for split, count in (("train", 300), ("valid", 20), ("test", 20)):
-        for lang, lines in zip(("en", "de"), zip(*numerals.pairs(split, "en", "de", count), strict=True), strict=True):
+    for split, count in (("train", 300), ("valid", 20), ("test", 20), ("more", 40)):
+        for lang, lines in zip(
+            ("en", "de"),
+            zip(*numerals.pairs("train" if split == "more" else split, "en", "de", count), strict=True),
+            strict=True,
+        ):
             (tmp_path / "text" / f"{split}.{lang}").write_text("\n".join(lines) + "\n", encoding="utf-8")
     return tmp_path
 
@@ -53,8 +63,7 @@ def test_translation_guide_runs_from_text_files_to_a_server(checkout: Path) -> N
                 done = subprocess.run([sys.executable, "-c", block], cwd=checkout, capture_output=True, text=True)
                 assert done.returncode == 0, done.stderr
                 continue
-            commands = re.sub(r"\\\n\s*", "", block).strip()
-            commands = re.sub(r"(?m)^python main\.py --config=.*$", lambda match: f"{match[0]} {SMALLER}", commands)
+            commands = smaller(block)
             if "--mode=serve" in commands:
                 server = subprocess.Popen(commands.split(), cwd=checkout, env=environment)
                 wait_for("http://localhost:8000/health", server)
@@ -80,6 +89,25 @@ def test_translation_guide_runs_from_text_files_to_a_server(checkout: Path) -> N
         assert (checkout / name).stat().st_size > 0, name
     for name in ("ctranslate2/model.bin", "ctranslate2-int8/model.bin", "huggingface/model.safetensors"):
         assert (checkout / "runs/mine/export" / name).stat().st_size > 0, name
+
+
+@pytest.mark.slow
+def test_recipes_distill_and_translate_back(checkout: Path) -> None:
+    """Runs docs/recipes.md from top to bottom."""
+    environment = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "JAX_PLATFORMS": "cpu"}
+    printed = ""
+    for _, block in blocks("recipes.md"):
+        command = ["bash", "-euo", "pipefail", "-c", smaller(block)]
+        done = subprocess.run(command, cwd=checkout, env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, f"{block}\n{done.stderr}"
+        printed += done.stderr
+    distilled, back = checkout / "runs/distilled", checkout / "runs/back"
+    for lang in ("en", "de"):
+        assert len((distilled / f"train.{lang}").read_text().splitlines()) == 270
+        assert len((back / f"train.back.{lang}").read_text().splitlines()) == 40
+    for name in ("student", "both_kinds"):
+        assert (checkout / "runs" / name / "results.json").exists()
+    assert "train: 340 pairs read" in printed
 
 
 @pytest.mark.slow

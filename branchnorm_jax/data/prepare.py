@@ -1,10 +1,13 @@
 """Prepares the vocabulary and the token stores of a run, once per workdir."""
 
+import contextlib
 import functools
 import hashlib
 import itertools
 import json
-from collections.abc import Callable, Sequence
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -41,6 +44,9 @@ class Corpus(NamedTuple):
         }
 
 
+PATIENCE = 30
+"""Seconds without a message that a user should have to wait."""
+
 INGREDIENTS = (
     *("vocab_size", "vocab_type", "shared_vocab", "byte_fallback", "vocab_sentences", "pairs", "tags"),
     *("source_normalization", "target_normalization", "max_length"),
@@ -70,9 +76,9 @@ def prepare(
     if vocabulary.exists() and (keep or reusable(vocabulary, origin_of(config), say)):
         tokenizer = load_tokenizer(vocabulary)
     else:
-        say(f"training a vocabulary of {config.vocab_size} pieces")
-        text = itertools.chain.from_iterable(read_pairs(direction, "train") for direction in directions)
-        tokenizer = train_tokenizer(config, text, vocabulary, origin_of(config), say)
+        with announced(f"training a vocabulary of {config.vocab_size} pieces", say):
+            text = itertools.chain.from_iterable(read_pairs(direction, "train") for direction in directions)
+            tokenizer = train_tokenizer(config, text, vocabulary, origin_of(config), say)
     train: list[TokenStore] = []
     valid: list[TokenStore] = []
     for direction in directions:
@@ -109,6 +115,25 @@ def prepare(
             + ", ".join(f"{n:,} of {d.pair}" for n, d in zip(drawn, directions, strict=True))
         )
     return Corpus(tokenizer, validated, mixture, valid)
+
+
+@contextlib.contextmanager
+def announced(what: str, say: Callable[[str], None], every: float = PATIENCE) -> Iterator[None]:
+    """Says what begins, and again how long it has taken after each `every` seconds of it."""
+    say(what)
+    done, begin = threading.Event(), time.perf_counter()
+
+    def remind() -> None:
+        while not done.wait(every):
+            say(f"still {what} ({time.perf_counter() - begin:,.0f} s)")
+
+    reminder = threading.Thread(target=remind, daemon=True)
+    reminder.start()
+    try:
+        yield
+    finally:
+        done.set()
+        reminder.join()
 
 
 def origin_of(config: DataConfig) -> str:

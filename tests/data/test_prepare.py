@@ -1,11 +1,14 @@
 """Preparation of vocabulary and stores: what is reused, and what is rebuilt."""
 
 import dataclasses
+import re
+import threading
+import time
 from pathlib import Path
 
 import pytest
 
-from branchnorm_jax.data.prepare import prepare
+from branchnorm_jax.data.prepare import announced, prepare
 from branchnorm_jax.data.tokenizer import ORIGIN
 from branchnorm_jax.errors import UserError
 from branchnorm_jax.options import DataConfig
@@ -90,3 +93,23 @@ def test_faults_and_pairs_of_both_splits_are_reported_once(tmp_path: Path) -> No
     again = prepare(config, tmp_path / "run", said.append).train.stores[0]
     assert again.quality == store.quality
     assert not any(line in expected for line in said)
+
+
+def test_long_steps_say_that_they_go_on() -> None:
+    """A reminder that never comes makes the test wait forever, not fail at random."""
+    said: list[str] = []
+    twice = threading.Event()
+
+    def say(line: str) -> None:
+        said.append(line)
+        if len(said) == 3:
+            twice.set()
+
+    with pytest.raises(KeyError), announced("counting sheep", say, every=0.01):
+        twice.wait()
+        raise KeyError
+    after = len(said)
+    assert said[0] == "counting sheep"
+    assert all(re.fullmatch(r"still counting sheep \(\d+ s\)", line) for line in said[1:])
+    time.sleep(0.05)
+    assert len(said) == after

@@ -237,6 +237,8 @@ def _validate(config: Config) -> None:
     if train.best_metric != "loss" and train.keep_best and not train.eval_bleu_sentences:
         needs = f"train.best_metric={train.best_metric} needs train.eval_bleu_sentences > 0"
         raise UserError(f"config: {needs}; or set best_metric=loss")
+    if train.best_metric == "comet" and not config.evaluate.comet:
+        raise UserError("config: train.best_metric=comet needs evaluate.comet, a model such as Unbabel/wmt22-comet-da")
     if model.shared_embeddings == "all" and not data.shared_vocab:
         raise UserError("config: model.shared_embeddings=all needs data.shared_vocab=True; use decoder or none")
     if data.subword_samples and data.vocab_type != "unigram":

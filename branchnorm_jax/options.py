@@ -459,7 +459,11 @@ class TrainConfig:
     )
     keep_last: int = option(2, "number of newest checkpoints to keep", minimum=1, free=True)
     keep_best: int = option(1, "number of best checkpoints to keep", minimum=0, free=True)
-    best_metric: str = option("bleu", "validation metric of the best checkpoint", choices=("bleu", "chrf", "loss"))
+    best_metric: str = option(
+        "bleu",
+        "validation metric of the best checkpoint; comet uses the model evaluate.comet",
+        choices=("bleu", "chrf", "comet", "loss"),
+    )
     patience: int = option(
         0, "stop after this many validations without a better one; 0: never", unit="validations", minimum=0, free=True
     )

@@ -195,6 +195,12 @@ def test_either_steps_or_epochs_is_required():
         ({"evaluate": {"pairs": "en-en"}}, ["evaluate.pairs"]),
         ({"train": {"accumulation": 3}}, ["train.accumulation=3", "data.row_multiple=8"]),
         ({"train": {"eval_bleu_sentences": 0}}, ["best_metric=bleu", "eval_bleu_sentences"]),
+        ({"train": {"best_metric": "comet"}}, ["best_metric=comet needs evaluate.comet"]),
+        (
+            {"decode": {"constraints": True, "target_prefix": True}},
+            ["decode.constraints and decode.target_prefix both"],
+        ),
+        ({"decode": {"glossary": "terms.tsv", "temperature": 1.0}}, ["decode.glossary", "decode.temperature=0"]),
         ({"decode": {"nbest": 5}}, ["decode.nbest=5", "decode.beam_size=4"]),
         ({"decode": {"alignment_layer": 7}}, ["decode.alignment_layer=7", "model.decoder_layers=6"]),
         ({"evaluate": {"splits": "test,train"}}, ["evaluate.splits", "'train'"]),

@@ -395,7 +395,7 @@ class Run:
             by_pair = self.validator.scores(self.state, c.eval_bleu_sentences)
             for pair, scores in by_pair.items():
                 pairs[pair] |= scores
-            for name in ("bleu", "chrf"):
+            for name in next(iter(by_pair.values())):
                 line[name] = statistics.mean(scores[name] for scores in by_pair.values())
         if self.config.data.pairs:
             line["pairs"] = pairs

@@ -13,6 +13,7 @@ from branchnorm_jax.data.corpus import read_pairs
 from branchnorm_jax.data.prepare import Corpus
 from branchnorm_jax.decoding.translate import Translator
 from branchnorm_jax.evaluation.bleu import corpus_scores
+from branchnorm_jax.evaluation.comet import load_comet
 from branchnorm_jax.model import growth
 from branchnorm_jax.model.coefficients import Alpha
 from branchnorm_jax.model.losses import LossSums
@@ -38,6 +39,8 @@ class Validator:
         """Prepares validation. `plans` has one batch plan for each direction in `corpus.validated`."""
         self.config, self.rows, self.corpus, self.plans = config, rows, corpus, plans
         self.translator = Translator(model, corpus.tokenizer, config.decode)
+        own = config.train.best_metric == "comet" and hosts.is_first()
+        self.comet = [load_comet(config.evaluate.comet)] if own else []
         self.alpha = jax.jit(growth.alpha(config.model))
         self.eval_step = jax.jit(make_eval_step(model, config))
 
@@ -52,6 +55,8 @@ class Validator:
 
     def scores(self, state: TrainState, count: int) -> dict[str, dict[str, float]]:
         """Returns BLEU and chrF of the first `count` sentences of each validation set, by language pair.
+
+        With `train.best_metric=comet`, the first process also computes COMET.
 
         Each process translates its share of the sentences on its first device, which needs one whole copy of the
         parameters. All processes return the same values.
@@ -84,7 +89,13 @@ class Validator:
         hypotheses = [""] * len(pairs)
         for process, texts in enumerate(shares):
             hypotheses[process :: len(shares)] = json.loads(texts)
-        return corpus_scores(hypotheses, [reference for _, reference in pairs], direction.target_lang)
+        sources, references = zip(*pairs, strict=True)
+        scores = corpus_scores(hypotheses, references, direction.target_lang)
+        if self.config.train.best_metric != "comet":
+            return scores
+        found = [score for measure in self.comet for score in measure(sources, hypotheses, references)]
+        shared = hosts.gather(json.dumps({score.name: score.score for score in found}), "which computes COMET")[0]
+        return scores | json.loads(shared)
 
 
 def per_token(sums: Sequence[LossSums]) -> dict[str, Any]:

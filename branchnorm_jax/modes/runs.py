@@ -7,7 +7,16 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 
-from branchnorm_jax.analysis import compiled, devices, estimate, figures, methods_table, signal, topologies
+from branchnorm_jax.analysis import (
+    compiled,
+    devices,
+    estimate,
+    figures,
+    methods_table,
+    signal,
+    sweep_figure,
+    topologies,
+)
 from branchnorm_jax.analysis import plan as planning
 from branchnorm_jax.analysis import preflight as flight
 from branchnorm_jax.analysis import sweep as sweeping
@@ -225,5 +234,5 @@ def sweep(config: Config, workdir: Workdir) -> None:
         write_atomically(workdir / "sweep.csv", sweeping.to_csv(rows))
         write_atomically(workdir / "sweep.md", table)
         if drawing:
-            sweeping.draw(rows, config.sweep.column_names, workdir / "sweep.png")
+            sweep_figure.draw(rows, config.sweep.column_names, workdir / "sweep.png")
     print(table, end="")

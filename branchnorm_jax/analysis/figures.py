@@ -24,6 +24,15 @@ def pyplot() -> Any:
     return pyplot
 
 
+def line(index: int) -> dict[str, Any]:
+    """Returns colour, width and dashes of a line in a figure.
+
+    Where curves coincide, the earlier ones stay visible: later lines are thinner, and every second one has gaps.
+    """
+    dashes = (0, (5, 3)) if index and index % 2 == 0 else "-"
+    return {"color": COLOURS[index % len(COLOURS)], "linewidth": max(1.0, 3 * 0.8**index), "linestyle": dashes}
+
+
 def can_draw(name: str) -> bool:
     """Returns whether the figure `name` can be drawn; if not, logs what to install."""
     try:

@@ -22,6 +22,7 @@ import numpy as np
 
 from benchmarks.measure import save
 from branchnorm_jax import config as configs
+from branchnorm_jax.analysis import figures
 from branchnorm_jax.analysis.sweep import score_of
 from branchnorm_jax.model.transformer import Transformer
 from branchnorm_jax.options import Config
@@ -146,23 +147,27 @@ def by_setting(runs: dict[str, dict[str, Any]]) -> dict[str, list[dict[str, Any]
 
 def draw(runs: dict[str, dict[str, Any]], path: Path) -> None:
     """Plots one panel per quantity, one line per run and one colour per setting."""
-    import matplotlib
+    pyplot = figures.pyplot()
+    from matplotlib import ticker
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(1, len(PANELS), figsize=(4 * len(PANELS), 3.6), layout="constrained")
-    for axis, (x, y, title, scale) in zip(axes, PANELS, strict=True):
+    figure, axes = pyplot.subplots(2, 3, figsize=(12, 6), layout="constrained")
+    for axis, (x, y, title, scale) in zip(axes.flat, PANELS, strict=False):
         for index, (name, seeds) in enumerate(by_setting(runs).items()):
             for seed, run in enumerate(seeds):
                 values = np.array(run[y], float)
                 values = values[:, -1] if values.ndim == 2 else values
-                # Not plotted: before the first update alpha and the gradients of BranchNorm's branches are 0.
-                values = np.where(values == 0, np.nan, values)
-                axis.plot(run[x], values, f"C{index % 10}", linewidth=1, label=None if seed else name)
+                if scale == "log":
+                    # Before the first update alpha and the gradients of BranchNorm's branches are 0.
+                    values = np.where(values == 0, np.nan, values)
+                axis.plot(run[x], values, **figures.line(index), label=None if seed else name)
         axis.set(title=title, xlabel="update", yscale=scale)
-    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False)
-    figure.savefig(path, dpi=100)
+    nll = axes.flat[len(PANELS) - 1].yaxis
+    nll.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
+    nll.set_major_formatter("{x:g}")
+    nll.set_minor_formatter(ticker.NullFormatter())
+    axes[1, 2].axis("off")
+    axes[1, 2].legend(*axes[0, 0].get_legend_handles_labels(), loc="center", frameon=False)
+    figure.savefig(path, dpi=120)
     pyplot.close(figure)
 
 

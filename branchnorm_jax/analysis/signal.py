@@ -9,7 +9,6 @@
 
 import csv
 import io
-import itertools
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -132,14 +131,14 @@ def draw(signals: Mapping[str, Signal], path: Path, title: str) -> None:
     # Plot zeros at the bottom of the axis instead of omitting them.
     floor = 1e-12
     figure, axes = pyplot.subplots(2, 3, figsize=(13, 6), layout="constrained")
-    # Curves of several methods may coincide, so each has its own line style.
-    for (method, signal), style in zip(signals.items(), itertools.cycle(("-", "--", "-.", ":"))):
+    for index, (method, signal) in enumerate(signals.items()):
+        style = figures.line(index)
         for row, stack in enumerate(STACKS):
             for column, quantity in enumerate(("gradient", "update")):
                 values = getattr(signal, quantity)[stack]
-                axes[row, column].plot(np.arange(1, len(values) + 1), np.maximum(values, floor), style, label=method)
+                axes[row, column].plot(np.arange(1, len(values) + 1), np.maximum(values, floor), **style, label=method)
         values = np.maximum(signal.singular_values, floor)
-        axes[0, 2].plot(np.arange(1, len(values) + 1), values, style)
+        axes[0, 2].plot(np.arange(1, len(values) + 1), values, **style)
     for row, stack in enumerate(STACKS):
         axes[row, 0].set(title=f"gradient norm, {stack}", xlabel="layer", yscale="log")
         axes[row, 1].set(title=f"relative update, {stack}", xlabel="layer", yscale="log")

@@ -1,4 +1,4 @@
-"""Sweeps: a grid of runs in one line of text, and the results of the runs as a table and a figure.
+"""Sweeps: a grid of runs in one line of text, and the results of the runs as a table.
 
 A grid consists of axes `name=value,value`, separated by spaces. Its runs are all combinations of their values. `|` adds
 another grid:
@@ -25,7 +25,6 @@ from typing import Any
 import ml_collections
 
 from branchnorm_jax import config as configs
-from branchnorm_jax.analysis import figures
 from branchnorm_jax.data.corpus import text_lines
 from branchnorm_jax.errors import UserError
 from branchnorm_jax.evaluation.bleu import sacrebleu_metric
@@ -263,11 +262,24 @@ def to_csv(rows: Sequence[Mapping[str, Any]]) -> str:
     return out.getvalue()
 
 
+def from_csv(text: str) -> list[dict[str, Any]]:
+    """Returns the rows of a sweep.csv, without empty values; `bleu` is a number, or None for a run without a score."""
+    rows: list[dict[str, Any]] = [
+        {name: value for name, value in row.items() if value} for row in csv.DictReader(io.StringIO(text))
+    ]
+    return [row | {"bleu": float(row["bleu"]) if "bleu" in row else None} for row in rows]
+
+
+def axes_of(row: Mapping[str, Any]) -> Run:
+    """Returns the axes of a row of the results, without the seed."""
+    return {axis: value for axis, value in row.items() if axis in AXES and axis != "train.seed"}
+
+
 def cells(rows: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> dict[tuple[str, str], list[Mapping[str, Any]]]:
     """Groups rows by (row label, column label) of the table. Runs that differ only in the seed share a cell."""
     table: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
     for row in rows:
-        axes = {axis: row[axis] for axis in row if axis in AXES and axis != "train.seed"}
+        axes = axes_of(row)
         across = {axis: value for axis, value in axes.items() if axis in columns}
         down = {axis: value for axis, value in axes.items() if axis not in columns}
         table.setdefault((name_of(down, " "), name_of(across, " ")), []).append(row)
@@ -298,33 +310,3 @@ def to_markdown(rows: Sequence[Mapping[str, Any]], columns: Sequence[str], basel
     if baseline:
         text += ["", f"\\* p < {SIGNIFICANT} against {baseline}, paired bootstrap."]
     return "\n".join(text) + "\n"
-
-
-def draw(rows: Sequence[Mapping[str, Any]], columns: Sequence[str], path: Path) -> None:
-    """Plots BLEU over the columns, one line per row of the table.
-
-    Crosses at the bottom mark runs without a score.
-    """
-    pyplot = figures.pyplot()
-
-    table = cells(rows, columns)
-    down, across = (list(dict.fromkeys(key[side] for key in table)) for side in (0, 1))
-    figure, axes = pyplot.subplots(figsize=(2 + 1.6 * max(len(across), 3), 4.5), layout="constrained")
-    for index, row in enumerate(down):
-        points = [(x, runs) for x, column in enumerate(across) if (runs := table.get((row, column)))]
-        unscored = [x for x, runs in points if any(run["bleu"] is None for run in runs)]
-        scored = [(x, statistics.mean(run["bleu"] for run in runs)) for x, runs in points if x not in unscored]
-        colour = f"C{index % 10}"
-        axes.plot(
-            [x for x, _ in scored], [y for _, y in scored], "o-" if scored else "x", color=colour, label=row or "all"
-        )
-        axes.plot(unscored, [-1] * len(unscored), "x", color=colour)
-    axes.set(
-        xticks=range(len(across)),
-        xticklabels=[name.replace(" ", "\n") for name in across],
-        ylabel="test BLEU",
-        ylim=(-2, max(5.0, 1.05 * axes.get_ylim()[1])),
-    )
-    axes.legend(frameon=False, bbox_to_anchor=(1.02, 1), loc="upper left")
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)

@@ -272,13 +272,19 @@ def write(comparison: Mapping[str, Any], folder: Path) -> tuple[Path, Path]:
 PAGE = """<!doctype html>
 <html lang="en">
 <meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
 <title>Comparison with {{ baseline }}</title>
 <style>
+  :root { color-scheme: light dark; --better: #06710b; --worse: #a40000; --quiet: #5c5c5c; --line: #ccc; }
+  @media (prefers-color-scheme: dark) {
+    :root { --better: #6fd678; --worse: #ff9a94; --quiet: #a9a9a9; --line: #555; }
+  }
   body { font: 15px/1.5 system-ui, sans-serif; margin: 2em auto; max-width: 70em; padding: 0 1em; }
-  table { border-collapse: collapse; margin: 1em 0; }
-  th, td { border-bottom: 1px solid #ccc; padding: .3em .8em; text-align: left; vertical-align: top; }
-  td.n { text-align: right; font-variant-numeric: tabular-nums; }
-  .better { color: #06710b; } .worse { color: #a40000; } small { color: #666; }
+  small { color: var(--quiet); overflow-wrap: anywhere; }
+  table { border-collapse: collapse; margin: 1em 0; display: block; overflow-x: auto; }
+  th, td { border-bottom: 1px solid var(--line); padding: .3em .6em; text-align: left; vertical-align: top; }
+  .n { text-align: right; font-variant-numeric: tabular-nums; }
+  .better { color: var(--better); } .worse { color: var(--worse); }
 </style>
 <h1>Comparison with {{ baseline }}</h1>
 <p>{{ "{:,}".format(lines) }} lines, scored as {{ target_lang }}. Intervals contain 95 % of 1,000 bootstrap samples. A
@@ -287,7 +293,7 @@ system is better or worse if both bootstrap and approximate randomisation give p
 <h2>{{ metric }}</h2>
 <small>{{ table.signature }}</small>
 <table>
-<tr><th>system<th>score<th>interval<th>p, bootstrap<th>p, randomisation<th>
+<tr><th>system<th class="n">score<th class="n">interval<th class="n">p, bootstrap<th class="n">p, randomisation<th>
 {% for name, row in table.systems.items() %}
 <tr><td>{{ name }}<td class="n">{{ "%.2f" % row.score }}
 <td class="n">{{ "%.2f" % (row.mean - row.interval) }} to {{ "%.2f" % (row.mean + row.interval) }}
@@ -302,7 +308,7 @@ system is better or worse if both bootstrap and approximate randomisation give p
 {% endfor %}
 <h2>BLEU by length of the reference in tokens</h2>
 <table>
-<tr><th>tokens<th>lines{% for name in scores.bleu.systems %}<th>{{ name }}{% endfor %}
+<tr><th>tokens<th class="n">lines{% for name in scores.bleu.systems %}<th class="n">{{ name }}{% endfor %}
 {% for row in by_length %}
 <tr><td>{{ row.tokens }}<td class="n">{{ row.lines }}
 {% for value in row.bleu.values() %}<td class="n">{{ "%.2f" % value }}{% endfor %}
@@ -310,7 +316,7 @@ system is better or worse if both bootstrap and approximate randomisation give p
 </table>
 <h2>F1 of words by frequency in the {{ frequencies_of }}</h2>
 <table>
-<tr><th>times<th>tokens{% for name in scores.bleu.systems %}<th>{{ name }}{% endfor %}
+<tr><th>times<th class="n">tokens{% for name in scores.bleu.systems %}<th class="n">{{ name }}{% endfor %}
 {% for row in by_frequency %}
 <tr><td>{{ row.times }}<td class="n">{{ row.tokens }}
 {% for value in row.f1.values() %}<td class="n">{{ "%.2f" % value }}{% endfor %}
@@ -318,13 +324,13 @@ system is better or worse if both bootstrap and approximate randomisation give p
 </table>
 <h2>Sentences that differ most</h2>
 <table>
-<tr><th>line<th>chrF<th>texts
+<tr><th class="n">line<th class="n">chrF<th>texts
 {% for s in sentences %}
 <tr><td class="n">{{ s.line }}<td class="n {{ "better" if s.gain > 0 else "worse" }}">{{ "%+.1f" % s.gain }}<td>
-{% if s.source %}<small>{{ s.source }}</small><br>{% endif %}
-<small>reference:</small> {{ s.reference }}<br>
-<small>{{ baseline }}:</small> {{ s.baseline_text }}<br>
-<small>{{ s.system }}:</small> {{ s.system_text }}
+{% if s.source %}<small><bdi>{{ s.source }}</bdi></small><br>{% endif %}
+<small>reference:</small> <bdi>{{ s.reference }}</bdi><br>
+<small>{{ baseline }}:</small> <bdi>{{ s.baseline_text }}</bdi><br>
+<small>{{ s.system }}:</small> <bdi>{{ s.system_text }}</bdi>
 {% endfor %}
 </table>
 </html>

@@ -12,6 +12,7 @@ from branchnorm_jax.analysis import plan as planning
 from branchnorm_jax.analysis import preflight as flight
 from branchnorm_jax.analysis import sweep as sweeping
 from branchnorm_jax.analysis.report import draw_curves, draw_layers
+from branchnorm_jax.analysis.sweep_figure import draw as draw_sweep
 from branchnorm_jax.config import to_flat, to_json
 from branchnorm_jax.data.batches import make_plans
 from branchnorm_jax.data.corpus import read_pairs
@@ -225,5 +226,5 @@ def sweep(config: Config, workdir: Workdir) -> None:
         write_atomically(workdir / "sweep.csv", sweeping.to_csv(rows))
         write_atomically(workdir / "sweep.md", table)
         if drawing:
-            sweeping.draw(rows, config.sweep.column_names, workdir / "sweep.png")
+            draw_sweep(rows, config.sweep.column_names, workdir / "sweep.png")
     print(table, end="")

@@ -150,6 +150,14 @@ def test_page_escapes_the_text(comparison: dict[str, Any], tmp_path: Path) -> No
     assert "&lt;script&gt;" in html
 
 
+def test_page_isolates_the_direction_of_each_text(comparison: dict[str, Any], tmp_path: Path) -> None:
+    """In a line such as "reference: שלום.", the full stop belongs at the left."""
+    texts = dict(source="a.", reference="שלום.", baseline_text="مرحبا!", system_text="תודה (כן).")
+    _, page = write({**comparison, "sentences": [{**comparison["sentences"][0], **texts}]}, tmp_path)
+    html = page.read_text(encoding="utf-8")
+    assert re.findall("<bdi>(.*?)</bdi>", html) == list(texts.values())
+
+
 @pytest.mark.slow
 def test_compare_mode_accepts_workdirs_and_files(tmp_path: Path, trained: Path) -> None:
     (tmp_path / "sys").write_text("eins\nzwei\n", encoding="utf-8")

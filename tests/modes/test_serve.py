@@ -4,6 +4,7 @@ import contextlib
 import functools
 import http.client
 import json
+import re
 import shutil
 import signal
 import socket
@@ -14,6 +15,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any, cast
 
@@ -25,7 +27,7 @@ from branchnorm_jax.data.tokenizer import Tokenizer, load_tokenizer
 from branchnorm_jax.decoding.languages import Languages
 from branchnorm_jax.decoding.translate import pharaoh
 from branchnorm_jax.options import DataConfig, DecodeConfig, ServeConfig
-from branchnorm_jax.serving.app import make_app
+from branchnorm_jax.serving.app import PAGE, make_app
 from branchnorm_jax.serving.messages import TranslationRequest, parse, to_json
 from tests.conftest import ROOT, run_main, start_main
 
@@ -36,6 +38,9 @@ DECODE = (
 )
 SERVE = ("--config.serve.port=0", "--config.serve.warm_up_length=16", "--config.serve.max_lines=4")
 LIMITS = ("--config.serve.max_characters=500",)
+
+LUMINANCE = np.array((0.2126, 0.7152, 0.0722))
+"""Weights of red, green and blue in the luminance of a colour (sRGB)."""
 
 TEXTS = [
     f"{number} {rest}" for number in ("one", "two", "20", "seven") for rest in ("", "hundred", "and 5:17 PM", "$3")
@@ -334,6 +339,64 @@ def test_failed_translation_does_not_affect_other_requests() -> None:
     assert log[0].endswith("MemoryError: too much")
 
 
+class Elements(HTMLParser):
+    """The elements of a page, as (name, attributes)."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.found: list[tuple[str, dict[str, str | None]]] = []
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.found.append((tag, dict(attrs)))
+
+
+def test_page_is_one_file_that_loads_nothing_else() -> None:
+    with serving(Device(), []) as url, urllib.request.urlopen(url) as response:
+        policy, page = response.headers["content-security-policy"], response.read().decode()
+    assert "default-src 'none'" in policy
+    assert page == PAGE.read_text(encoding="utf-8")
+    assert len(page) < 16_000
+    elements = Elements(page).found
+    loaded = [attributes.get(name) for _, attributes in elements for name in ("src", "href", "srcset", "action")]
+    assert [link for link in loaded if link] == ["data:,"]
+    assert not re.findall(r"\burl\(|@import|https?:", page)
+    # The script finds all the elements that it needs, and the user sees what each control is for.
+    ids = [attributes["id"] for _, attributes in elements if "id" in attributes]
+    assert len(set(ids)) == len(ids)
+    assert set(re.findall(r'\$\("(\w+)"\)', page)) <= set(ids)
+    assert {attributes.get("for") for tag, attributes in elements if tag == "label"} >= {"text"}
+
+
+def test_colours_of_the_page_have_enough_contrast() -> None:
+    """WCAG 2.2, level AA: a contrast of 4.5 for text and of 3 for the edges of controls, light and dark."""
+
+    def luminance(colour: np.ndarray) -> float:
+        return float(np.where(colour <= 0.04045, colour / 12.92, ((colour + 0.055) / 1.055) ** 2.4) @ LUMINANCE)
+
+    def contrast(first: np.ndarray, second: np.ndarray) -> float:
+        low, high = sorted((luminance(first), luminance(second)))
+        return (high + 0.05) / (low + 0.05)
+
+    style = PAGE.read_text(encoding="utf-8")
+    (share,) = re.findall(r"calc\((\d+)% \* var\(--weight\)\)", style)
+    palettes = re.findall(r":root \{(.*?)\}", style, re.DOTALL)
+    assert len(palettes) == 2
+    for palette in palettes:
+        colours = {
+            name: np.array([int(code[i : i + 2], 16) for i in (0, 2, 4)]) / 255
+            for name, code in re.findall(r"--([\w-]+): #(\w{6});", palette)
+        }
+        colours["weight"] = colours["card"] + int(share) / 100 * (colours["accent"] - colours["card"])
+        colours["chosen"] = colours["card"] + 0.12 * (colours["accent"] - colours["card"])
+        for text, paper, least in (
+            *(("ink", "paper", 4.5), ("ink", "card", 4.5), ("ink", "weight", 4.5), ("quiet", "chosen", 4.5)),
+            *(("quiet", "paper", 4.5), ("quiet", "card", 4.5), ("on-accent", "accent", 4.5), ("alarm", "card", 4.5)),
+            *(("alarm", "alarm-paper", 4.5), ("edge", "card", 3), ("edge", "paper", 3), ("accent", "card", 3)),
+        ):
+            assert contrast(colours[text], colours[paper]) >= least, (text, paper)
+
+
 @pytest.fixture
 def browser(tmp_path: Path) -> Iterator[Any]:
     """Starts headless Chromium from the Debian packages chromium and chromium-driver."""
@@ -370,31 +433,40 @@ def test_page_shows_translations_attention_and_errors(server: Server, browser: A
     wait.until(lambda _: browser.title == "English → German")
     assert texts("#model")[0].startswith("branchnorm 2L-2L, after ")
 
-    (box,), (button,) = all_of("textarea"), all_of("button")
+    (box,), (button,) = all_of("textarea"), all_of("#translate")
     assert (box.accessible_name, button.accessible_name) == ("Text, one sentence per line", "Translate")
     button.click()
     wait.until(lambda _: texts("#error") == ["There is no text to translate; type a sentence above."])
 
     box.send_keys("one hundred", Keys.ENTER, Keys.ENTER, "<b>seven</b>", Keys.CONTROL, Keys.ENTER)
-    wait.until(lambda _: len(all_of("section")) == 2)
+    wait.until(lambda _: len(all_of("article")) == 2)
     assert not all_of("#error")[0].is_displayed()
     request = dict(text=["one hundred", "<b>seven</b>"], nbest=2, alignments=True)
     expected = translations(server.url, **request)
-    assert texts("section > div:first-child") == request["text"]
+    assert texts(".source") == request["text"]
     assert texts(".best") == [line[0]["text"] for line in expected]
-    assert texts("section:first-child label span[dir]") == [each["text"] for each in expected[0]]
+    all_of("summary")[0].click()
+    wait.until(lambda _: all_of("table"))
+    assert texts("article:first-child label bdi") == [each["text"] for each in expected[0]]
     for rank in (0, 1):
-        all_of("section:first-child input")[rank].click()
+        all_of("article:first-child input")[rank].click()
         translation = expected[0][rank]
         assert texts(".best")[0] == translation["text"]
         labels = [piece.replace("▁", "_") for piece in (*translation["source_pieces"], *translation["pieces"])]
-        assert texts("section:first-child svg > text") == labels
-        opacity = [float(cell.get_attribute("fill-opacity")) for cell in all_of("section:first-child svg .cell")]
-        np.testing.assert_allclose(opacity, np.ravel(translation["alignment"]), atol=1e-4)
-    assert all("attends most to" in picture.accessible_name for picture in all_of("svg"))
+        assert texts("th[scope]") == labels
+        styles = [cell.get_attribute("style") for cell in all_of("td[style]")]
+        weights = [float(style.removeprefix("--weight:").rstrip(";")) for style in styles]
+        np.testing.assert_allclose(weights, np.ravel(translation["alignment"]), atol=1e-6)
+        shares = [int(text or 0) / 100 for text in texts("td[style]")]
+        np.testing.assert_allclose(shares, np.where(np.array(weights) < 0.05, 0, weights), atol=0.00501)
+    browser.execute_script("navigator.clipboard.writeText = (text) => { document.copied = text; }")
+    all_of("#copy")[0].click()
+    copied = f"{expected[0][1]['text']}\n\n{expected[1][0]['text']}"
+    wait.until(lambda _: browser.execute_script("return document.copied") == copied)
 
     box.send_keys(" ", *([Keys.ENTER, "x"] * 4), Keys.CONTROL, Keys.ENTER)
     wait.until(lambda _: texts("#error") == ["text has 6 lines, more than 4 (serve.max_lines)"])
+    assert not all_of("#results")[0].is_displayed()
     # The browser logs the answer with status 400. It would also log blocked external resources.
     assert [line["message"] for line in browser.get_log("browser") if "status of 400" not in line["message"]] == []
 

@@ -2,14 +2,16 @@
 
 import contextlib
 import html
+import itertools
 import json
 import re
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 from branchnorm_jax.bucket import is_url
 from branchnorm_jax.data.corpus import Pair, corpus_key, read_pairs
-from branchnorm_jax.data.quality import FAULTS, describe, inspect
+from branchnorm_jax.data.quality import FAULTS, SAMPLE, describe, inspect, keys, overlap, usual
 from branchnorm_jax.errors import UserError
 from branchnorm_jax.files import atomic_directory
 from branchnorm_jax.options import Config, DataConfig
@@ -54,14 +56,14 @@ def clean(config: Config, workdir: Workdir) -> None:
         by_fault = {name: removed[name] for name in c.dropped if removed[name]}
         numbers = {"read": total, "kept": kept, "unescaped": removed["unescaped"], "removed": by_fault}
         (temporary / "clean.json").write_text(json.dumps(numbers, indent=2) + "\n", encoding="utf-8")
-    if by_fault:
-        logs.say(f"removed {describe({name: {'pairs': number} for name, number in by_fault.items()})}")
+    for name, number in by_fault.items():
+        logs.say(f"removed {describe(name, number)}")
     logs.say(f"wrote {folder}: {kept:,} of {total:,} pairs; removed.tsv lists the others")
     print(folder)
 
 
 def copy_split(data: DataConfig, split: str, folder: Path) -> set[int]:
-    """Copies a split, if the corpus has it; returns the hashes of its pairs."""
+    """Copies a split, if the corpus has it; returns the `keys` of its pairs."""
     try:
         corpus_key(data, split)
     except UserError as error:
@@ -71,7 +73,7 @@ def copy_split(data: DataConfig, split: str, folder: Path) -> set[int]:
     for side, language in enumerate((data.source_lang, data.target_lang)):
         text = "".join(f"{pair[side]}\n" for pair in pairs)
         (folder / f"{split}.{language}").write_text(text, encoding="utf-8", newline="\n")
-    return set(map(hash, pairs))
+    return set[int]().union(*map(keys, pairs))
 
 
 def clean_training_text(config: Config, total: int, held_out: set[int], folder: Path) -> Counter[str]:
@@ -89,7 +91,11 @@ def clean_training_text(config: Config, total: int, held_out: set[int], folder: 
         source, target = (_BREAKS.sub(" ", text).strip() for text in plain)
         return source, target
 
-    pairs = read_pairs(data, "train")
+    def read() -> Iterator[Pair]:
+        return map(unescaped, read_pairs(data, "train")) if c.unescape else read_pairs(data, "train")
+
+    expected = usual(itertools.islice(read(), SAMPLE), (data.source_lang, data.target_lang))
+    counts.clear()
     names = f"train.{data.source_lang}", f"train.{data.target_lang}", "removed.tsv"
     with contextlib.ExitStack() as stack:
         *sides, removed = (
@@ -97,11 +103,9 @@ def clean_training_text(config: Config, total: int, held_out: set[int], folder: 
         )
         removed.write("line\tfaults\tsource\ttarget\n")
         bar = stack.enter_context(logs.progress_bar(total, 0, "pair", "clean"))
-        for line, (pair, found) in enumerate(inspect(map(unescaped, pairs) if c.unescape else pairs), start=1):
+        for line, (pair, found) in enumerate(inspect(read(), expected), start=1):
             bar.update()
-            if hash(pair) in held_out:
-                found.append("held_out")
-            if dropped := [name for name in found if name in c.dropped]:
+            if dropped := [name for name in (*found, *overlap(pair, held_out)) if name in c.dropped]:
                 counts.update(["pairs", *dropped])
                 fields = (str(line), ",".join(dropped), *(text.replace("\t", " ") for text in pair))
                 removed.write("\t".join(fields) + "\n")

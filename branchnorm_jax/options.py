@@ -722,11 +722,16 @@ class CleanConfig:
 
     path: str = option("", "folder to write, new or empty; default: <workdir>/clean, which is replaced", free=True)
     drop: str = option(
-        "empty,copy,duplicate,length,long,letters,script,held_out",
+        "empty,copy,duplicate,length,long,letters,script,language,held_out",
         "faults of the training pairs to remove, see branchnorm_jax/data/quality.py; held_out: also in another split",
         free=True,
     )
     unescape: bool = option(True, "replace entities such as &quot; by their characters", free=True)
+    filters: str = option(
+        "",
+        "YAML file with a list of filters of OpusFilter, which remove more pairs; needs the extra [clean]",
+        free=True,
+    )
 
     @property
     def dropped(self) -> list[str]:

@@ -25,7 +25,7 @@ def report(config: DataConfig, directory: Path, label: str, say: Callable[[str],
       say: called with each line.
 
     Returns:
-      Split -> `pairs` (their number) and `faults`, see `quality.Report.found`.
+      Split -> `pairs` (their number) and `faults`, see `quality.Report.faults`.
     """
     texts: dict[str, Any] = {"train": corpus_key(config, "train")}
     missing = {}
@@ -44,7 +44,8 @@ def report(config: DataConfig, directory: Path, label: str, say: Callable[[str],
     found = inspected(config, [split for split in HELD_OUT if split in texts])
     for split, one in found.items():
         for name, example in one.faults.items():
-            say(f"{split}{label}: {describe(name, example['pairs'])}, first line {example['line']}: {shown(example)}")
+            first = f"first line {example['line']}: {example['source']} | {example['target']}"
+            say(f"{split}{label}: {describe(name, example['pairs'])}, {first}")
     for split, reason in missing.items():
         say(f"no {split} text{label}: {reason}")
     if found["train"].faults:
@@ -69,8 +70,3 @@ def inspected(config: DataConfig, held_out: list[str]) -> dict[str, Report]:
         for pair, found in inspect(pairs, expected):
             reports[split].add(pair, [*found, *overlap(pair, common)])
     return reports
-
-
-def shown(example: dict[str, Any]) -> str:
-    """Formats the example of a fault."""
-    return f"{example['source']} | {example['target']}"

@@ -13,6 +13,7 @@ from branchnorm_jax.data.quality import (
     Seen,
     describe,
     faults,
+    foreign,
     inspect,
     keys,
     overlap,
@@ -110,6 +111,15 @@ def test_pairs_of_another_split_are_found() -> None:
     assert overlap(("something else", CLEAN[1][1]), others) == []
 
 
+def test_sides_in_another_language_are_found() -> None:
+    english, german, french = "We will not be there.", "Wir werden nicht dort sein.", "Nous n'y serons pas."
+    assert foreign((english, german), ("en", "de")) == []
+    assert foreign((english, french), ("en", "de")) == foreign((german, german), ("en", "de")) == ["language"]
+    assert foreign((english, french), ("en", "unknown")) == []
+    # Nothing says which language these are.
+    assert foreign(("Tom, NATO", "10 km"), ("en-GB", "de_AT")) == []
+
+
 def test_scripts_are_those_of_the_language() -> None:
     expected = {"de": ["LATIN"], "uk": ["CYRILLIC"], "bn": ["BENGALI"], "sr": ["CYRILLIC", "LATIN"]}
     assert {language: [name for script in scripts_of(language) for name in script] for language in expected} == expected
@@ -134,4 +144,4 @@ def test_scripts_of_unknown_languages_are_those_of_the_text() -> None:
 def test_description_counts_pairs() -> None:
     assert describe("duplicate", 1600) == "1,600 pairs that occurred before"
     assert describe("empty", 1) == "1 pair with an empty side"
-    assert {*PLANTED, "held_out", "held_out_source"} == set(FAULTS)
+    assert {*PLANTED, "language", "held_out", "held_out_source"} == set(FAULTS)

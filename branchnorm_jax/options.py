@@ -732,6 +732,18 @@ class CleanConfig:
         "YAML file with a list of filters of OpusFilter, which remove more pairs; needs the extra [clean]",
         free=True,
     )
+    score_with: str = option(
+        "",
+        "workdir or workdir:checkpoint of a model for these languages; removes pairs whose source does not help it to "
+        "predict the target",
+        free=True,
+    )
+    min_gain: float = option(
+        0.1,
+        "score_with: smallest log-probability of the target given its source, minus the mean given two other sources",
+        unit="nats per token",
+        free=True,
+    )
 
     @property
     def dropped(self) -> list[str]:

@@ -16,6 +16,7 @@ from branchnorm_jax.data.filters import CHUNK, Filter, load_filters, rejections
 from branchnorm_jax.data.quality import FAULTS, SAMPLE, describe, foreign, inspect, keys, overlap, usual
 from branchnorm_jax.errors import UserError
 from branchnorm_jax.files import atomic_directory
+from branchnorm_jax.modes.gain import SourceGain
 from branchnorm_jax.options import CleanConfig, Config, DataConfig
 from branchnorm_jax.training import logs
 from branchnorm_jax.workdir import Workdir
@@ -52,6 +53,7 @@ def clean(config: Config, workdir: Workdir) -> None:
     with atomic_directory(folder) as temporary:
         for one in reversed(pairs.values()):
             filters = load_filters(c.filters, one) if c.filters else []
+            filters += [Filter("source_gain", SourceGain(config, one))] if c.score_with else []
             clean_pair(c, one, filters, temporary / one.pair if data.pairs else temporary)
     where = "; to train on it: --config.data.files={pair}/{split}.{lang}" if data.pairs else ""
     logs.say(f"wrote {folder}; removed.tsv lists the removed pairs{where}")

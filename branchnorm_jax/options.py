@@ -734,11 +734,28 @@ class CleanConfig:
 
     path: str = option("", "folder to write, new or empty; default: <workdir>/clean, which is replaced", free=True)
     drop: str = option(
-        "empty,copy,duplicate,length,long,letters,script,held_out",
+        "empty,copy,duplicate,length,long,letters,script,language,held_out",
         "faults of the training pairs to remove, see branchnorm_jax/data/quality.py; held_out: also in another split",
         free=True,
     )
     unescape: bool = option(True, "replace entities such as &quot; by their characters", free=True)
+    filters: str = option(
+        "",
+        "YAML file with a list of filters of OpusFilter, which remove more pairs; needs the extra [clean]",
+        free=True,
+    )
+    score_with: str = option(
+        "",
+        "workdir or workdir:checkpoint of a model for these languages; removes pairs whose source does not help it to "
+        "predict the target",
+        free=True,
+    )
+    min_gain: float = option(
+        0.1,
+        "score_with: smallest log-probability of the target given its source, minus the mean given two other sources",
+        unit="nats per token",
+        free=True,
+    )
 
     @property
     def dropped(self) -> list[str]:

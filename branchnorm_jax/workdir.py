@@ -7,8 +7,9 @@ import os
 import shutil
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from etils import epath
 
@@ -196,11 +197,12 @@ class Workdir:
             return
         write_atomically(self / "config.json", configs.to_json(config))
 
-    def agree_on_data(self, identity: dict[str, str], config: Config) -> None:
-        """Checks the training data against the saved hashes of the run, then saves the hashes and the config.
+    def agree_on_data(self, identity: dict[str, str], reports: Mapping[str, Any], config: Config) -> None:
+        """Checks the training data against the saved hashes of the run, then saves hashes, reports and the config.
 
         Args:
           identity: name -> hash, for the corpus and the vocabulary.
+          reports: the faults of the text, see `data.prepare.Corpus`.
           config: the config of the run.
 
         Raises:
@@ -219,15 +221,16 @@ class Workdir:
                     f"{self.path}: the data of this run changed ({'; '.join(changed)}); restore the old files or "
                     f"choose another --workdir"
                 )
-        write_atomically(path, json.dumps(identity, indent=2) + "\n")
+        content = json.dumps({**identity, "reports": reports}, indent=2, ensure_ascii=False)
+        write_atomically(path, content + "\n")
         write_atomically(self / "config.json", configs.to_json(config))
 
     def data_identity(self) -> dict[str, str]:
         """Returns the hashes that `agree_on_data` saved. Raises `UserError` if they are missing or broken."""
         path = self / "data.json"
         try:
-            known = json.loads(path.read_text())
-            return {str(name): str(value) for name, value in known.items()}
+            known = json.loads(path.read_text(encoding="utf-8"))
+            return {str(name): str(value) for name, value in known.items() if name != "reports"}
         except (OSError, ValueError, AttributeError) as error:
             raise UserError(
                 f"{path}: cannot read the hashes of this run's data ({error}); if text and vocabulary have not "

@@ -36,7 +36,7 @@ def test_requirements_txt_includes_the_core_and_the_usual_extras() -> None:
     lines = (ROOT / "requirements.txt").read_text(encoding="utf-8").splitlines()
     included = {line.removeprefix("-r requirements/").removesuffix(".txt") for line in lines if line[0] != "#"}
     extras = set(SETUPTOOLS["dynamic"]["optional-dependencies"])
-    assert included == {"core"} | extras - {"gs", "gpu", "tpu", "dev"}
+    assert included == {"core"} | extras - {"clean", "gs", "gpu", "tpu", "dev"}
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +70,7 @@ def test_wheel_requires_only_the_core_and_declares_the_extras(wheel: zipfile.Zip
     for line in Parser().parsestr(text).get_all("Requires-Dist", []):
         extra = line.partition("extra == ")[2].strip('"') or "core"
         needed.setdefault(extra, set()).add(name_of(line))
-    separate = {name: requirements(name) for name in ("core", "serve", "tfds", "plots", "gs", "gpu", "tpu")}
+    separate = {name: requirements(name) for name in ("core", "serve", "tfds", "plots", "clean", "gs", "gpu", "tpu")}
     dev = requirements("dev").union(*(separate[name] for name in ("serve", "tfds", "plots", "gs")))
     assert needed == separate | {"dev": dev}
 
@@ -112,6 +112,7 @@ def run_without(package: str, *options: str) -> subprocess.CompletedProcess[str]
         ("starlette", "serve", ("--mode=serve",)),
         ("matplotlib", "plots", ("--mode=analyze",)),
         ("tensorflow_datasets", "tfds", ("--config.data.source=tfds", "--config.data.path=x/de-en")),
+        ("opusfilter", "clean", ("--mode=clean", "--config.clean.filters=x.yaml")),
         ("gcsfs", "gs", ("--mode=translate", "--workdir=gs://bucket/run")),
     ],
 )

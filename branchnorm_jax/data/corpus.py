@@ -310,12 +310,7 @@ def _zstandard_chunks(file: IO[bytes]) -> Iterator[bytes]:
 def _tfds_pairs(config: DataConfig, split: str) -> Iterator[Pair]:
     builder, name = _tfds_split(config, split)
     read = _tfds_reader(builder, config)
-    try:
-        examples = builder.as_data_source(split=name)
-    except ValueError as error:  # also raised for an empty slice
-        splits = ", ".join(builder.info.splits)
-        raise UserError(f"{builder.info.full_name}: no examples in split {name!r}; splits are {splits}") from error
-    for number, example in enumerate(examples):
+    for number, example in enumerate(builder.as_data_source(split=name)):
         try:
             yield read(example)
         except UnicodeDecodeError as error:
@@ -353,6 +348,13 @@ def _tfds_split(config: DataConfig, split: str) -> tuple[Any, str]:
             else "is not prepared;"
         )
         raise UserError(f'{builder.info.full_name} {fault} run: python -c "{code}"')
+    try:
+        empty = not builder.info.splits[name].num_examples
+    except (KeyError, ValueError):
+        empty = True
+    if empty:
+        splits = ", ".join(builder.info.splits)
+        raise UserError(f"{builder.info.full_name}: no examples in split {name!r}; splits are {splits}")
     return builder, name
 
 

@@ -7,27 +7,31 @@ import itertools
 import json
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from branchnorm_jax.data.corpus import corpus_key, read_pairs
 from branchnorm_jax.data.mixture import Mixture
-from branchnorm_jax.data.quality import describe
-from branchnorm_jax.data.store import TokenStore, build_store, describe_counts, in_both
+from branchnorm_jax.data.report import report
+from branchnorm_jax.data.store import TokenStore, build_store, describe_counts
 from branchnorm_jax.data.tokenizer import ORIGIN, UNUSED, Tokenizer, load_tokenizer, note_unused, train_tokenizer
 from branchnorm_jax.options import DataConfig
 
 
 class Corpus(NamedTuple):
-    """The data of a run: a mixture of all training directions, and one validation store per validated direction."""
+    """The data of a run: a mixture of all training directions, and one validation store per validated direction.
+
+    `reports`: language pair -> `report.report`; empty if another process prepared the data.
+    """
 
     tokenizer: Tokenizer
     validated: Sequence[DataConfig]
     train: Mixture
     valid: Sequence[TokenStore]
+    reports: Mapping[str, Any]
 
     def identity(self) -> dict[str, str]:
         """Returns hashes of the text and the vocabulary.
@@ -81,6 +85,7 @@ def prepare(
             tokenizer = train_tokenizer(config, text, vocabulary, origin_of(config), say)
     train: list[TokenStore] = []
     valid: list[TokenStore] = []
+    reports: dict[str, Any] = {}
     for direction in directions:
         folder = directory / "corpus" / (direction.pair if config.pairs else "")
         tags = tokenizer.tags(config, direction.target_lang)
@@ -91,19 +96,12 @@ def prepare(
                 parent, label = folder / f"sample-{sample}", f"{name}, tokenisation {sample + 1}"
             train.append(build(direction, tokenizer, "train", parent, filter=True, tags=tags, sample=sample))
             say(describe_counts(label, train[-1]))
-            if not sample and not train[-1].reused and train[-1].quality:
-                say(
-                    f"{label}: {describe(train[-1].quality)}; "
-                    "--mode=clean lists them, and writes a copy to train on in a new workdir"
-                )
         if direction in validated:
             valid.append(build(direction, tokenizer, "valid", folder, filter=False, tags=tags))
             label = name.replace("train", "valid")
             say(describe_counts(label, valid[-1]))
-            if not valid[-1].reused and valid[-1].quality:
-                say(f"{label}: {describe(valid[-1].quality)}")
-            if not valid[-1].reused and not config.subword_samples and (shared := in_both(valid[-1], train[-1])):
-                say(f"{label}: {shared:,} of {len(valid[-1]):,} pairs are also in the training text")
+        if not trust:
+            reports[direction.pair] = report(direction, folder, f" {direction.pair}" if config.pairs else "", say)
     if not (vocabulary / UNUSED).exists() or not all(store.reused for store in train):
         used = np.unique(np.concatenate([np.unique(store.target_tokens) for store in train]))
         tokenizer = note_unused(tokenizer, used, vocabulary)
@@ -114,7 +112,7 @@ def prepare(
             "sentence pairs per epoch: "
             + ", ".join(f"{n:,} of {d.pair}" for n, d in zip(drawn, directions, strict=True))
         )
-    return Corpus(tokenizer, validated, mixture, valid)
+    return Corpus(tokenizer, validated, mixture, valid, reports)
 
 
 @contextlib.contextmanager

@@ -5,8 +5,13 @@ import itertools
 import re
 import unicodedata
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator
 from typing import Any, NamedTuple
+
+import babel
+import numpy as np
+from babel.core import get_global
+from babel.localedata import locale_identifiers
 
 from branchnorm_jax.data.corpus import Pair
 
@@ -17,11 +22,17 @@ FAULTS = {
     "length": "with a side that is three times as long or as short as usual",
     "long": "with more than 1,000 characters on a side",
     "letters": "with a side without letters",
-    "script": "with a side in another script than usual",
+    "script": "with a side in another script than its language",
+    "language": "with a side in another language",
     "entities": "with entities such as &quot;",
-    "held_out": "that are also in another split",
+    "held_out": "also in another split",
+    "held_out_source": "with a source that has another translation in another split",
 }
-"""Name -> description after the number of pairs. `inspect` finds all but `held_out`, which needs the other splits."""
+"""Name -> description after the number of pairs.
+
+`inspect` finds all but `language`, which takes ten times as long as all others (see `foreign`), and the last two (see
+`overlap`).
+"""
 
 SAMPLE = 10_000
 """What is usual for a corpus is learned from this many pairs at its start."""
@@ -31,8 +42,24 @@ UNUSUAL, SLACK = 3.0, 15
 """A length is unusual if (length + SLACK) is UNUSUAL times more or less than expected; SLACK spares short sentences."""
 
 COMMON, FOREIGN = 0.1, 0.5
-"""A script is usual if COMMON of all letters are in it. A side is foreign if more than FOREIGN of its letters are in
-other scripts."""
+"""Usual are the main script of the language and those of its other scripts that COMMON of all letters are in; for a
+language that Babel does not know, all scripts that COMMON of all letters are in. A side is foreign if more than FOREIGN
+of its letters are in other scripts."""
+
+MARGIN = 5.0
+"""A side is in another language if its text is e^MARGIN times as probable in that one."""
+
+CHUNK = 8192
+"""Pairs that are compared with the earlier ones at once."""
+
+SCRIPTS = {
+    **{"Hans": ("CJK",), "Hant": ("CJK",), "Jpan": ("CJK", "HIRAGANA", "KATAKANA"), "Kore": ("HANGUL", "CJK")},
+    **{"Beng": ("BENGALI",), "Orya": ("ORIYA",)},
+}
+"""ISO 15924 code -> scripts in the words of Unicode, where they differ from the English name of the code."""
+
+SHOWN = 100
+"""Characters of an example that are shown."""
 
 ENTITY = re.compile(r"&(?:#\d+|#x[0-9a-fA-F]+|[A-Za-z][A-Za-z0-9]*);")
 
@@ -57,16 +84,34 @@ def scripts(text: str) -> Counter[str]:
     return Counter(map(script, filter(str.isalpha, text)))
 
 
-def usual(pairs: Iterable[Pair]) -> Usual:
-    """Returns what is usual for these pairs."""
+@functools.cache
+def scripts_of(language: str) -> list[frozenset[str]]:
+    """Returns the scripts of a language such as "sr", the main one first: [{"CYRILLIC"}, {"LATIN"}].
+
+    The list is empty if Babel does not know the language.
+    """
+    base, *rest = re.split("[-_]", language)
+    likely = get_global("likely_subtags").get(base, "").split("_")
+    others = [part for name in locale_identifiers() if name.startswith(f"{base}_") for part in name.split("_")]
+    names = babel.Locale("en").scripts
+    codes = dict.fromkeys(code for code in (*rest, *likely, *others) if code in names)
+    return list(dict.fromkeys(frozenset(SCRIPTS.get(code, (names[code].upper(),))) for code in codes))
+
+
+def usual(pairs: Iterable[Pair], languages: tuple[str, str] = ("", "")) -> Usual:
+    """Returns what is usual for these pairs of these languages."""
     letters: tuple[Counter[str], Counter[str]] = Counter(), Counter()
     lengths = [0, 0]
     for pair in pairs:
         for side, text in enumerate(pair):
             letters[side].update(scripts(text))
             lengths[side] += len(text)
-    common = (frozenset(name for name, n in side.items() if n >= COMMON * side.total()) for side in letters)
-    return Usual((lengths[1] + 1) / (lengths[0] + 1), (next(common), next(common)))
+    expected = []
+    for counts, language in zip(letters, languages, strict=True):
+        common = frozenset(name for name, n in counts.items() if n >= COMMON * counts.total())
+        main, *others = scripts_of(language) or [common]
+        expected.append(main.union(*(script for script in others if script & common)))
+    return Usual((lengths[1] + 1) / (lengths[0] + 1), (expected[0], expected[1]))
 
 
 def faults(pair: Pair, expected: Usual) -> list[str]:
@@ -86,22 +131,59 @@ def faults(pair: Pair, expected: Usual) -> list[str]:
     return [name for name, is_there in found.items() if is_there]
 
 
-def inspect(pairs: Iterable[Pair], seen: set[int] | None = None) -> Iterator[tuple[Pair, list[str]]]:
-    """Yields each pair with its faults. Remembers one hash per pair.
+class Seen:
+    """A set of 64-bit numbers that takes 8 bytes for each: sorted arrays, each more than twice as long as the next."""
 
-    Args:
-      pairs: the corpus.
-      seen: `hash(pair)` of pairs that are duplicates here; all pairs are added.
+    def __init__(self) -> None:
+        self.runs: list[np.ndarray] = []
+
+    def add(self, numbers: np.ndarray) -> np.ndarray:
+        """Adds numbers, int64 [n]; returns which of them occurred before, here or in earlier calls: bool [n]."""
+        new, first = np.unique(numbers, return_index=True)
+        known = np.zeros(len(new), bool)
+        for run in self.runs:
+            known |= run[np.searchsorted(run, new).clip(max=len(run) - 1)] == new
+        before = np.ones(len(numbers), bool)
+        before[first] = known
+        if len(new := new[~known]):
+            while self.runs and len(self.runs[-1]) <= 2 * len(new):
+                new = np.sort(np.concatenate([self.runs.pop(), new]))
+            self.runs.append(new)
+        return before
+
+
+def inspect(pairs: Iterable[Pair], expected: Usual) -> Iterator[tuple[Pair, list[str]]]:
+    """Yields each pair with its faults. Remembers one hash per pair."""
+    seen, pairs = Seen(), iter(pairs)
+    while chunk := list(itertools.islice(pairs, CHUNK)):
+        before = seen.add(np.fromiter(map(hash, chunk), np.int64, len(chunk)))
+        for pair, repeated in zip(chunk, before.tolist(), strict=True):
+            found = faults(pair, expected)
+            yield pair, [*found, "duplicate"] if repeated and found != ["empty"] else found
+
+
+def keys(pair: Pair) -> set[int]:
+    """Returns the hashes of a pair and of its source, see `overlap`."""
+    return {hash(pair), hash(pair[0])}
+
+
+def overlap(pair: Pair, others: Container[int]) -> list[str]:
+    """Returns the fault of a pair that another split has, too; `others` are `keys` of the pairs of that split."""
+    return ["held_out"] if hash(pair) in others else ["held_out_source"] if hash(pair[0]) in others else []
+
+
+def foreign(pair: Pair, languages: tuple[str, str]) -> list[str]:
+    """Returns ["language"] if a side is in another language than its own, which py3langid identifies.
+
+    Sides in a language that py3langid does not know are not checked.
     """
-    seen, pairs = set() if seen is None else seen, iter(pairs)
-    first = list(itertools.islice(pairs, SAMPLE))
-    expected = usual(first)
-    for pair in itertools.chain(first, pairs):
-        found, key = faults(pair, expected), hash(pair)
-        if key in seen and found != ["empty"]:
-            found.append("duplicate")
-        seen.add(key)
-        yield pair, found
+    rank = _identifier()
+    for text, language in zip(pair, languages, strict=True):
+        log_probs = {name: log_prob for name, log_prob in rank(text) if name != "zxx"}  # zxx: no language
+        own = log_probs.get(re.split("[-_]", language)[0])
+        if own is not None and max(log_probs.values()) - own > MARGIN:
+            return ["language"]
+    return []
 
 
 class Report:
@@ -109,28 +191,29 @@ class Report:
 
     def __init__(self) -> None:
         self.pairs = 0
-        self.found: dict[str, dict[str, Any]] = {}
+        self.faults: dict[str, dict[str, Any]] = {}
 
     def add(self, pair: Pair, faults: Iterable[str]) -> None:
         """Counts the next pair of the corpus."""
         self.pairs += 1
         for name in faults:
-            example = {"pairs": 0, "line": self.pairs, "source": pair[0], "target": pair[1]}
-            self.found.setdefault(name, example)["pairs"] += 1
-
-    def watched(self, pairs: Iterable[Pair]) -> Iterator[Pair]:
-        """Yields pairs unchanged, and counts their faults."""
-        for pair, found in inspect(pairs):
-            self.add(pair, found)
-            yield pair
+            source, target = (text if len(text) <= SHOWN else f"{text[:SHOWN]}..." for text in pair)
+            example = {"pairs": 0, "line": self.pairs, "source": source, "target": target}
+            self.faults.setdefault(name, example)["pairs"] += 1
 
 
-def describe(found: Mapping[str, Mapping[str, Any]]) -> str:
-    """Describes `Report.found`: "450 pairs with equal sides, 1,600 that occurred before"."""
-    numbers = {name: one["pairs"] for name, one in found.items()}
-    parts = [f"{numbers[name]:,} {text}" for name, text in FAULTS.items() if name in numbers]
-    first = next(numbers[name] for name in FAULTS if name in numbers)
-    return ", ".join(parts).replace(" ", " pair " if first == 1 else " pairs ", 1)
+def describe(name: str, count: int) -> str:
+    """Describes pairs with a fault, "1,600 pairs that occurred before", or those that a filter rejects."""
+    return f"{count:,} {'pair' if count == 1 else 'pairs'} {FAULTS.get(name, f'rejected by {name}')}"
+
+
+@functools.cache
+def _identifier() -> Callable[[str], list[tuple[str, float]]]:
+    """Returns a function from a text to pairs of a language and the unnormalised log-probability of the text in it."""
+    import py3langid
+
+    py3langid.set_languages(None)
+    return py3langid.rank
 
 
 def _foreign(text: str, common: frozenset[str]) -> bool:

@@ -7,15 +7,13 @@ import hashlib
 import itertools
 import json
 import struct
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from branchnorm_jax.data.corpus import Pair, corpus_key, read_pairs
-from branchnorm_jax.data.quality import Report
 from branchnorm_jax.data.sampling import Sampler
 from branchnorm_jax.data.tokenizer import NO_TAGS, Tags, Tokenizer
 from branchnorm_jax.errors import UserError
@@ -45,7 +43,6 @@ class TokenStore:
       counts: number of pairs `read`, which is the sum of `kept`, `empty`, `too_long` and `bad_ratio`.
       max_length: maximum length of a sentence in tokens, EOS included.
       max_ratio: maximum length ratio of a pair, EOS excluded; 0 for no limit.
-      quality: the faults of the text, see `quality.Report.found`; empty for stores of earlier versions.
       reused: whether the store was opened instead of built.
     """
 
@@ -57,7 +54,6 @@ class TokenStore:
     counts: dict[str, int]
     max_length: int
     max_ratio: float
-    quality: dict[str, dict[str, Any]]
     reused: bool
 
     def __len__(self) -> int:
@@ -136,7 +132,7 @@ def build_store(
     if store is not None:
         return store
     with atomic_directory(directory / split) as temporary:
-        counts, found, corpus_digest = _write(config, tokenizer, split, temporary, filters, tags, sample)
+        counts, corpus_digest = _write(config, tokenizer, split, temporary, filters, tags, sample)
         if not counts["kept"]:
             option = {"too_long": "raise data.max_length", "bad_ratio": "raise data.max_ratio"}
             worst = max(_OUTCOMES[1:], key=counts.__getitem__)
@@ -147,7 +143,6 @@ def build_store(
             "key": key,
             "fingerprint": hashlib.sha256(json.dumps(identity).encode()).hexdigest(),
             "counts": counts,
-            "quality": found,
             "dtypes": {side: np.dtype(_dtype(tokenizer, side)).name for side in _SIDES},
             "bytes": {path.name: path.stat().st_size for path in sorted(temporary.iterdir())},
         }
@@ -169,24 +164,6 @@ def open_store(path: Path, key: dict[str, Any] | None) -> TokenStore | None:
         return _opened(path, meta, reused=True)
     except (OSError, ValueError, KeyError, TypeError, AttributeError):  # missing, incomplete or not a token store
         return None
-
-
-def in_both(few: TokenStore, many: TokenStore) -> int:
-    """Returns the number of pairs of `few` whose tokens are also a pair of `many`."""
-
-    def keys(store: TokenStore) -> Iterator[int]:
-        sides = [
-            (np.asarray(tokens), offsets.tolist())
-            for tokens, offsets in (
-                (store.source_tokens, store.source_offsets),
-                (store.target_tokens, store.target_offsets),
-            )
-        ]
-        for pair in range(len(store)):
-            yield hash(tuple(tokens[at[pair] : at[pair + 1]].tobytes() for tokens, at in sides))
-
-    wanted = Counter(keys(few))
-    return sum(wanted[key] for key in {key for key in keys(many) if key in wanted})
 
 
 def describe_counts(split: str, store: TokenStore) -> str:
@@ -224,7 +201,6 @@ def _opened(path: Path, meta: dict[str, Any], reused: bool) -> TokenStore:
         counts=meta["counts"],
         max_length=meta["key"]["filters"]["max_length"],
         max_ratio=meta["key"]["filters"]["max_ratio"],
-        quality=meta.get("quality", {}),
         reused=reused,
     )
 
@@ -237,10 +213,10 @@ def _write(
     filters: dict[str, Any],
     tags: Tags,
     sample: int | None,
-) -> tuple[dict[str, int], dict[str, dict[str, Any]], str]:
+) -> tuple[dict[str, int], str]:
     """Streams the corpus into the four files at `path`.
 
-    Returns the counts, the faults and a digest of all pairs read.
+    Returns the counts and a digest of all pairs read.
     """
     outcomes = np.zeros(len(_OUTCOMES), np.int64)
     digest = hashlib.sha256()
@@ -252,8 +228,7 @@ def _write(
     if sample is not None:
         processors = tokenizer.source_processor, tokenizer.target_processor
         encoders = [Sampler(each, config.subword_alpha, (sample, side)).encode for side, each in enumerate(processors)]
-    report = Report()
-    pairs = report.watched(read_pairs(config, split))
+    pairs = read_pairs(config, split)
     with contextlib.ExitStack() as stack:
         tokens, offsets = (
             [stack.enter_context(open(path / f"{side}.{kind}.bin", "wb")) for side in _SIDES]
@@ -277,7 +252,7 @@ def _write(
                 offsets[side].write((ends[side] + np.cumsum(lengths[side, outcome == 0])).tobytes())
                 ends[side] += len(flat)
     counts = {"read": int(outcomes.sum())} | dict(zip(_OUTCOMES, outcomes.tolist(), strict=True))
-    return counts, report.found, digest.hexdigest()
+    return counts, digest.hexdigest()
 
 
 def _outcome(lengths: np.ndarray, tags: Sequence[int], max_length: int, max_ratio: float) -> np.ndarray:

@@ -2,37 +2,44 @@
 
 import contextlib
 import html
+import itertools
 import json
 import re
 from collections import Counter
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 from branchnorm_jax.bucket import is_url
 from branchnorm_jax.data.corpus import Pair, corpus_key, read_pairs
-from branchnorm_jax.data.quality import FAULTS, describe, inspect
+from branchnorm_jax.data.filters import CHUNK, Filter, load_filters, rejections
+from branchnorm_jax.data.quality import FAULTS, SAMPLE, describe, foreign, inspect, keys, overlap, usual
 from branchnorm_jax.errors import UserError
 from branchnorm_jax.files import atomic_directory
-from branchnorm_jax.options import Config, DataConfig
+from branchnorm_jax.modes.gain import SourceGain
+from branchnorm_jax.options import CleanConfig, Config, DataConfig
 from branchnorm_jax.training import logs
 from branchnorm_jax.workdir import Workdir
 
 _BREAKS = re.compile("[\t-\r\x1c-\x1e\x85\u2028\u2029]+")
 """Characters that end a line or a field for some programs; entities may stand for them."""
 
+Judged = tuple[Pair, list[str]]
+"""A training pair with the reasons to remove it."""
+
 
 def clean(config: Config, workdir: Workdir) -> None:
-    """Writes the splits to `clean.path`, with the training pairs that have no fault of `clean.drop`.
+    """Writes the splits to `clean.path`, with the training pairs without a fault of `clean.drop` that pass the filters.
 
     The files are `train.<language>`, `valid.<language>`, `test.<language>`; `removed.tsv` with the line, the faults,
-    the source and the target of each removed pair; and `clean.json` with the numbers.
+    the source and the target of each removed pair; and `clean.json` with the numbers. With several language pairs, each
+    has its own folder, which serves both directions.
     """
     c, data = config.clean, config.data
     if unknown := [name for name in c.dropped if name not in FAULTS]:
         raise UserError(f"config: clean.drop contains {unknown[0]!r}; use {', '.join(FAULTS)}")
     if "entities" in c.dropped and c.unescape:
         raise UserError("config: clean.drop=entities needs clean.unescape=False, which keeps entities")
-    if data.pairs:
-        raise UserError("config: --mode=clean reads one language pair; leave data.pairs empty, and set the languages")
     if is_url(c.path):
         raise UserError(f"clean.path={c.path}: this must be a folder")
     folder = Path(c.path).absolute() if c.path else workdir / "clean"
@@ -42,26 +49,42 @@ def clean(config: Config, workdir: Workdir) -> None:
         raise UserError(
             f"clean.path={folder}: this is the text itself; choose another folder, or the uncleaned data.path"
         )
-    total = sum(1 for _ in read_pairs(data, "train"))
+    pairs = {frozenset((one.source_lang, one.target_lang)): one for one in reversed(data.directions())}
     with atomic_directory(folder) as temporary:
-        held_out: set[int] = set()
-        for split in ("valid", "test"):
-            held_out |= copy_split(data, split, temporary)
-        removed = clean_training_text(config, total, held_out, temporary)
-        kept = total - removed["pairs"]
-        if not kept:
-            raise UserError("no pair is left; see clean.drop")
-        by_fault = {name: removed[name] for name in c.dropped if removed[name]}
-        numbers = {"read": total, "kept": kept, "unescaped": removed["unescaped"], "removed": by_fault}
-        (temporary / "clean.json").write_text(json.dumps(numbers, indent=2) + "\n", encoding="utf-8")
-    if by_fault:
-        logs.say(f"removed {describe({name: {'pairs': number} for name, number in by_fault.items()})}")
-    logs.say(f"wrote {folder}: {kept:,} of {total:,} pairs; removed.tsv lists the others")
+        for one in reversed(pairs.values()):
+            filters = load_filters(c.filters, one) if c.filters else []
+            filters += [Filter("source_gain", SourceGain(config, one))] if c.score_with else []
+            clean_pair(c, one, filters, temporary / one.pair if data.pairs else temporary)
+    where = "; to train on it: --config.data.files={pair}/{split}.{lang}" if data.pairs else ""
+    logs.say(f"wrote {folder}; removed.tsv lists the removed pairs{where}")
     print(folder)
 
 
+def clean_pair(c: CleanConfig, data: DataConfig, filters: list[Filter], folder: Path) -> None:
+    """Writes the files of one language pair; says what was removed.
+
+    Raises:
+      UserError: if no training pair is left.
+    """
+    folder.mkdir(exist_ok=True)
+    total = sum(1 for _ in read_pairs(data, "train"))
+    held_out = copy_split(data, "valid", folder) | copy_split(data, "test", folder)
+    counts = Counter[str]()
+    with logs.progress_bar(total, 0, "pair", "clean") as bar:
+        pairs = filtered(judged(c, data, held_out, counts), filters)
+        write_training_text(data, pairs, folder, counts, bar.update)
+    removed = {name: counts[name] for name in (*c.dropped, *(one.name for one in filters)) if counts[name]}
+    for name, number in removed.items():
+        logs.say(f"{data.pair}: removed {describe(name, number)}")
+    logs.say(f"{data.pair}: kept {counts['kept']:,} of {total:,} pairs")
+    if not counts["kept"]:
+        raise UserError("no pair is left; see clean.drop and clean.filters")
+    numbers = {"read": total, "kept": counts["kept"], "unescaped": counts["unescaped"], "removed": removed}
+    (folder / "clean.json").write_text(json.dumps(numbers, indent=2) + "\n", encoding="utf-8")
+
+
 def copy_split(data: DataConfig, split: str, folder: Path) -> set[int]:
-    """Copies a split, if the corpus has it; returns the hashes of its pairs."""
+    """Copies a split, if the corpus has it; returns the `keys` of its pairs."""
     try:
         corpus_key(data, split)
     except UserError as error:
@@ -71,15 +94,14 @@ def copy_split(data: DataConfig, split: str, folder: Path) -> set[int]:
     for side, language in enumerate((data.source_lang, data.target_lang)):
         text = "".join(f"{pair[side]}\n" for pair in pairs)
         (folder / f"{split}.{language}").write_text(text, encoding="utf-8", newline="\n")
-    return set(map(hash, pairs))
+    return set[int]().union(*map(keys, pairs))
 
 
-def clean_training_text(config: Config, total: int, held_out: set[int], folder: Path) -> Counter[str]:
-    """Writes the training pairs without faults, and those with faults.
+def judged(c: CleanConfig, data: DataConfig, held_out: set[int], counts: Counter[str]) -> Iterator[Judged]:
+    """Yields the training pairs with their faults of `clean.drop`; counts those that were `unescaped`."""
 
-    Returns the number of removed `pairs`, of `unescaped` pairs, and of the pairs that each fault removed.
-    """
-    c, data, counts = config.clean, config.data, Counter[str]()
+    def read() -> Iterator[Pair]:
+        return map(unescaped, read_pairs(data, "train")) if c.unescape else read_pairs(data, "train")
 
     def unescaped(pair: Pair) -> Pair:
         plain = tuple(map(html.unescape, pair))
@@ -89,23 +111,42 @@ def clean_training_text(config: Config, total: int, held_out: set[int], folder: 
         source, target = (_BREAKS.sub(" ", text).strip() for text in plain)
         return source, target
 
-    pairs = read_pairs(data, "train")
+    languages = data.source_lang, data.target_lang
+    expected = usual(itertools.islice(read(), SAMPLE), languages)
+    counts.clear()
+    for pair, found in inspect(read(), expected):
+        reasons = [name for name in (*found, *overlap(pair, held_out)) if name in c.dropped]
+        yield pair, reasons or (foreign(pair, languages) if "language" in c.dropped else [])
+
+
+def filtered(pairs: Iterator[Judged], filters: list[Filter]) -> Iterator[Judged]:
+    """Yields the pairs, and adds to those without reasons the first filter that rejects them."""
+    while filters and (chunk := list(itertools.islice(pairs, CHUNK))):
+        names = iter(rejections(filters, [pair for pair, reasons in chunk if not reasons]))
+        for pair, reasons in chunk:
+            yield pair, reasons or [name for name in (next(names),) if name]
+    yield from pairs
+
+
+def write_training_text(
+    data: DataConfig, pairs: Iterator[Judged], folder: Path, counts: Counter[str], progress: Callable[[], Any]
+) -> None:
+    """Writes the pairs without reasons to the training text, and the others to removed.tsv.
+
+    Counts those that were `kept`, and the others by reason. Calls `progress` once per pair.
+    """
     names = f"train.{data.source_lang}", f"train.{data.target_lang}", "removed.tsv"
     with contextlib.ExitStack() as stack:
         *sides, removed = (
             stack.enter_context(open(folder / name, "w", encoding="utf-8", newline="\n")) for name in names
         )
         removed.write("line\tfaults\tsource\ttarget\n")
-        bar = stack.enter_context(logs.progress_bar(total, 0, "pair", "clean"))
-        for line, (pair, found) in enumerate(inspect(map(unescaped, pairs) if c.unescape else pairs), start=1):
-            bar.update()
-            if hash(pair) in held_out:
-                found.append("held_out")
-            if dropped := [name for name in found if name in c.dropped]:
-                counts.update(["pairs", *dropped])
-                fields = (str(line), ",".join(dropped), *(text.replace("\t", " ") for text in pair))
+        for line, (pair, reasons) in enumerate(pairs, start=1):
+            progress()
+            counts.update(reasons or ["kept"])
+            if reasons:
+                fields = (str(line), ",".join(reasons), *(text.replace("\t", " ") for text in pair))
                 removed.write("\t".join(fields) + "\n")
                 continue
             for file, text in zip(sides, pair, strict=True):
                 file.write(text + "\n")
-    return counts

@@ -31,7 +31,7 @@ def shared_corpus(config: Config, workdir: Workdir, stack: contextlib.ExitStack)
             workdir.fetch(".")  # The earlier process may have written until it lost its mark.
             workdir.agree_on_config(config)
         corpus = corpus_of(config, workdir)
-        workdir.agree_on_data(corpus.identity(), config)
+        workdir.agree_on_data(corpus.identity(), corpus.reports, config)
         workdir.publish()
         return corpus
 

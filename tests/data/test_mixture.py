@@ -30,7 +30,6 @@ def store_of(sentences: list[tuple[list[int], list[int]]]) -> TokenStore:
         counts={},
         max_length=100,
         max_ratio=0.0,
-        quality={},
         reused=False,
     )
 

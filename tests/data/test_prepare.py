@@ -4,6 +4,7 @@ import dataclasses
 import re
 import threading
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -72,27 +73,63 @@ def test_other_processes_do_not_need_the_text(tmp_path: Path) -> None:
         prepare(config, tmp_path / "run", lambda line: None, keep=True)
 
 
-def test_faults_and_pairs_of_both_splits_are_reported_once(tmp_path: Path) -> None:
-    good = sentences(200)
-    train = [*good, good[0], ("Tom &amp; me here", "ο Τομ κι εγώ εδώ")]
-    for split, pairs in {"train": train, "valid": [good[5], *sentences(205)[200:]]}.items():
+def write(folder: Path, splits: Mapping[str, Sequence[tuple[str, str]]]) -> DataConfig:
+    folder.mkdir(exist_ok=True)
+    for split, pairs in splits.items():
         for side, language in enumerate(("en", "el")):
             text = "".join(f"{pair[side]}\n" for pair in pairs)
-            (tmp_path / f"{split}.{language}").write_text(text, encoding="utf-8")
-    config = DataConfig(source="text", path=str(tmp_path), source_lang="en", target_lang="el", vocab_size=90)
-    expected = [
-        "train: 1 pair that occurred before, 1 with entities such as &quot;; "
-        "--mode=clean lists them, and writes a copy to train on in a new workdir",
-        "valid: 1 of 6 pairs are also in the training text",
-    ]
+            (folder / f"{split}.{language}").write_text(text, encoding="utf-8")
+    return DataConfig(source="text", path=str(folder), source_lang="en", target_lang="el", vocab_size=80)
+
+
+def test_faults_of_all_splits_are_reported_once(tmp_path: Path) -> None:
+    good, new = sentences(200), sentences(210)[200:]
+    splits = {
+        "train": [*good, good[0], ("Tom &amp; me here", "ο Τομ κι εγώ εδώ")],
+        "valid": [good[5], *new[:4], ("something", "")],
+        "test": [*new[5:], (good[7][0], "μια άλλη μετάφραση τώρα"), ("this is English", "this is English, too")],
+    }
+    config = write(tmp_path / "text", splits)
     said: list[str] = []
-    store = prepare(config, tmp_path / "run", said.append).train.stores[0]
-    assert [line for line in said if line in expected] == expected
-    assert store.quality["duplicate"] == {"pairs": 1, "line": 201, "source": good[0][0], "target": good[0][1]}
+    reports = prepare(config, tmp_path / "run", said.append).reports
+    hint = "--mode=clean lists faulty training pairs, and writes a copy without them to train on in a new workdir"
+    assert [line for line in said if "first line" in line or line == hint] == [
+        f"train: 1 pair also in another split, first line 6: {good[5][0]} | {good[5][1]}",
+        f"train: 1 pair with a source that has another translation in another split, first line 8: "
+        f"{good[7][0]} | {good[7][1]}",
+        f"train: 1 pair that occurred before, first line 201: {good[0][0]} | {good[0][1]}",
+        "train: 1 pair with entities such as &quot;, first line 202: Tom &amp; me here | ο Τομ κι εγώ εδώ",
+        f"valid: 1 pair also in another split, first line 1: {good[5][0]} | {good[5][1]}",
+        "valid: 1 pair with an empty side, first line 6: something | ",
+        f"test: 1 pair with a source that has another translation in another split, first line 6: "
+        f"{good[7][0]} | μια άλλη μετάφραση τώρα",
+        "test: 1 pair with a side in another script than its language, first line 7: "
+        "this is English | this is English, too",
+        hint,
+    ]
+    assert {split: found["pairs"] for split, found in reports["en-el"].items()} == {"train": 202, "valid": 6, "test": 7}
+    duplicate = {"pairs": 1, "line": 201, "source": good[0][0], "target": good[0][1]}
+    assert reports["en-el"]["train"]["faults"]["duplicate"] == duplicate
     said.clear()
-    again = prepare(config, tmp_path / "run", said.append).train.stores[0]
-    assert again.quality == store.quality
-    assert not any(line in expected for line in said)
+    assert prepare(config, tmp_path / "run", said.append).reports == reports
+    assert not any("first line" in line for line in said)
+    # The validation text changes what is wrong with the training text.
+    write(tmp_path / "text", {"valid": new[:4]})
+    again = prepare(config, tmp_path / "run", said.append).reports["en-el"]
+    assert again["valid"] == {"pairs": 4, "faults": {}}
+    assert "held_out" not in again["train"]["faults"] and "held_out_source" in again["train"]["faults"]
+
+
+def test_missing_and_damaged_test_text(tmp_path: Path) -> None:
+    config = write(tmp_path / "text", {"train": sentences(200), "valid": sentences(210)[200:]})
+    said: list[str] = []
+    assert set(prepare(config, tmp_path / "run", said.append).reports["en-el"]) == {"train", "valid"}
+    (missing,) = (line for line in said if line.startswith("no test text: "))
+    assert "no file matches test.en" in missing
+    write(tmp_path / "text", {"test": sentences(212)[210:]})
+    (tmp_path / "text" / "test.el").write_text("μόνο μία γραμμή\n", encoding="utf-8")
+    with pytest.raises(UserError, match=r"test.en has 2 lines but .*test.el has 1"):
+        prepare(config, tmp_path / "run", said.append)
 
 
 def test_long_steps_say_that_they_go_on() -> None:

@@ -1,0 +1,72 @@
+"""What is wrong with the text of a run, split by split, before training begins."""
+
+import itertools
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from branchnorm_jax.data.corpus import corpus_key, read_pairs
+from branchnorm_jax.data.quality import SAMPLE, Report, describe, inspect, keys, overlap, usual
+from branchnorm_jax.errors import UserError
+from branchnorm_jax.files import write_atomically
+from branchnorm_jax.options import DataConfig
+
+HELD_OUT = "valid", "test"
+
+
+def report(config: DataConfig, directory: Path, label: str, say: Callable[[str], None]) -> dict[str, Any]:
+    """Inspects the splits of a language pair, once; prints one line per fault, with the first pair that has it.
+
+    Args:
+      config: specifies the corpus.
+      directory: folder of `report.json`, which is reused while the text is the same.
+      label: what to append to the name of the split in the lines.
+      say: called with each line.
+
+    Returns:
+      Split -> `pairs` (their number) and `faults`, see `quality.Report.faults`.
+    """
+    texts: dict[str, Any] = {"train": corpus_key(config, "train")}
+    missing = {}
+    for split in HELD_OUT:
+        try:
+            texts[split] = corpus_key(config, split)
+        except UserError as error:
+            missing[split] = str(error)
+    path = directory / "report.json"
+    try:
+        known = json.loads(path.read_text(encoding="utf-8"))
+        if known["texts"] == texts:
+            return known["splits"]
+    except (OSError, ValueError, KeyError, TypeError):  # missing or damaged
+        pass
+    found = inspected(config, [split for split in HELD_OUT if split in texts])
+    for split, one in found.items():
+        for name, example in one.faults.items():
+            first = f"first line {example['line']}: {example['source']} | {example['target']}"
+            say(f"{split}{label}: {describe(name, example['pairs'])}, {first}")
+    for split, reason in missing.items():
+        say(f"no {split} text{label}: {reason}")
+    if found["train"].faults:
+        say("--mode=clean lists faulty training pairs, and writes a copy without them to train on in a new workdir")
+    splits = {split: vars(one) for split, one in found.items()}
+    directory.mkdir(parents=True, exist_ok=True)
+    write_atomically(path, json.dumps({"texts": texts, "splits": splits}, indent=2, ensure_ascii=False) + "\n")
+    return splits
+
+
+def inspected(config: DataConfig, held_out: list[str]) -> dict[str, Report]:
+    """Reads the training text and the splits `held_out`; returns their faults. Keeps the latter splits in memory."""
+    expected = usual(itertools.islice(read_pairs(config, "train"), SAMPLE), (config.source_lang, config.target_lang))
+    others = {split: list(read_pairs(config, split)) for split in held_out}
+    wanted = set[int]().union(*map(keys, itertools.chain.from_iterable(others.values())))
+    reports, common = {"train": Report()}, set[int]()
+    for pair, found in inspect(read_pairs(config, "train"), expected):
+        common |= wanted & keys(pair)
+        reports["train"].add(pair, [*found, *overlap(pair, wanted)])
+    for split, pairs in others.items():
+        reports[split] = Report()
+        for pair, found in inspect(pairs, expected):
+            reports[split].add(pair, [*found, *overlap(pair, common)])
+    return reports

@@ -529,10 +529,17 @@ class DecodeConfig:
     )
     max_input_length: int = option(
         1024,
-        "cut longer input lines, with a warning; score does not cut",
+        "limit of an input line, see split; score has no limit",
         unit="tokens",
         minimum=4,
         maximum=100_000,
+        free=True,
+    )
+    split: str = option(
+        "auto",
+        "auto: translate a line of more than max_input_length or data.max_length tokens in parts, cut between "
+        "sentences, and join the translations; none: cut it off at max_input_length, with a warning",
+        choices=("auto", "none"),
         free=True,
     )
     no_repeat_ngram: int = option(

@@ -13,37 +13,39 @@ import numpy as np
 from branchnorm_jax.data.tokenizer import NO_TAGS, Tags, Tokenizer
 from branchnorm_jax.decoding.beam import Hypotheses
 from branchnorm_jax.decoding.engine import Engine, Query, Weights, coarse, pad, padded_length, padded_lengths, rounded
+from branchnorm_jax.decoding.parts import Part, split
+from branchnorm_jax.decoding.results import Translation, joined
 from branchnorm_jax.model.coefficients import Alpha
 from branchnorm_jax.model.parameters import Params
 from branchnorm_jax.model.segments import decoder_inputs
 from branchnorm_jax.model.transformer import Transformer
-from branchnorm_jax.options import DecodeConfig
+from branchnorm_jax.options import DataConfig, DecodeConfig
 from branchnorm_jax.tokens import EOS
 
 
-class Translation(NamedTuple):
-    """One translation of a sentence. `score` and `log_prob` include language tags; the other fields do not."""
+class Line(NamedTuple):
+    """A line to translate."""
 
     text: str
-    score: float
-    """Log-probability divided by the length penalty."""
-    log_prob: float
-    """Natural log-probability, EOS included."""
-    pieces: tuple[tuple[str, float], ...] = ()
-    """Pieces and their log-probabilities, EOS last."""
-    tokens: tuple[int, ...] = ()
-    """Token ids of the pieces."""
-    attention: np.ndarray | None = None
-    """Attention weights, float32 [target tokens, source tokens]; None unless requested."""
+    number: int
+    """Line number; seeds the samples."""
+    tags: Tags = NO_TAGS
+    """Tags that select the target language of a multilingual model."""
+    prefix: str = ""
+    """Text that the translation starts with."""
+    nbest: int = 1
+    """Number of translations requested."""
+    attention: bool = False
+    """Whether attention weights are requested."""
 
 
 class Sentence(NamedTuple):
-    """A line to translate."""
+    """A tokenised line, or a part of one, to translate."""
 
     source: Sequence[int]
     """Token ids, EOS last."""
     number: int
-    """Line number; seeds the samples of this sentence."""
+    """Seeds the samples of this sentence."""
     tags: Tags = NO_TAGS
     """Tags that select the target language of a multilingual model."""
     prefix: Sequence[int] = ()
@@ -73,6 +75,7 @@ class Translator:
       warn: called with one line per warning, such as a truncated input.
       others: the other models of an ensemble; they share the vocabulary.
       rounding: see `Engine`.
+      data: what the model was trained on: its languages, and the length of its longest sentences.
     """
 
     model: Transformer
@@ -81,6 +84,7 @@ class Translator:
     warn: Callable[[str], None] = lambda line: None
     others: tuple[Member, ...] = ()
     rounding: Callable[[int], int] = rounded
+    data: DataConfig = dataclasses.field(default_factory=DataConfig)
 
     def translate(
         self,
@@ -95,9 +99,10 @@ class Translator:
     ) -> list[list[Translation]]:
         """Returns the `nbest` translations of each line, in input order.
 
-        An empty line has empty translations. Lines are decoded in order of length, in batches of `decode.batch_tokens`
-        source positions x beam size. A line of more than `decode.max_input_length` tokens is truncated, with a warning
-        that names it.
+        An empty line has empty translations. A line of more than `limit` tokens is split, and the translations of its
+        parts are joined (see `parts.split` and `results.joined`); with `decode.split=none` it is truncated, with a
+        warning that names it. Lines are decoded in order of length, in batches of `decode.batch_tokens` source
+        positions x beam size.
 
         Args:
           params: the model's parameters.
@@ -109,61 +114,101 @@ class Translator:
           tags: tags that select the target language of each line, for a multilingual model.
           attention: whether to compute attention weights.
         """
-        sources, cut = self.sources(lines)
-        for index, warning in cut.items():
-            self.warn(f"line {first_line + index}: {warning}")
-        prefix_ids = (
-            [ids[:-1] for ids in self.tokenizer.encode_target(list(prefixes))] if prefixes else [[]] * len(lines)
-        )
-        sentences = [
-            Sentence(source, number, tag, prefix, self.config.nbest)
-            for number, (source, tag, prefix) in enumerate(
-                zip(sources, tags or [NO_TAGS] * len(lines), prefix_ids, strict=True), start=first_line
-            )
+        each = zip(lines, tags or [NO_TAGS] * len(lines), prefixes or [""] * len(lines), strict=True)
+        given = [
+            Line(text, number, tag, prefix, self.config.nbest, attention)
+            for number, (text, tag, prefix) in enumerate(each, start=first_line)
         ]
-        results = self.search(params, alpha, sentences, progress)
-        for sentence, translations in zip(sentences, results, strict=True):
-            if translations[0].score == -math.inf:
-                suffix = " that starts with the given prefix" if sentence.prefix else ""
-                self.warn(f"line {sentence.number}: no translation was found{suffix}")
-        return self.with_attention(params, alpha, sentences, results) if attention else results
+        results = self.translate_lines(params, alpha, given, progress)
+        for line, (best, *_) in zip(given, results, strict=True):
+            if best.warning:
+                self.warn(f"line {line.number}: {best.warning}")
+            if best.score == -math.inf:
+                suffix = " that starts with the given prefix" if line.prefix else ""
+                self.warn(f"line {line.number}: no translation was found{suffix}")
+        return results
 
-    def sources(self, lines: Sequence[str]) -> tuple[list[list[int]], dict[int, str]]:
-        """Tokenises source lines, truncating long ones.
+    def translate_lines(
+        self,
+        params: Params,
+        alpha: Alpha,
+        lines: Sequence[Line],
+        progress: Callable[[int], Any] = lambda done: None,
+    ) -> list[list[Translation]]:
+        """Translates lines; see `translate`. Gives no warnings.
 
-        Returns token ids with EOS, and a warning for each truncated line, by index.
+        A prefix is the beginning of the first part of a line.
         """
-        limit, cut = self.config.max_input_length, {}
-        sources = self.tokenizer.encode_source(list(lines))
-        for index, ids in enumerate(sources):
-            if len(ids) > limit:
-                cut[index] = f"cut from {len(ids)} to {limit} tokens"
-                sources[index] = [*ids[: limit - 1], EOS]
-        return sources, cut
+        parts = self.parts([line.text for line in lines])
+        prefixes = (ids[:-1] for ids in self.tokenizer.encode_target([line.prefix for line in lines]))
+        owners = [owner for owner, each in enumerate(parts) for _ in each]
+        sentences = [
+            Sentence(part.source, _seed(line.number, place), line.tags, () if place else prefix, line.nbest)
+            for line, prefix, each in zip(lines, prefixes, parts, strict=True)
+            for place, part in enumerate(each)
+        ]
+        left = [len(each) for each in parts]
+
+        def finished(index: int) -> None:
+            left[owners[index]] -= 1
+            progress(int(left[owners[index]] == 0))
+
+        results = self.search(params, alpha, sentences, finished)
+        wanted = [index for index, owner in enumerate(owners) if lines[owner].attention]
+        chosen = [sentences[index] for index in wanted], [results[index] for index in wanted]
+        for index, attended in zip(wanted, self.with_attention(params, alpha, *chosen), strict=True):
+            results[index] = attended
+        in_order = iter(results)
+        return [joined([next(in_order) for _ in each], each) for each in parts]
+
+    @functools.cached_property
+    def limit(self) -> int:
+        """Maximum number of tokens of a line, EOS included, that is translated as a whole.
+
+        The model was trained on sentences of at most `data.max_length` tokens, so longer lines are split.
+        """
+        longest = self.config.max_input_length
+        return longest if self.config.split == "none" else min(longest, self.data.max_length)
+
+    def parts(self, texts: Sequence[str]) -> list[list[Part]]:
+        """Tokenises lines. A line of more than `limit` tokens is split, or cut with `decode.split=none`."""
+        languages = {direction.source_lang for direction in self.data.directions()}
+        language = languages.pop() if len(languages) == 1 else ""
+
+        def fitting(text: str, ids: list[int]) -> list[Part]:
+            if len(ids) <= self.limit:
+                return [Part(ids)]
+            if self.config.split == "none":
+                warning = f"cut from {len(ids)} to {self.limit} tokens"
+                return [Part([*ids[: self.limit - 1], EOS], warning=warning)]
+            return split(text, self.tokenizer, self.limit, language)
+
+        return list(map(fitting, texts, self.tokenizer.encode_source(list(texts))))
 
     def search(
         self,
         params: Params,
         alpha: Alpha,
         sentences: Sequence[Sentence],
-        progress: Callable[[int], Any] = lambda done: None,
+        finished: Callable[[int], Any] = lambda index: None,
     ) -> list[list[Translation]]:
-        """Translates tokenised sentences; see `translate`.
+        """Translates tokenised sentences, and calls `finished` with the index of each finished sentence.
 
         Gives no warnings and computes no attention weights.
         """
-        results = [[Translation("", 0.0, 0.0)] * sentence.nbest for sentence in sentences]
+        results = [[Translation("", 0.0, 0.0, source=(*each.source,))] * each.nbest for each in sentences]
         # A source of only EOS without a prefix is not searched; its translation is empty.
         indices = [index for index, each in enumerate(sentences) if len(each.source) > 1 or each.prefix]
-        progress(len(sentences) - len(indices))
+        for index in {*range(len(sentences))} - {*indices}:
+            finished(index)
         queries = [
             Query([*tags.source, *source], number, [*tags.target, *prefix], nbest, len(tags.target))
             for source, number, tags, prefix, nbest in map(sentences.__getitem__, indices)
         ]
         for index, hypotheses in self.engine.search(self._weights(params, alpha), queries):
-            sentence, start = sentences[indices[index]], len(sentences[indices[index]].tags.target)
-            results[indices[index]] = [self._translation(hypotheses, rank, start) for rank in range(sentence.nbest)]
-            progress(1)
+            sentence = sentences[indices[index]]
+            results[indices[index]] = [self._translation(hypotheses, rank, sentence) for rank in range(sentence.nbest)]
+            finished(indices[index])
         return results
 
     def with_attention(
@@ -186,12 +231,9 @@ class Translator:
         weights = (whole[len(tag.target) :, len(tag.source) :] for whole, (tag, _, _) in maps)
         return [[translation._replace(attention=next(weights)) for translation in each] for each in translations]
 
-    def _translation(self, hypotheses: Hypotheses, rank: int, start: int) -> Translation:
-        """Converts the hypothesis of a rank to text.
-
-        `start` is the number of tags at its beginning.
-        """
-        tokens = hypotheses.tokens[rank].tolist()
+    def _translation(self, hypotheses: Hypotheses, rank: int, sentence: Sentence) -> Translation:
+        """Converts the hypothesis of a rank to text, without the tags at its beginning."""
+        start, tokens = len(sentence.tags.target), hypotheses.tokens[rank].tolist()
         length = tokens.index(EOS) + 1 if EOS in tokens else start
         pieces = self.tokenizer.target_pieces_of(tokens[start:length])
         log_probs = hypotheses.token_log_probs[rank, start:length].tolist()
@@ -201,6 +243,7 @@ class Translator:
             float(hypotheses.log_probs[rank]),
             tuple(zip(pieces, log_probs, strict=True)),
             tuple(tokens[start:length]),
+            tuple(sentence.source),
         )
 
     def warm_up(self, params: Params, alpha: Alpha, longest: int, tags: Tags = NO_TAGS) -> None:
@@ -336,14 +379,6 @@ class Translator:
         return attention
 
 
-def pharaoh(attention: np.ndarray) -> list[tuple[int, int]]:
-    """Returns alignment points (i, j) from attention weights.
-
-    Source token i has the largest weight for target token j, as with fairseq's `--print-alignment`. Indices count from
-    0, and EOS is excluded on both sides. The first of several largest weights counts.
-
-    Args:
-      attention: weights as returned by `Translator.attention`.
-    """
-    inner = attention[:-1, :-1]
-    return [(int(row.argmax()), j) for j, row in enumerate(inner)] if inner.size else []
+def _seed(line: int, part: int) -> int:
+    """Returns the number that seeds the samples of a part of a line; that of the first part is the line's number."""
+    return (line + (part << 20)) % (1 << 31)

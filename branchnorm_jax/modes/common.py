@@ -4,7 +4,7 @@ import itertools
 import os
 import stat
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from queue import Empty, Queue
 from typing import BinaryIO, NamedTuple
 
@@ -12,6 +12,7 @@ import jax
 import numpy as np
 
 from branchnorm_jax.data.tokenizer import Tokenizer
+from branchnorm_jax.decoding.results import Translation
 from branchnorm_jax.decoding.translate import Member, Translator
 from branchnorm_jax.errors import MismatchError, UserError
 from branchnorm_jax.model.coefficients import Alpha
@@ -69,7 +70,8 @@ def load(config: Config, workdir: Workdir) -> Trained:
                 f"decode.alignment_layer={config.decode.alignment_layer}: a model of the ensemble has {depth} decoder "
                 "layers"
             )
-    return Trained(Translator(model, tokenizer, config.decode, logs.say, others), params, alpha, step)
+    translator = Translator(model, tokenizer, config.decode, logs.say, others, data=config.data)
+    return Trained(translator, params, alpha, step)
 
 
 def member(path: str, tokenizer: Tokenizer, config: Config) -> Member:
@@ -90,6 +92,18 @@ def member(path: str, tokenizer: Tokenizer, config: Config) -> Member:
         )
     params, alpha, _ = restore_model(theirs, workdir, model, which)
     return Member(model, params, alpha)
+
+
+def count_split(results: Iterable[Sequence[Translation]]) -> int:
+    """Returns the number of lines that were split, from the translations of each line."""
+    return sum(bool(best.parts) for best, *_ in results)
+
+
+def say_split(count: int, limit: int) -> None:
+    """Prints how many lines were split, if any, because they had more than `limit` tokens."""
+    if count:
+        lines = "1 line" if count == 1 else f"{count:,} lines"
+        logs.say(f"{lines} of more than {limit} tokens translated in parts (decode.split)")
 
 
 def random_sentences(model: Transformer, count: int, absent: Sequence[int] = ()) -> tuple[Sentences, Sentences]:

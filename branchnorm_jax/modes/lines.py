@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from branchnorm_jax.decoding.languages import Languages
-from branchnorm_jax.decoding.translate import Translation, pharaoh
+from branchnorm_jax.decoding.results import Translation, pharaoh
 from branchnorm_jax.errors import UserError
 from branchnorm_jax.files import lock, write_atomically
-from branchnorm_jax.modes.common import Trained, lines_ahead, load, read_chunks
+from branchnorm_jax.modes.common import Trained, count_split, lines_ahead, load, read_chunks, say_split
 from branchnorm_jax.options import Config, DecodeConfig
 from branchnorm_jax.training import logs
 from branchnorm_jax.workdir import Workdir
@@ -86,7 +86,7 @@ def translated(
       done: number of lines before the first chunk.
       total: number of lines of the input; 0 if unknown.
     """
-    languages = Languages(config.data, trained.translator.tokenizer)
+    languages, split = Languages(config.data, trained.translator.tokenizer), 0
     for lines in chunks:
         sources, tags = languages.split_tags(lines, config.decode.target_lang, done + 1)
         prefixes = None
@@ -104,12 +104,14 @@ def translated(
                 tags,
                 config.decode.alignments,
             )
+        split += count_split(results)
         yield [
             line
             for index, hypotheses in enumerate(results, start=done)
             for line in format_hypotheses(index, hypotheses, config.decode)
         ]
         done += len(lines)
+    say_split(split, trained.translator.limit)
 
 
 def translate_file(config: Config, trained: Trained, source: Path, target: Path) -> None:
@@ -230,8 +232,8 @@ def format_hypotheses(index: int, hypotheses: list[Translation], config: DecodeC
         fields = [hypothesis.text] if config.nbest == 1 else [str(index), hypothesis.text, f"{hypothesis.score:.4f}"]
         if config.token_scores:
             fields.append(" ".join(f"{piece}:{log_prob:.4f}" for piece, log_prob in hypothesis.pieces))
-        if hypothesis.attention is not None:
-            fields.append(" ".join(f"{i}-{j}" for i, j in pharaoh(hypothesis.attention)))
+        if config.alignments:
+            fields.append(" ".join(f"{i}-{j}" for i, j in pharaoh(hypothesis.blocks)))
         printed.append(" ||| ".join(fields))
     return printed
 

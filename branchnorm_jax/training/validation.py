@@ -37,7 +37,7 @@ class Validator:
     ) -> None:
         """Prepares validation. `plans` has one batch plan for each direction in `corpus.validated`."""
         self.config, self.rows, self.corpus, self.plans = config, rows, corpus, plans
-        self.translator = Translator(model, corpus.tokenizer, config.decode)
+        self.translator = Translator(model, corpus.tokenizer, config.decode, data=config.data)
         self.alpha = jax.jit(growth.alpha(config.model))
         self.eval_step = jax.jit(make_eval_step(model, config))
 

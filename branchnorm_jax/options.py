@@ -186,7 +186,7 @@ class DataConfig:
 
     source: str = option(
         "numerals",
-        "corpus: built in, parallel text files, or a TFDS builder",
+        "corpus: built in, text files, or a TFDS builder",
         choices=("numerals", "text", "tfds"),
         common=True,
     )
@@ -198,7 +198,8 @@ class DataConfig:
     )
     files: str = option(
         "{split}.{lang}",
-        "text: file name or glob under path; {pair} is en-de or de-en; also with .gz, .zst, .xz or .bz2",
+        "text: file name or glob under path; {pair} is en-de or de-en; without {lang}: files of both sides, .tsv, "
+        ".jsonl or .tmx; also with .gz, .zst, .xz or .bz2",
         free=True,
     )
     tfds_dir: str = option("", "tfds: folder of the prepared data sets; empty: the default of TFDS", free=True)
@@ -307,6 +308,11 @@ class DataConfig:
     def pair(self) -> str:
         """A single direction, such as en-de."""
         return f"{self.source_lang}-{self.target_lang}"
+
+    @property
+    def either_pair(self) -> tuple[str, str]:
+        """A single direction in both orders, such as en-de and de-en; a data set may be named either way."""
+        return self.pair, f"{self.target_lang}-{self.source_lang}"
 
 
 @dataclasses.dataclass(frozen=True)

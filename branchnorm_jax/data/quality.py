@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-from branchnorm_jax.data.corpus import Pair
+from branchnorm_jax.data.formats import Pair
 
 FAULTS = {
     "empty": "with an empty side",

@@ -8,7 +8,8 @@ from collections import Counter
 from pathlib import Path
 
 from branchnorm_jax.bucket import is_url
-from branchnorm_jax.data.corpus import Pair, corpus_key, read_pairs
+from branchnorm_jax.data.corpus import corpus_key, read_pairs
+from branchnorm_jax.data.formats import Pair
 from branchnorm_jax.data.quality import FAULTS, describe, inspect
 from branchnorm_jax.errors import UserError
 from branchnorm_jax.files import atomic_directory

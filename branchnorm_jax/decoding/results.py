@@ -61,7 +61,7 @@ def joined(translations: Sequence[Sequence[Translation]], parts: Sequence[Part])
     ]
 
 
-def pharaoh(blocks: Sequence[np.ndarray]) -> list[tuple[int, int]]:
+def pharaoh(blocks: Sequence[np.ndarray], eos: bool = False) -> list[tuple[int, int]]:
     """Returns alignment points (i, j) from attention weights.
 
     Source token i has the largest weight for target token j, as with fairseq's `--print-alignment`. Indices count from
@@ -69,13 +69,15 @@ def pharaoh(blocks: Sequence[np.ndarray]) -> list[tuple[int, int]]:
 
     Args:
       blocks: weights of each part of a line, [target tokens, source tokens].
+      eos: whether the indices count the EOS at the end of each part before.
     """
     points, first_source, first_target = [], 0, 0
     for block in blocks:
         inner = block[:-1, :-1]
         if inner.size:
             points += [(first_source + int(row.argmax()), first_target + j) for j, row in enumerate(inner)]
-        first_source, first_target = first_source + inner.shape[1], first_target + inner.shape[0]
+        targets, sources = (block if eos else inner).shape
+        first_source, first_target = first_source + sources, first_target + targets
     return points
 
 

@@ -166,6 +166,9 @@ def test_joined_translations_sum_scores_and_shift_alignments(tokenizer: Tokenize
         assert (result.score, result.log_prob) == (-rank * count, -rank * tokens)
         assert len(result.pieces) == len(result.tokens) == len(result.source) == tokens
         assert pharaoh(result.blocks) == [(place, place) for place in range(tokens - count)]
+        ends = np.cumsum([len(part.source) for part in parts]) - 1
+        kept = [place for place in range(tokens) if place not in ends]
+        assert pharaoh(result.blocks, eos=True) == [(place, place) for place in kept]
         matrix = block_diagonal(result.blocks)
         np.testing.assert_array_equal(matrix, np.eye(tokens))
 

@@ -546,9 +546,9 @@ class DecodeConfig:
     )
     split: str = option(
         "auto",
-        "auto: translate a line of more than max_input_length or data.max_length tokens in parts, cut between "
-        "sentences, and join the translations; none: cut it off at max_input_length, with a warning",
-        choices=("auto", "none"),
+        "auto: translate a line of more than max_input_length or data.max_length tokens sentence by sentence, and join "
+        "the translations; sentences: every line; none: no line, and cut it off at max_input_length, with a warning",
+        choices=("auto", "sentences", "none"),
         free=True,
     )
     no_repeat_ngram: int = option(

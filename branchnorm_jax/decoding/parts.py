@@ -1,9 +1,8 @@
 """Long lines: splitting into parts that a model can translate, and joining the translations of the parts."""
 
-import functools
 import itertools
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import sentencex
@@ -11,7 +10,7 @@ import sentencex
 from branchnorm_jax.data.tokenizer import Tokenizer
 from branchnorm_jax.tokens import EOS
 
-_WORD = re.compile(r"\S+\s*|\s+")
+_WORD = re.compile(r"\S+\s*")
 
 _CHINESE_OR_JAPANESE = r"\u3000-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\uff00-\uff9f\U00020000-\U0003ffff"
 _SENTENCES_TOUCH = re.compile(f"[{_CHINESE_OR_JAPANESE}]")
@@ -33,11 +32,11 @@ class Part(NamedTuple):
 
 
 def split(text: str, tokenizer: Tokenizer, limit: int, language: str = "") -> list[Part]:
-    """Splits text into parts of at most `limit` tokens, EOS included.
+    """Splits text into sentences, and long sentences into parts of at most `limit` tokens, EOS included.
 
-    A part has as many whole sentences as fit. A sentence that does not fit is split at white space, and a word that
-    does not fit between its pieces. The parts together have all of the text; only white space between two parts is in
-    neither.
+    A sentence that does not fit is split at white space, and a word that does not fit between its pieces. The parts
+    together have all of the text; only white space between two parts is in neither. A part never has several sentences,
+    because models of single sentences leave out most of the others.
 
     Args:
       text: any text.
@@ -45,24 +44,17 @@ def split(text: str, tokenizer: Tokenizer, limit: int, language: str = "") -> li
       limit: maximum length of a part, at least 2 tokens.
       language: code of the source language, which the library that finds the sentences knows; "" if unknown.
     """
-
-    def fitting(span: str, finer: Sequence[Callable[[str], list[str]]]) -> Iterator[Part]:
-        (ids,) = tokenizer.encode_source([span])
-        if len(ids) <= limit:
-            if len(ids) > 1:
-                yield Part(ids)
-        elif finer:
-            for group in _groups(finer[0](span), tokenizer, limit):
-                yield from fitting(group, finer[1:])
-        else:
+    parts: list[Part] = []
+    sentences = [sentence.strip() for sentence in _sentences(text, language)]
+    for sentence, whole in zip(sentences, tokenizer.encode_source(sentences), strict=True):
+        fits = len(whole) <= limit
+        for ids in [whole] if fits else tokenizer.encode_source(_groups(sentence, tokenizer, limit)):
             room, content = limit - 1, ids[:-1]
             for start in range(0, len(content), room):
                 before = "".join(tokenizer.source_pieces_of(content[max(start - 1, 0) : start]))
                 inside = bool(before) and not _WORDS_TOUCH.match(before[-1])
-                yield Part([*content[start : start + room], EOS], inside)
-
-    sentences = functools.partial(_sentences, language=language)
-    return list(fitting(text, (sentences, _WORD.findall))) or [Part([EOS])]
+                parts.append(Part([*content[start : start + room], EOS], inside))
+    return parts or [Part([EOS])]
 
 
 def _sentences(text: str, language: str) -> list[str]:
@@ -76,22 +68,23 @@ def _sentences(text: str, language: str) -> list[str]:
     return [text[start:end] for start, end in zip([0, *ends], ends, strict=False)]
 
 
-def _groups(units: Sequence[str], tokenizer: Tokenizer, limit: int) -> Iterator[str]:
-    """Concatenates consecutive units as long as they fit the limit; a unit that does not fit is a group of its own."""
-    sizes = [len(ids) - 1 for ids in tokenizer.encode_source([unit.strip() for unit in units])]
+def _groups(sentence: str, tokenizer: Tokenizer, limit: int) -> list[str]:
+    """Splits a sentence into as many words as fit the limit; a word that does not fit stays alone."""
+    words = _WORD.findall(sentence)
+    sizes = [len(ids) - 1 for ids in tokenizer.encode_source([word.strip() for word in words])]
+    groups: list[str] = []
     start = 0
-    while start < len(units):
+    while start < len(words):
         end, size = start + 1, sizes[start]
-        while end < len(units) and size + sizes[end] < limit:
+        while end < len(words) and size + sizes[end] < limit:
             size += sizes[end]
             end += 1
-        group = "".join(units[start:end]).strip()
-        # Without white space between them, two units can have other pieces together than alone.
-        while end > start + 1 and len(tokenizer.encode_source([group])[0]) > limit:
+        # With `data.source_normalization=identity`, the spaces between words can be pieces, too.
+        while end > start + 1 and len(tokenizer.encode_source(["".join(words[start:end]).strip()])[0]) > limit:
             end -= 1
-            group = "".join(units[start:end]).strip()
-        yield group
+        groups.append("".join(words[start:end]).strip())
         start = end
+    return groups
 
 
 def join(texts: Sequence[str], parts: Sequence[Part]) -> str:

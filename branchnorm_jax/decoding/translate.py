@@ -165,18 +165,22 @@ class Translator:
     def limit(self) -> int:
         """Maximum number of tokens of a line, EOS included, that is translated as a whole.
 
-        The model was trained on sentences of at most `data.max_length` tokens, so longer lines are split.
+        The model was trained on sentences of at most `data.max_length` tokens, so longer lines are split, unless
+        `decode.split=none`.
         """
         longest = self.config.max_input_length
         return longest if self.config.split == "none" else min(longest, self.data.max_length)
 
     def parts(self, texts: Sequence[str]) -> list[list[Part]]:
-        """Tokenises lines. A line of more than `limit` tokens is split, or cut with `decode.split=none`."""
+        """Tokenises lines. A line of more than `limit` tokens is split, or cut with `decode.split=none`.
+
+        With `decode.split=sentences`, every line is split.
+        """
         languages = {direction.source_lang for direction in self.data.directions()}
         language = languages.pop() if len(languages) == 1 else ""
 
         def fitting(text: str, ids: list[int]) -> list[Part]:
-            if len(ids) <= self.limit:
+            if len(ids) <= self.limit and self.config.split != "sentences":
                 return [Part(ids)]
             if self.config.split == "none":
                 warning = f"cut from {len(ids)} to {self.limit} tokens"

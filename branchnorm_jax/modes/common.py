@@ -18,7 +18,7 @@ from branchnorm_jax.errors import MismatchError, UserError
 from branchnorm_jax.model.coefficients import Alpha
 from branchnorm_jax.model.parameters import Params
 from branchnorm_jax.model.transformer import Transformer
-from branchnorm_jax.options import Config
+from branchnorm_jax.options import Config, DecodeConfig
 from branchnorm_jax.tokens import EOS, UNK
 from branchnorm_jax.training import logs
 from branchnorm_jax.training.digests import checksums
@@ -99,11 +99,11 @@ def count_split(results: Iterable[Sequence[Translation]]) -> int:
     return sum(bool(best.parts) for best, *_ in results)
 
 
-def say_split(count: int, limit: int) -> None:
+def say_split(count: int, config: DecodeConfig, limit: int) -> None:
     """Prints how many lines were split, if any, because they had more than `limit` tokens."""
-    if count:
+    if count and config.split == "auto":
         lines = "1 line" if count == 1 else f"{count:,} lines"
-        logs.say(f"{lines} of more than {limit} tokens translated in parts (decode.split)")
+        logs.say(f"{lines} of more than {limit} tokens translated sentence by sentence (decode.split)")
 
 
 def random_sentences(model: Transformer, count: int, absent: Sequence[int] = ()) -> tuple[Sentences, Sentences]:

@@ -51,7 +51,7 @@ def evaluate(config: Config, workdir: Workdir) -> None:
             nbest = trained.translator.translate(
                 trained.params, trained.alpha, sources, progress=bar.update, tags=[tag] * len(sources)
             )
-        say_split(count_split(nbest), trained.translator.limit)
+        say_split(count_split(nbest), config.decode, trained.translator.limit)
         texts = {"source": sources, "reference": references, "hypothesis": [best.text for best, *_ in nbest]}
         results[name] = score_split(directory, name, texts, direction.target_lang, [*right, *comet])
         each.setdefault(split, []).append(results[name])

@@ -112,7 +112,7 @@ def translated(
             numbered = enumerate(results, start=done)
             yield [line for index, found in numbered for line in plain_lines(index, found, config.decode)]
         done += len(lines)
-    say_split(split, trained.translator.limit)
+    say_split(split, config.decode, trained.translator.limit)
 
 
 def translate_file(config: Config, trained: Trained, source: Path, target: Path) -> None:

@@ -69,21 +69,14 @@ def test_parts_fit_the_limit_and_lose_nothing(tokenizer: Tokenizer, text: str, l
         assert part.source[-1] == EOS
         assert EOS not in part.source[:-1]
     assert content(tokenizer, parts) == whole(tokenizer, text)
-    if len(tokenizer.encode_source([text])[0]) <= limit:
-        assert len(parts) == 1
 
 
-@pytest.mark.parametrize(("language", "ends"), [("en", ".!?"), ("zh_CN", "。？！?!")])
-def test_parts_are_as_many_whole_sentences_as_fit(tokenizer: Tokenizer, language: str, ends: str) -> None:
-    text = (" " if language == "en" else "").join(SENTENCES[language] * 30)
-    sentence = max(map(len, tokenizer.encode_source(SENTENCES[language])))
-    limit = 3 * sentence
-    parts = split(text, tokenizer, limit, language)
-    texts = [tokenizer.source_processor.decode(part.source[:-1]) for part in parts]
-    assert all(each[-1] in ends for each in texts)
-    assert not any(each.endswith(("Dr.", "p.m.")) for each in texts)
-    # Only the last part has room for another sentence. Alone, a Chinese sentence begins with one more piece.
-    assert all(len(part.source) + sentence + 5 * (language != "en") > limit for part in parts[:-1])
+@pytest.mark.parametrize("language", SENTENCES)
+def test_parts_are_sentences(tokenizer: Tokenizer, language: str) -> None:
+    sentences = SENTENCES[language] * 30
+    text = (" " if language == "en" else "").join(sentences)
+    parts = split(text, tokenizer, max(map(len, tokenizer.encode_source(sentences))), language)
+    assert [part.source for part in parts] == tokenizer.encode_source(sentences)
     assert not any(part.inside for part in parts)
 
 
@@ -177,8 +170,10 @@ def test_the_limit_is_the_longest_sentence_of_the_training(tokenizer: Tokenizer)
     line = " ".join([ENGLISH] * 3)
     length = len(tokenizer.encode_source([line])[0])
     assert len(copying(tokenizer, max_length=length).parts([line])[0]) == 1
-    assert len(copying(tokenizer, max_length=length - 1).parts([line])[0]) == 2
-    assert len(copying(tokenizer, max_length=length, max_input_length=length - 1).parts([line])[0]) == 2
+    assert len(copying(tokenizer, max_length=length - 1).parts([line])[0]) == 12
+    assert len(copying(tokenizer, max_length=length, max_input_length=length - 1).parts([line])[0]) == 12
+    assert len(copying(tokenizer, max_length=length, split="sentences").parts([line])[0]) == 12
+    assert copying(tokenizer, split="sentences").parts(["Yes.", ""]) == copying(tokenizer).parts(["Yes.", ""])
     ((part,),) = copying(tokenizer, max_length=4, split="none", max_input_length=length).parts([line])
     assert not part.warning
     ((part,),) = copying(tokenizer, split="none", max_input_length=9).parts([line])

@@ -84,7 +84,7 @@ def test_modes_print_one_object_per_line(trained: Path, tmp_path: Path) -> None:
     options = f"--config.decode.input={source}", "--config.decode.nbest=2"
     done = run_main("--mode=translate", *command, *options, f"--config.decode.output={target}")
     assert done.returncode == 0, done.stderr
-    assert "1 line of more than 128 tokens translated in parts" in done.stderr
+    assert "1 line of more than 128 tokens translated sentence by sentence" in done.stderr
     found: list[dict[str, Any]] = [json.loads(line) for line in target.read_text(encoding="utf-8").splitlines()]
     assert [each["source"] for each in found] == lines
     assert [len(each["hypotheses"]) for each in found] == [2, 2, 2]

@@ -186,7 +186,7 @@ class DataConfig:
 
     source: str = option(
         "numerals",
-        "corpus: built in, parallel text files, or a TFDS builder",
+        "corpus: built in, text files, or a TFDS builder",
         choices=("numerals", "text", "tfds"),
         common=True,
     )
@@ -198,7 +198,8 @@ class DataConfig:
     )
     files: str = option(
         "{split}.{lang}",
-        "text: file name or glob under path; {pair} is en-de or de-en; also with .gz, .zst, .xz or .bz2",
+        "text: file name or glob under path; {pair} is en-de or de-en; without {lang}: files of both sides, .tsv, "
+        ".jsonl or .tmx; also with .gz, .zst, .xz or .bz2",
         free=True,
     )
     tfds_dir: str = option("", "tfds: folder of the prepared data sets; empty: the default of TFDS", free=True)
@@ -307,6 +308,11 @@ class DataConfig:
     def pair(self) -> str:
         """A single direction, such as en-de."""
         return f"{self.source_lang}-{self.target_lang}"
+
+    @property
+    def either_pair(self) -> tuple[str, str]:
+        """A single direction in both orders, such as en-de and de-en; a data set may be named either way."""
+        return self.pair, f"{self.target_lang}-{self.source_lang}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -512,6 +518,9 @@ class DecodeConfig:
     )
     input: str = option("", "translate, score: file to read; empty: stdin", free=True)
     output: str = option("", "translate: file to write; a restart continues it; empty: stdout", free=True)
+    format: str = option(
+        "text", "translate, score: print lines of text or of JSON objects", choices=("text", "jsonl"), free=True
+    )
     beam_size: int = option(
         4, "hypotheses per sentence; 1: greedy search", minimum=1, maximum=1000, free=True, common=True
     )
@@ -533,10 +542,17 @@ class DecodeConfig:
     )
     max_input_length: int = option(
         1024,
-        "cut longer input lines, with a warning; score does not cut",
+        "limit of an input line, see split; score has no limit",
         unit="tokens",
         minimum=4,
         maximum=100_000,
+        free=True,
+    )
+    split: str = option(
+        "auto",
+        "auto: translate a line of more than max_input_length or data.max_length tokens sentence by sentence, and join "
+        "the translations; sentences: every line; none: no line, and cut it off at max_input_length, with a warning",
+        choices=("auto", "sentences", "none"),
         free=True,
     )
     no_repeat_ngram: int = option(

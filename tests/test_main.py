@@ -324,7 +324,7 @@ def test_translate_prints_nbest_with_scores_and_warns_about_cut_lines(trained: P
     with (tmp_path / "in").open() as file:
         done = subprocess.run(
             [sys.executable, "main.py", "--mode=translate", f"--workdir={trained}", "--config.decode.nbest=2",
-             "--config.decode.max_input_length=20"],
+             "--config.decode.max_input_length=20", "--config.decode.split=none"],
             cwd=ROOT, stdin=file, capture_output=True, text=True,
         )  # fmt: skip
     assert done.returncode == 0, done.stderr

@@ -25,7 +25,7 @@ from typing import Any
 import ml_collections
 
 from branchnorm_jax import config as configs
-from branchnorm_jax.data.corpus import text_lines
+from branchnorm_jax.data.lines import text_lines
 from branchnorm_jax.errors import UserError
 from branchnorm_jax.evaluation.bleu import sacrebleu_metric
 from branchnorm_jax.evaluation.compare import SIGNIFICANT, paired_test

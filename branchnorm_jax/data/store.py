@@ -13,7 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from branchnorm_jax.data.corpus import Pair, corpus_key, read_pairs
+from branchnorm_jax.data.corpus import corpus_key, read_pairs
+from branchnorm_jax.data.formats import Pair
 from branchnorm_jax.data.sampling import Sampler
 from branchnorm_jax.data.tokenizer import NO_TAGS, Tags, Tokenizer
 from branchnorm_jax.errors import UserError

@@ -14,31 +14,17 @@ from branchnorm_jax.data.tokenizer import NO_TAGS, Tags, Tokenizer
 from branchnorm_jax.decoding.beam import Hypotheses
 from branchnorm_jax.decoding.engine import Engine, Query, Weights, coarse, pad, padded_length, padded_lengths, rounded
 from branchnorm_jax.decoding.glossary import NO_TERMS, Glossary, encode_phrase, word_starts
+from branchnorm_jax.decoding.parts import Part, split
+from branchnorm_jax.decoding.results import Translation, joined
 from branchnorm_jax.model.coefficients import Alpha
 from branchnorm_jax.model.parameters import Params
 from branchnorm_jax.model.segments import decoder_inputs
 from branchnorm_jax.model.transformer import Transformer
-from branchnorm_jax.options import DecodeConfig
+from branchnorm_jax.options import DataConfig, DecodeConfig
 from branchnorm_jax.tokens import EOS
 
 MORE = 4
 """The smallest number of hypotheses that phrases add to a beam. It grows by powers of two, so that few are compiled."""
-
-
-class Translation(NamedTuple):
-    """One translation of a sentence. `score` and `log_prob` include language tags; the other fields do not."""
-
-    text: str
-    score: float
-    """Log-probability divided by the length penalty."""
-    log_prob: float
-    """Natural log-probability, EOS included."""
-    pieces: tuple[tuple[str, float], ...] = ()
-    """Pieces and their log-probabilities, EOS last."""
-    tokens: tuple[int, ...] = ()
-    """Token ids of the pieces."""
-    attention: np.ndarray | None = None
-    """Attention weights, float32 [target tokens, source tokens]; None unless requested."""
 
 
 class Required(NamedTuple):
@@ -50,13 +36,29 @@ class Required(NamedTuple):
     """Whole words that occur anywhere in it."""
 
 
-class Sentence(NamedTuple):
+class Line(NamedTuple):
     """A line to translate."""
+
+    text: str
+    number: int
+    """Line number; seeds the samples."""
+    tags: Tags = NO_TAGS
+    """Tags that select the target language of a multilingual model."""
+    required: Required = Required()
+    """What the translation must contain, beside the terms of the glossary."""
+    nbest: int = 1
+    """Number of translations requested."""
+    attention: bool = False
+    """Whether attention weights are requested."""
+
+
+class Sentence(NamedTuple):
+    """A tokenised line, or a part of one, to translate."""
 
     source: Sequence[int]
     """Token ids, EOS last."""
     number: int
-    """Line number; seeds the samples of this sentence."""
+    """Seeds the samples of this sentence."""
     tags: Tags = NO_TAGS
     """Tags that select the target language of a multilingual model."""
     prefix: Sequence[int] = ()
@@ -89,6 +91,7 @@ class Translator:
       others: the other models of an ensemble; they share the vocabulary.
       rounding: see `Engine`.
       glossary: terms of the source with the translations that they must have.
+      data: what the model was trained on: its languages, and the length of its longest sentences.
     """
 
     model: Transformer
@@ -98,6 +101,7 @@ class Translator:
     others: tuple[Member, ...] = ()
     rounding: Callable[[int], int] = rounded
     glossary: Glossary = NO_TERMS
+    data: DataConfig = dataclasses.field(default_factory=DataConfig)
 
     def translate(
         self,
@@ -112,9 +116,10 @@ class Translator:
     ) -> list[list[Translation]]:
         """Returns the `nbest` translations of each line, in input order.
 
-        An empty line has empty translations. Lines are decoded in order of length, in batches of `decode.batch_tokens`
-        source positions x beam size. A line of more than `decode.max_input_length` tokens is truncated, with a warning
-        that names it.
+        An empty line has empty translations. A line of more than `limit` tokens is split, and the translations of its
+        parts are joined (see `parts.split` and `results.joined`); with `decode.split=none` it is truncated, with a
+        warning that names it. Lines are decoded in order of length, in batches of `decode.batch_tokens` source
+        positions x beam size.
 
         Args:
           params: the model's parameters.
@@ -129,65 +134,117 @@ class Translator:
         Raises:
           UserError: if the model cannot write a required phrase.
         """
-        sources, cut = self.sources(lines)
-        for index, warning in cut.items():
-            self.warn(f"line {first_line + index}: {warning}")
         required = required or [Required()] * len(lines)
-        tags = tags or [NO_TAGS] * len(lines)
-        prefixes = [ids[:-1] for ids in self.tokenizer.encode_target([each.prefix for each in required])]
-        phrases = [self.phrases(line, each.phrases) for line, each in zip(lines, required, strict=True)]
-        sentences = [
-            Sentence(source, number, tag, prefix, self.config.nbest, phrase)
-            for number, (source, tag, prefix, phrase) in enumerate(
-                zip(sources, tags, prefixes, phrases, strict=True), start=first_line
-            )
+        each = zip(lines, tags or [NO_TAGS] * len(lines), required, strict=True)
+        given = [
+            Line(text, number, tag, needed, self.config.nbest, attention)
+            for number, (text, tag, needed) in enumerate(each, start=first_line)
         ]
-        results = self.search(params, alpha, sentences, progress)
-        for sentence, translations in zip(sentences, results, strict=True):
-            if translations[0].score == -math.inf:
-                suffix = " that starts with the given prefix" if sentence.prefix else ""
-                suffix += " that contains the required phrases" if sentence.phrases else ""
-                self.warn(f"line {sentence.number}: no translation was found{suffix}")
-        return self.with_attention(params, alpha, sentences, results) if attention else results
+        results = self.translate_lines(params, alpha, given, progress)
+        for line, (best, *_) in zip(given, results, strict=True):
+            if best.warning:
+                self.warn(f"line {line.number}: {best.warning}")
+            if best.score == -math.inf:
+                suffix = " that starts with the given prefix" if line.required.prefix else ""
+                suffix += " that contains the required phrases" if self.phrases(line.text, line.required) else ""
+                self.warn(f"line {line.number}: no translation was found{suffix}")
+        return results
 
-    def phrases(self, line: str, more: Sequence[str] = ()) -> list[list[int]]:
-        """Returns the token ids of the phrases that the translation of a line must contain.
+    def phrases(self, text: str, required: Required) -> list[list[int]]:
+        """Returns the token ids of the phrases that the translation of a text must contain.
 
-        They are the translations of the terms of the glossary that occur in the line, and `more`. Raises `UserError` if
-        the model cannot write one of them.
+        They are the translations of the terms of the glossary that occur in the text, and those of `required`. Raises
+        `UserError` if the model cannot write one of them.
         """
-        unused = self.model.unused
-        texts = dict.fromkeys([*self.glossary.translations(line), *more])
-        return [encode_phrase(self.tokenizer, text, unused) for text in texts]
+        texts = dict.fromkeys([*self.glossary.translations(text), *required.phrases])
+        return [encode_phrase(self.tokenizer, each, self.model.unused) for each in texts]
 
-    def sources(self, lines: Sequence[str]) -> tuple[list[list[int]], dict[int, str]]:
-        """Tokenises source lines, truncating long ones.
+    def translate_lines(
+        self,
+        params: Params,
+        alpha: Alpha,
+        lines: Sequence[Line],
+        progress: Callable[[int], Any] = lambda done: None,
+    ) -> list[list[Translation]]:
+        """Translates lines; see `translate`. Gives no warnings.
 
-        Returns token ids with EOS, and a warning for each truncated line, by index.
+        A prefix is the beginning of the first part of a line. A line with required phrases is not split.
         """
-        limit, cut = self.config.max_input_length, {}
-        sources = self.tokenizer.encode_source(list(lines))
-        for index, ids in enumerate(sources):
-            if len(ids) > limit:
-                cut[index] = f"cut from {len(ids)} to {limit} tokens"
-                sources[index] = [*ids[: limit - 1], EOS]
-        return sources, cut
+        parts = self.parts(lines)
+        prefixes = (ids[:-1] for ids in self.tokenizer.encode_target([line.required.prefix for line in lines]))
+        owners = [owner for owner, each in enumerate(parts) for _ in each]
+        sentences = [
+            Sentence(
+                part.source,
+                _seed(line.number, place),
+                line.tags,
+                () if place else prefix,
+                line.nbest,
+                self.phrases(part.text, line.required),
+            )
+            for line, prefix, each in zip(lines, prefixes, parts, strict=True)
+            for place, part in enumerate(each)
+        ]
+        left = [len(each) for each in parts]
+
+        def finished(index: int) -> None:
+            left[owners[index]] -= 1
+            progress(int(left[owners[index]] == 0))
+
+        results = self.search(params, alpha, sentences, finished)
+        wanted = [index for index, owner in enumerate(owners) if lines[owner].attention]
+        chosen = [sentences[index] for index in wanted], [results[index] for index in wanted]
+        for index, attended in zip(wanted, self.with_attention(params, alpha, *chosen), strict=True):
+            results[index] = attended
+        in_order = iter(results)
+        return [joined([next(in_order) for _ in each], each) for each in parts]
+
+    @functools.cached_property
+    def limit(self) -> int:
+        """Maximum number of tokens of a line, EOS included, that is translated as a whole.
+
+        The model was trained on sentences of at most `data.max_length` tokens, so longer lines are split, unless
+        `decode.split=none`.
+        """
+        longest = self.config.max_input_length
+        return longest if self.config.split == "none" else min(longest, self.data.max_length)
+
+    def parts(self, lines: Sequence[Line]) -> list[list[Part]]:
+        """Tokenises lines. A line of more than `limit` tokens is split, or cut with `decode.split=none`.
+
+        With `decode.split=sentences`, every line is split. A line with required phrases is never split, but cut,
+        because nothing says which part a phrase belongs to.
+        """
+        languages = {direction.source_lang for direction in self.data.directions()}
+        language = languages.pop() if len(languages) == 1 else ""
+
+        def fitting(line: Line, ids: list[int]) -> list[Part]:
+            whole = self.config.split == "none" or bool(line.required.phrases)
+            limit = self.config.max_input_length if whole else self.limit
+            if len(ids) <= limit and (whole or self.config.split != "sentences"):
+                return [Part(ids, line.text)]
+            if whole:
+                return [Part([*ids[: limit - 1], EOS], line.text, warning=f"cut from {len(ids)} to {limit} tokens")]
+            return split(line.text, self.tokenizer, limit, language)
+
+        return list(map(fitting, lines, self.tokenizer.encode_source([line.text for line in lines])))
 
     def search(
         self,
         params: Params,
         alpha: Alpha,
         sentences: Sequence[Sentence],
-        progress: Callable[[int], Any] = lambda done: None,
+        finished: Callable[[int], Any] = lambda index: None,
     ) -> list[list[Translation]]:
-        """Translates tokenised sentences; see `translate`.
+        """Translates tokenised sentences, and calls `finished` with the index of each finished sentence.
 
         Gives no warnings and computes no attention weights.
         """
-        results = [[Translation("", 0.0, 0.0)] * sentence.nbest for sentence in sentences]
+        results = [[Translation("", 0.0, 0.0, source=(*each.source,))] * each.nbest for each in sentences]
         # A source of only EOS without a prefix is not searched; its translation is empty.
         indices = [index for index, each in enumerate(sentences) if len(each.source) > 1 or each.prefix]
-        progress(len(sentences) - len(indices))
+        for index in {*range(len(sentences))} - {*indices}:
+            finished(index)
         queries = {
             index: Query([*tags.source, *source], number, [*tags.target, *prefix], nbest, len(tags.target), phrases)
             for index in indices
@@ -195,9 +252,9 @@ class Translator:
         }
         for engine, group in self._by_engine(queries):
             for place, hypotheses in engine.search(self._weights(params, alpha), [queries[index] for index in group]):
-                sentence, start = sentences[group[place]], len(sentences[group[place]].tags.target)
-                results[group[place]] = [self._translation(hypotheses, rank, start) for rank in range(sentence.nbest)]
-                progress(1)
+                index, sentence = group[place], sentences[group[place]]
+                results[index] = [self._translation(hypotheses, rank, sentence) for rank in range(sentence.nbest)]
+                finished(index)
         return results
 
     def _by_engine(self, queries: Mapping[int, Query]) -> list[tuple[Engine, list[int]]]:
@@ -232,12 +289,9 @@ class Translator:
         weights = (whole[len(tag.target) :, len(tag.source) :] for whole, (tag, _, _) in maps)
         return [[translation._replace(attention=next(weights)) for translation in each] for each in translations]
 
-    def _translation(self, hypotheses: Hypotheses, rank: int, start: int) -> Translation:
-        """Converts the hypothesis of a rank to text.
-
-        `start` is the number of tags at its beginning.
-        """
-        tokens = hypotheses.tokens[rank].tolist()
+    def _translation(self, hypotheses: Hypotheses, rank: int, sentence: Sentence) -> Translation:
+        """Converts the hypothesis of a rank to text, without the tags at its beginning."""
+        start, tokens = len(sentence.tags.target), hypotheses.tokens[rank].tolist()
         length = tokens.index(EOS) + 1 if EOS in tokens else start
         pieces = self.tokenizer.target_pieces_of(tokens[start:length])
         log_probs = hypotheses.token_log_probs[rank, start:length].tolist()
@@ -247,6 +301,7 @@ class Translator:
             float(hypotheses.log_probs[rank]),
             tuple(zip(pieces, log_probs, strict=True)),
             tuple(tokens[start:length]),
+            tuple(sentence.source),
         )
 
     def warm_up(self, params: Params, alpha: Alpha, longest: int, tags: Tags = NO_TAGS) -> None:
@@ -395,14 +450,6 @@ class Translator:
         return attention
 
 
-def pharaoh(attention: np.ndarray) -> list[tuple[int, int]]:
-    """Returns alignment points (i, j) from attention weights.
-
-    Source token i has the largest weight for target token j, as with fairseq's `--print-alignment`. Indices count from
-    0, and EOS is excluded on both sides. The first of several largest weights counts.
-
-    Args:
-      attention: weights as returned by `Translator.attention`.
-    """
-    inner = attention[:-1, :-1]
-    return [(int(row.argmax()), j) for j, row in enumerate(inner)] if inner.size else []
+def _seed(line: int, part: int) -> int:
+    """Returns the number that seeds the samples of a part of a line; that of the first part is the line's number."""
+    return (line + (part << 20)) % (1 << 31)

@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from branchnorm_jax.bucket import is_url
-from branchnorm_jax.data.corpus import Pair, corpus_key, read_pairs
+from branchnorm_jax.data.corpus import corpus_key, read_pairs
 from branchnorm_jax.data.filters import CHUNK, Filter, load_filters, rejections
+from branchnorm_jax.data.formats import Pair
 from branchnorm_jax.data.quality import FAULTS, SAMPLE, describe, foreign, inspect, keys, overlap, usual
 from branchnorm_jax.errors import UserError
 from branchnorm_jax.files import atomic_directory

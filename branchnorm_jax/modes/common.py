@@ -5,7 +5,7 @@ import itertools
 import os
 import stat
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from queue import Empty, Queue
 from typing import BinaryIO, NamedTuple
@@ -15,12 +15,13 @@ import numpy as np
 
 from branchnorm_jax.data.tokenizer import Tokenizer
 from branchnorm_jax.decoding.glossary import NO_TERMS, Glossary, encode_phrase, read_glossary
+from branchnorm_jax.decoding.results import Translation
 from branchnorm_jax.decoding.translate import Member, Translator
 from branchnorm_jax.errors import MismatchError, UserError
 from branchnorm_jax.model.coefficients import Alpha
 from branchnorm_jax.model.parameters import Params
 from branchnorm_jax.model.transformer import Transformer
-from branchnorm_jax.options import Config
+from branchnorm_jax.options import Config, DecodeConfig
 from branchnorm_jax.tokens import EOS, UNK
 from branchnorm_jax.training import logs
 from branchnorm_jax.training.digests import checksums
@@ -72,7 +73,7 @@ def load(config: Config, workdir: Workdir) -> Trained:
                 f"decode.alignment_layer={config.decode.alignment_layer}: a model of the ensemble has {depth} decoder "
                 "layers"
             )
-    translator = Translator(model, tokenizer, config.decode, logs.say, others)
+    translator = Translator(model, tokenizer, config.decode, logs.say, others, data=config.data)
     return Trained(dataclasses.replace(translator, glossary=checked_glossary(config, translator)), params, alpha, step)
 
 
@@ -107,6 +108,18 @@ def member(path: str, tokenizer: Tokenizer, config: Config) -> Member:
         )
     params, alpha, _ = restore_model(theirs, workdir, model, which)
     return Member(model, params, alpha)
+
+
+def count_split(results: Iterable[Sequence[Translation]]) -> int:
+    """Returns the number of lines that were split, from the translations of each line."""
+    return sum(bool(best.parts) for best, *_ in results)
+
+
+def say_split(count: int, config: DecodeConfig, limit: int) -> None:
+    """Prints how many lines were split, if any, because they had more than `limit` tokens."""
+    if count and config.split == "auto":
+        lines = "1 line" if count == 1 else f"{count:,} lines"
+        logs.say(f"{lines} of more than {limit} tokens translated sentence by sentence (decode.split)")
 
 
 def random_sentences(model: Transformer, count: int, absent: Sequence[int] = ()) -> tuple[Sentences, Sentences]:

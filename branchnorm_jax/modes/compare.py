@@ -4,7 +4,8 @@ from pathlib import Path
 
 from branchnorm_jax.bucket import is_url
 from branchnorm_jax.config import load as load_config
-from branchnorm_jax.data.corpus import read_pairs, text_lines
+from branchnorm_jax.data.corpus import read_pairs
+from branchnorm_jax.data.lines import text_lines
 from branchnorm_jax.errors import UserError
 from branchnorm_jax.evaluation import compare as comparing
 from branchnorm_jax.options import Config

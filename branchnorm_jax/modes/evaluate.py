@@ -7,7 +7,7 @@ from branchnorm_jax.evaluation.bleu import Score, mean_of
 from branchnorm_jax.evaluation.comet import load_comet
 from branchnorm_jax.evaluation.evaluate import format_table, score_split, write_results
 from branchnorm_jax.evaluation.language import right_language
-from branchnorm_jax.modes.common import load
+from branchnorm_jax.modes.common import count_split, load, say_split
 from branchnorm_jax.options import Config
 from branchnorm_jax.training import logs
 from branchnorm_jax.workdir import Workdir
@@ -51,6 +51,7 @@ def evaluate(config: Config, workdir: Workdir) -> None:
             nbest = trained.translator.translate(
                 trained.params, trained.alpha, sources, progress=bar.update, tags=[tag] * len(sources)
             )
+        say_split(count_split(nbest), config.decode, trained.translator.limit)
         texts = {"source": sources, "reference": references, "hypothesis": [best.text for best, *_ in nbest]}
         results[name] = score_split(directory, name, texts, direction.target_lang, [*right, *comet])
         each.setdefault(split, []).append(results[name])

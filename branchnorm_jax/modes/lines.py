@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from branchnorm_jax.decoding.languages import Languages
-from branchnorm_jax.decoding.translate import Required, Translation, pharaoh
+from branchnorm_jax.decoding.translate import Required
 from branchnorm_jax.errors import UserError
 from branchnorm_jax.files import lock, write_atomically
-from branchnorm_jax.modes.common import Trained, lines_ahead, load, read_chunks
-from branchnorm_jax.options import Config, DecodeConfig
+from branchnorm_jax.modes.common import Trained, count_split, lines_ahead, load, read_chunks, say_split
+from branchnorm_jax.modes.output import json_line, plain_lines, to_json
+from branchnorm_jax.options import Config
 from branchnorm_jax.training import logs
 from branchnorm_jax.workdir import Workdir
 
@@ -86,7 +87,7 @@ def translated(
       done: number of lines before the first chunk.
       total: number of lines of the input; 0 if unknown.
     """
-    languages = Languages(config.data, trained.translator.tokenizer)
+    languages, split = Languages(config.data, trained.translator.tokenizer), 0
     for lines in chunks:
         sources, tags = languages.split_tags(lines, config.decode.target_lang, done + 1)
         required = None
@@ -108,12 +109,15 @@ def translated(
                 tags,
                 config.decode.alignments,
             )
-        yield [
-            line
-            for index, hypotheses in enumerate(results, start=done)
-            for line in format_hypotheses(index, hypotheses, config.decode)
-        ]
+        split += count_split(results)
+        if config.decode.format == "jsonl":
+            each = zip(sources, results, strict=True)
+            yield [json_line(source, found, config.decode, trained.translator.tokenizer) for source, found in each]
+        else:
+            numbered = enumerate(results, start=done)
+            yield [line for index, found in numbered for line in plain_lines(index, found, config.decode)]
         done += len(lines)
+    say_split(split, config.decode, trained.translator.limit)
 
 
 def translate_file(config: Config, trained: Trained, source: Path, target: Path) -> None:
@@ -139,8 +143,9 @@ def translate_file(config: Config, trained: Trained, source: Path, target: Path)
                 f"{changed if before else 'options'}"
             )
             done = 0
-        done = done // config.decode.nbest // CHUNK * CHUNK
-        file.truncate(end_of_line(part, done * config.decode.nbest))
+        each = 1 if config.decode.format == "jsonl" else config.decode.nbest
+        done = done // each // CHUNK * CHUNK
+        file.truncate(end_of_line(part, done * each))
         file.seek(0, os.SEEK_END)
         write_atomically(record, json.dumps(made_of))
         if done:
@@ -217,32 +222,8 @@ def pairs_of(lines: list[str], done: int, second: str, name: str) -> list[tuple[
     return pairs
 
 
-def format_hypotheses(index: int, hypotheses: list[Translation], config: DecodeConfig) -> list[str]:
-    """Formats the output for one source line.
-
-    The output is the text of the best translation. If `decode.nbest` > 1, it is "line ||| text ||| score" for each
-    hypothesis, with lines counted from 0 as in Moses. `decode.token_scores` appends the pieces and their
-    log-probabilities: "text ||| piece:-0.12 ...". `decode.alignments` appends the aligned pairs of source and target
-    piece: "text ||| 0-0 2-1 ...".
-
-    Args:
-      index: number of source lines before this one.
-      hypotheses: the translations, best first.
-      config: decoding options.
-    """
-    printed = []
-    for hypothesis in hypotheses:
-        fields = [hypothesis.text] if config.nbest == 1 else [str(index), hypothesis.text, f"{hypothesis.score:.4f}"]
-        if config.token_scores:
-            fields.append(" ".join(f"{piece}:{log_prob:.4f}" for piece, log_prob in hypothesis.pieces))
-        if hypothesis.attention is not None:
-            fields.append(" ".join(f"{i}-{j}" for i, j in pharaoh(hypothesis.attention)))
-        printed.append(" ||| ".join(fields))
-    return printed
-
-
 def score(config: Config, workdir: Workdir) -> None:
-    """Prints "log-probability<TAB>tokens" for each line "source<TAB>target".
+    """Prints "log-probability<TAB>tokens", or an object, for each line "source<TAB>target".
 
     The logarithm is natural. Both numbers include EOS.
     """
@@ -254,7 +235,9 @@ def score(config: Config, workdir: Workdir) -> None:
         for lines in read_chunks(stream, name, CHUNK):
             lines, tags = languages.split_tags(lines, config.decode.target_lang, done + 1)
             pairs = pairs_of(lines, done, "target", name)
-            for log_prob, tokens in trained.translator.score(trained.params, trained.alpha, pairs, tags):
-                print(f"{log_prob:.6f}\t{tokens}")
+            scores = trained.translator.score(trained.params, trained.alpha, pairs, tags)
+            for (source, target), (log_prob, tokens) in zip(pairs, scores, strict=True):
+                values = {"source": source, "target": target, "log_prob": round(log_prob, 6), "tokens": tokens}
+                print(to_json(values) if config.decode.format == "jsonl" else f"{log_prob:.6f}\t{tokens}")
             sys.stdout.flush()
             done += len(lines)

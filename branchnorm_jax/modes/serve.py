@@ -40,7 +40,7 @@ def serve(config: Config, workdir: Workdir) -> None:
         languages = Languages(config.data, translator.tokenizer)
         # Caches small programs too, so that the next start compiles nothing.
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
-        if longest := min(config.serve.warm_up_length, config.decode.max_input_length):
+        if longest := min(config.serve.warm_up_length, translator.limit):
             logs.say(f"compiling for lines of up to {longest} tokens (serve.warm_up_length)")
             begin = time.perf_counter()
             tags = translator.tokenizer.tags(config.data, languages.targets[0])

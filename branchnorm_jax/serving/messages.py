@@ -7,9 +7,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from branchnorm_jax.data.tokenizer import Tags
+from branchnorm_jax.data.tokenizer import Tags, Tokenizer
 from branchnorm_jax.decoding.languages import Languages
-from branchnorm_jax.decoding.translate import Sentence, Translation, Translator
+from branchnorm_jax.decoding.results import Translation, block_diagonal
+from branchnorm_jax.decoding.translate import Line, Translator
 from branchnorm_jax.errors import UserError
 from branchnorm_jax.model.coefficients import Alpha
 from branchnorm_jax.model.parameters import Params
@@ -79,49 +80,30 @@ def answers(
 
     def translate(requests: Sequence[TranslationRequest]) -> list[bytes]:
         lines = [
-            (line, number, tag, request)
+            Line(text, number, tag, nbest=request.nbest, attention=request.alignments)
             for request in requests
-            for number, (line, tag) in enumerate(zip(request.lines, request.tags, strict=True), start=1)
+            for number, (text, tag) in enumerate(zip(request.lines, request.tags, strict=True), start=1)
         ]
-        sources, cut = translator.sources([line for line, *_ in lines])
-        sentences = [
-            Sentence(source, number, tag, nbest=request.nbest, phrases=translator.phrases(line))
-            for source, (line, number, tag, request) in zip(sources, lines, strict=True)
-        ]
-        results = translator.search(params, alpha, sentences)
-        wanted = [index for index, (*_, request) in enumerate(lines) if request.alignments]
-        attended = translator.with_attention(
-            params,
-            alpha,
-            [sentences[index] for index in wanted],
-            [results[index] for index in wanted],
-        )
-        for index, each in zip(wanted, attended, strict=True):
-            results[index] = each
         shown = iter(
-            [
-                answer(translation, translator.tokenizer.source_pieces_of(source), cut.get(index))
-                for translation in each
-                if translation.score > -math.inf
-            ]
-            for index, (source, each) in enumerate(zip(sources, results, strict=True))
+            [answer(each, translator.tokenizer) for each in translations if each.score > -math.inf]
+            for translations in translator.translate_lines(params, alpha, lines)
         )
         return [to_json({"translations": [next(shown) for _ in request.lines]}) for request in requests]
 
     return translate
 
 
-def answer(translation: Translation, source_pieces: list[str], warning: str | None) -> dict[str, Any]:
+def answer(translation: Translation, tokenizer: Tokenizer) -> dict[str, Any]:
     """Converts a translation to JSON values.
 
-    Attention weights come with the pieces of both sides.
+    Attention weights come with the pieces of both sides. They are 0 between different parts of a line that was split.
     """
     fields: dict[str, Any] = {"text": translation.text, "score": translation.score, "log_prob": translation.log_prob}
-    if translation.attention is not None:
+    if blocks := translation.blocks:
         fields["pieces"] = [piece for piece, _ in translation.pieces]
-        fields["source_pieces"] = source_pieces
-        fields["alignment"] = np.round(translation.attention.astype(np.float64), 5).tolist()
-    return fields | ({"warnings": [warning]} if warning else {})
+        fields["source_pieces"] = tokenizer.source_pieces_of(list(translation.source))
+        fields["alignment"] = np.round(block_diagonal(blocks).astype(np.float64), 5).tolist()
+    return fields | ({"warnings": [translation.warning]} if translation.warning else {})
 
 
 def to_json(content: Mapping[str, Any]) -> bytes:

@@ -38,7 +38,7 @@ class Validator:
     ) -> None:
         """Prepares validation. `plans` has one batch plan for each direction in `corpus.validated`."""
         self.config, self.rows, self.corpus, self.plans = config, rows, corpus, plans
-        self.translator = Translator(model, corpus.tokenizer, config.decode)
+        self.translator = Translator(model, corpus.tokenizer, config.decode, data=config.data)
         own = config.train.best_metric == "comet" and hosts.is_first()
         self.comet = [load_comet(config.evaluate.comet)] if own else []
         self.alpha = jax.jit(growth.alpha(config.model))

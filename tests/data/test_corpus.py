@@ -19,7 +19,8 @@ import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
 
-from branchnorm_jax.data import corpus, numerals
+from branchnorm_jax.data import lines as lines_of
+from branchnorm_jax.data import numerals
 from branchnorm_jax.data.corpus import corpus_key, read_pairs
 from branchnorm_jax.errors import UserError
 from branchnorm_jax.options import DataConfig
@@ -79,7 +80,7 @@ def test_reads_concatenated_compressed_files(tmp_path, suffix):
 def test_reads_files_larger_than_its_chunks(tmp_path, suffix):
     lines = [f"{i} " + "x" * (i % 700) for i in range(9000)]
     write_pairs(tmp_path, [(line, line) for line in lines], suffix)
-    assert sum(map(len, lines)) > 2 * corpus._CHUNK_BYTES
+    assert sum(map(len, lines)) > 2 * lines_of._CHUNK_BYTES
     assert [source for source, _ in read_pairs(text_config(tmp_path), "train")] == [line.strip() for line in lines]
 
 
@@ -87,7 +88,7 @@ def test_reads_files_larger_than_its_chunks(tmp_path, suffix):
 def test_chunk_borders_do_not_matter(chunks):
     lines = b"".join(chunks).split(b"\n")
     expected = lines if lines[-1] else lines[:-1]
-    assert list(corpus._split_lines(iter(chunks))) == expected
+    assert list(lines_of._split_lines(iter(chunks))) == expected
 
 
 def test_strips_line_ends_byte_order_marks_and_white_space(tmp_path):
@@ -106,12 +107,12 @@ def test_text_lines_keep_the_content_of_lines(tmp_path, suffix):
         ("no end", ["no end"]),
     ):
         path.write_bytes(COMPRESS[suffix](text.encode()))
-        assert list(corpus.text_lines(path)) == lines
+        assert list(lines_of.text_lines(path)) == lines
     path.write_bytes(COMPRESS[suffix](b"fine\nb\xff\n"))
     with pytest.raises(UserError, match=f"{path}, line 2: not valid UTF-8 .byte 0xff at position 1"):
-        list(corpus.text_lines(path))
+        list(lines_of.text_lines(path))
     with pytest.raises(UserError, match=f"{tmp_path / 'none'}: cannot be read .No such file or directory"):
-        list(corpus.text_lines(tmp_path / "none"))
+        list(lines_of.text_lines(tmp_path / "none"))
 
 
 def test_files_are_selected_by_language_and_split(tmp_path):
@@ -287,7 +288,7 @@ def test_truncated_file_error_names_the_last_line_read(tmp_path):
     path, _ = write_pairs(tmp_path, [(f"{i:08}", "x") for i in range(200_000)], ".gz")
     path.write_bytes(path.read_bytes()[:-20])
     # The first chunk is complete and ends inside a line of nine bytes.
-    assert f"{path}: cannot be read beyond line {corpus._CHUNK_BYTES // 9} (" in error_of(text_config(tmp_path))
+    assert f"{path}: cannot be read beyond line {lines_of._CHUNK_BYTES // 9} (" in error_of(text_config(tmp_path))
 
 
 @pytest.mark.skipif(not Path("/proc/self/mem").exists(), reason="needs a file that always fails to be read")

@@ -80,7 +80,7 @@ def test_warm_up_with_tags_prevents_later_compilation(case: Case) -> None:
     assert any("backend_compile" in event for event in compiled)
     compiled.clear()
     lines = [*LINES, " ".join(WORDS[:7])]
-    sources, _ = server.sources(lines)
+    sources = server.tokenizer.encode_source(lines)
     assert max(map(len, sources)) <= 16
     tags = languages.split_tags(lines, "fr")[1]
     translations = server.translate(params, ALPHA, lines, tags=tags)

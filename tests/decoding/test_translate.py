@@ -14,7 +14,8 @@ import pytest
 from branchnorm_jax.data.tokenizer import Tokenizer, train_tokenizer
 from branchnorm_jax.decoding import engine as engines
 from branchnorm_jax.decoding.engine import coarse, interleave, padded_length, padded_lengths, rounded
-from branchnorm_jax.decoding.translate import Sentence, Translator, pharaoh
+from branchnorm_jax.decoding.results import pharaoh
+from branchnorm_jax.decoding.translate import Sentence, Translator
 from branchnorm_jax.model.transformer import Transformer
 from branchnorm_jax.options import DataConfig, DecodeConfig, ModelConfig
 from branchnorm_jax.tokens import EOS
@@ -105,7 +106,8 @@ def test_short_sources_among_long_ones_are_translated_as_if_alone(translator: tu
     rng = np.random.default_rng(0)
     lengths = [30, 29, 28, 27, 16, 9, 5, 3, 16, 15, 2, 17]
     lines = [" ".join(rng.choice(WORDS, length)) for length in lengths]
-    assert max(map(len, engine.sources(lines)[0])) > 16 > min(map(len, engine.sources(lines)[0]))
+    tokens = [len(ids) for ids in engine.tokenizer.encode_source(lines)]
+    assert max(tokens) > 16 > min(tokens)
     together = engine.translate(params, ALPHA, lines)
     for line, hypotheses in list(zip(lines, together, strict=True))[-3:]:
         (alone,) = engine.translate(params, ALPHA, [line])
@@ -178,7 +180,7 @@ def test_long_lines_are_cut_with_a_warning(translator: tuple[Translator, dict]) 
     engine, params = translator
     warnings: list[str] = []
     short = dataclasses.replace(
-        engine, config=dataclasses.replace(engine.config, max_input_length=6), warn=warnings.append
+        engine, config=dataclasses.replace(engine.config, max_input_length=6, split="none"), warn=warnings.append
     )
     translations = short.translate(params, ALPHA, ["red", " ".join(WORDS)], first_line=41)
     assert len(warnings) == 1
@@ -242,10 +244,10 @@ def test_translations_include_their_attention(translator: tuple[Translator, dict
 def test_pharaoh_omits_eos_on_both_sides() -> None:
     eos = 0.9  # a token with its largest weight on EOS is aligned to the token with the next largest weight
     rows = [[0.1, 0.3, 0.2, 0.4], [0.0, 0.04, 0.06, eos], [0.5, 0.5, 0.0, 0.0], [1.0, 0.0, 0.0, 0.0]]
-    assert pharaoh(np.array(rows, np.float32)) == [(1, 0), (2, 1), (0, 2)]
-    assert pharaoh(np.ones((0, 1), np.float32)) == []
-    assert pharaoh(np.ones((3, 1), np.float32)) == []
-    assert pharaoh(np.ones((1, 3), np.float32)) == []
+    assert pharaoh([np.array(rows, np.float32)]) == [(1, 0), (2, 1), (0, 2)]
+    assert pharaoh([np.ones((0, 1), np.float32)]) == []
+    assert pharaoh([np.ones((3, 1), np.float32)]) == []
+    assert pharaoh([np.ones((1, 3), np.float32)]) == []
 
 
 @pytest.mark.slow
@@ -262,7 +264,7 @@ def test_warm_up_prevents_later_compilation(translator: tuple[Translator, dict])
     assert any("backend_compile" in event for event in compiled)
     compiled.clear()
     for count in (1, 3, 7, 27):
-        sources, _ = server.sources((LINES * 3)[:count])
+        sources = server.tokenizer.encode_source((LINES * 3)[:count])
         sentences = [Sentence(source, number, nbest=2) for number, source in enumerate(sources)]
         translations = server.search(params, ALPHA, sentences)
         assert [[h.text for h in each] for each in translations] == [

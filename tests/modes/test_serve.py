@@ -25,8 +25,9 @@ import uvicorn
 
 from branchnorm_jax.data.tokenizer import Tokenizer, load_tokenizer
 from branchnorm_jax.decoding.languages import Languages
-from branchnorm_jax.decoding.translate import pharaoh
+from branchnorm_jax.decoding.results import Translation, pharaoh
 from branchnorm_jax.options import DataConfig, DecodeConfig, ServeConfig
+from branchnorm_jax.serving import messages
 from branchnorm_jax.serving.app import PAGE, make_app
 from branchnorm_jax.serving.messages import TranslationRequest, parse, to_json
 from tests.conftest import ROOT, run_main, start_main
@@ -46,6 +47,8 @@ TEXTS = [
     f"{number} {rest}" for number in ("one", "two", "20", "seven") for rest in ("", "hundred", "and 5:17 PM", "$3")
 ]
 TEXTS += ["", "   ", "😀 🏳️‍🌈", "שלום עולם", "مرحبا", "nul\0here", "a\u2028b", "tab here", " ".join(["seven"] * 60)]
+
+SIDES = "source_pieces", "pieces"
 
 
 class Server:
@@ -147,7 +150,7 @@ def test_alignments_equal_translate_mode(server: Server, trained: Path) -> None:
         matrix = np.array(result["alignment"])
         assert matrix.shape == (len(result["pieces"]), len(result["source_pieces"]))
         np.testing.assert_allclose(matrix.sum(1), 1, atol=1e-3)
-        assert " ".join(f"{i}-{j}" for i, j in pharaoh(matrix)) == pairs
+        assert " ".join(f"{i}-{j}" for i, j in pharaoh([matrix])) == pairs
 
 
 def test_line_breaks_are_white_space(server: Server) -> None:
@@ -156,11 +159,26 @@ def test_line_breaks_are_white_space(server: Server) -> None:
     assert others == [one] * 3
 
 
-def test_cut_lines_return_a_warning(server: Server, trained: Path) -> None:
-    (long,), (short,) = translations(server.url, text=[TEXTS[-1], "one"])
-    length = len(load_tokenizer(trained / "vocabulary").encode_source(TEXTS[-1:])[0])
-    assert long["warnings"] == [f"cut from {length} to 24 tokens"]
-    assert "warnings" not in short
+def test_long_lines_are_translated_in_parts(server: Server, trained: Path) -> None:
+    """The parts fit the limit and have all of the source, and each attends only to itself."""
+    ((long,),) = translations(server.url, text=TEXTS[-1], alignments=True)
+    tokenizer = load_tokenizer(trained / "vocabulary")
+    assert "warnings" not in long
+    whole = [piece for piece in long["source_pieces"] if piece != "</s>"]
+    assert [*whole, "</s>"] == tokenizer.source_pieces_of(tokenizer.encode_source(TEXTS[-1:])[0])
+    sources, targets = (np.cumsum([piece == "</s>" for piece in ["", *long[name][:-1]]]) for name in SIDES)
+    assert 1 < max(np.bincount(sources)) <= 24
+    assert max(sources) == max(targets) > 0
+    matrix = np.array(long["alignment"])
+    np.testing.assert_allclose(matrix.sum(1), 1, atol=1e-3)
+    assert (matrix[targets[:, None] != sources] == 0).all()
+
+
+def test_cut_lines_return_a_warning(trained: Path) -> None:
+    tokenizer = load_tokenizer(trained / "vocabulary")
+    texts = (Translation("one", -1.0, -2.0, warning=warning) for warning in ("cut", ""))
+    cut, whole = (messages.answer(text, tokenizer) for text in texts)
+    assert cut == whole | {"warnings": ["cut"]}
 
 
 @pytest.mark.parametrize(

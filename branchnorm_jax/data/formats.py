@@ -1,0 +1,139 @@
+"""Files that contain both sides of a corpus: TSV, JSON lines and TMX."""
+
+import functools
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+from upath import UPath
+
+from branchnorm_jax.data import tmx
+from branchnorm_jax.data.lines import COMPRESSED, text_lines
+from branchnorm_jax.errors import UserError
+
+Pair = tuple[str, str]
+
+
+def pairs_in(path: Path | UPath, languages: Pair) -> Iterator[Pair]:
+    """Streams the sentence pairs of a file, in constant memory.
+
+    A unit that lacks a language has an empty text on that side. A line break inside a text becomes a space.
+
+    Args:
+      path: the file; its suffix selects the format, see `FORMATS`.
+      languages: codes of source and target. A code with a region in the file, such as en-US, also matches en.
+
+    Raises:
+      UserError: during iteration, if the file cannot be read, or if no unit has both languages.
+    """
+    count, complete, known = 0, False, dict[str, None]()
+    for texts in FORMATS[format_of(path.name)](path, languages):
+        count += 1
+        known |= dict.fromkeys(texts)
+        codes = [code_of(language, tuple(texts)) for language in languages]
+        source, target = (_one_line("" if code is None else texts[code]) for code in codes)
+        complete |= None not in codes
+        yield source, target
+    if count and not complete:
+        raise UserError(
+            f"{path}: none of {count:,} units has both {' and '.join(languages)}; the languages are "
+            f"{', '.join(known) or 'missing'}; change data.source_lang and data.target_lang"
+        )
+
+
+def format_of(name: str) -> str:
+    """Returns the suffix of a file name or pattern that selects a format, or "" if there is none."""
+    suffixes = [suffix for suffix in Path(name).suffixes[-2:] if suffix not in COMPRESSED]
+    return suffixes[-1] if suffixes and suffixes[-1] in FORMATS else ""
+
+
+@functools.lru_cache
+def code_of(language: str, codes: tuple[str, ...]) -> str | None:
+    """Returns the first code that names the language: the same code, or else with a region (en-US for en).
+
+    >>> code_of("en", ("de", "en-GB", "EN"))
+    'EN'
+    >>> code_of("pt_BR", ("pt-PT", "pt-br"))
+    'pt-br'
+    """
+    wanted = _plain(language)
+    return min(
+        (code for code in codes if f"{_plain(code)}-".startswith(f"{wanted}-")),
+        key=lambda code: _plain(code) != wanted,
+        default=None,
+    )
+
+
+def _one_line(text: str) -> str:
+    return " ".join(filter(None, map(str.strip, re.split("[\r\n]", text))))
+
+
+def _plain(code: str) -> str:
+    return code.lower().replace("_", "-")
+
+
+def _tsv(path: Path | UPath, languages: Pair) -> Iterator[Mapping[str, str]]:
+    """Yields the lines of a file with tab-separated columns. Quotation marks are ordinary characters.
+
+    The first line names the languages of the columns; there may be further columns. A file without such a line has two
+    columns, in the order of the pair in its path, such as train.en-de.tsv.
+    """
+    columns: list[str] = []
+    for number, line in enumerate(text_lines(path), start=1):
+        fields = line.split("\t")
+        if number == 1:
+            found = {code_of(language, tuple(fields)) for language in languages} - {None}
+            columns = fields if len(found) == 2 else _named_order(path, languages)
+            if columns is fields:
+                continue
+        if not line.strip():
+            fields = [""] * len(columns)
+        if len(fields) != len(columns):
+            raise UserError(
+                f"{path}, line {number}: {len(fields)} columns instead of {len(columns)}; a tab separates "
+                f"{' and '.join(columns)}, and no text may contain one"
+            )
+        yield dict(zip(columns, fields, strict=True))
+
+
+def _named_order(path: Path | UPath, languages: Pair) -> list[str]:
+    """Returns the languages in the order of the pair in the path.
+
+    To take the first column as the source would swap the languages when a file is read in the other direction.
+    """
+    source, target = map(re.escape, languages)
+    found = re.findall(rf"(?<![^\W_])(?:({source})-({target})|({target})-({source}))(?![^\W_])", str(path))
+    if not found:
+        names = "<TAB>".join(languages)
+        raise UserError(
+            f"{path}, line 1: which column is which language is unknown; make {names} (or the reverse) the first line, "
+            f"or name the file such as train.{'-'.join(languages)}.tsv, with data.files={{split}}.{{pair}}.tsv"
+        )
+    return [code for code in found[-1] if code]
+
+
+def _jsonl(path: Path | UPath, languages: Pair) -> Iterator[Mapping[str, str]]:
+    """Yields the lines of a file of JSON objects.
+
+    An object has texts by language, or a field "translation" with such an object.
+    """
+    for number, line in enumerate(text_lines(path), start=1):
+        example = f'{{"{languages[0]}": "...", "{languages[1]}": "..."}}'
+        try:
+            unit = json.loads(line)
+            texts = unit.get("translation", unit)
+            texts = {code: texts[code] or "" for code in texts if isinstance(texts[code], str | None)}
+            "".join(texts.values()).encode()
+        except (ValueError, AttributeError, TypeError, RecursionError) as error:
+            reason = f": {error}" if isinstance(error, ValueError) else ""
+            raise UserError(f"{path}, line {number}: not an object such as {example}{reason}") from error
+        yield texts
+
+
+FORMATS: dict[str, Callable[[Path | UPath, Pair], Iterator[Mapping[str, str]]]] = {
+    ".tsv": _tsv,
+    ".jsonl": _jsonl,
+    ".tmx": lambda path, languages: tmx.units(path),
+}
+"""Suffix -> function that yields the units of a file as texts by language."""

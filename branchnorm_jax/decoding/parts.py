@@ -1,0 +1,106 @@
+"""Long lines: splitting into parts that a model can translate, and joining the translations of the parts."""
+
+import itertools
+import re
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import sentencex
+
+from branchnorm_jax.data.tokenizer import Tokenizer
+from branchnorm_jax.tokens import EOS
+
+_WORD = re.compile(r"\S+\s*")
+
+_CHINESE_OR_JAPANESE = r"\u3000-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\uff00-\uff9f\U00020000-\U0003ffff"
+_SENTENCES_TOUCH = re.compile(f"[{_CHINESE_OR_JAPANESE}]")
+"""Characters of languages that write no space between sentences."""
+
+_WORDS_TOUCH = re.compile(rf"[{_CHINESE_OR_JAPANESE}\u0e00-\u0fff\u1000-\u109f\u1780-\u17ff]")
+"""Characters of languages that write no space between words: also Thai, Lao, Tibetan, Burmese, Khmer."""
+
+
+class Part(NamedTuple):
+    """A part of a line, or a whole line."""
+
+    source: list[int]
+    """Token ids, EOS last."""
+    text: str = ""
+    """The text; of a word that is cut, the first part has all of it."""
+    inside: bool = False
+    """Whether the part begins inside a word."""
+    warning: str = ""
+    """What was lost, in words."""
+
+
+def split(text: str, tokenizer: Tokenizer, limit: int, language: str = "") -> list[Part]:
+    """Splits text into sentences, and long sentences into parts of at most `limit` tokens, EOS included.
+
+    A sentence that does not fit is split at white space, and a word that does not fit between its pieces. The parts
+    together have all of the text; only white space between two parts is in neither. A part never has several sentences,
+    because models of single sentences leave out most of the others.
+
+    Args:
+      text: any text.
+      tokenizer: splits source text into pieces.
+      limit: maximum length of a part, at least 2 tokens.
+      language: code of the source language, which the library that finds the sentences knows; "" if unknown.
+    """
+    parts: list[Part] = []
+    sentences = [sentence.strip() for sentence in _sentences(text, language)]
+    for sentence, whole in zip(sentences, tokenizer.encode_source(sentences), strict=True):
+        fits = len(whole) <= limit
+        groups = [sentence] if fits else _groups(sentence, tokenizer, limit)
+        for group, ids in zip(groups, [whole] if fits else tokenizer.encode_source(groups), strict=True):
+            room, content = limit - 1, ids[:-1]
+            for start in range(0, len(content), room):
+                before = "".join(tokenizer.source_pieces_of(content[max(start - 1, 0) : start]))
+                inside = bool(before) and not _WORDS_TOUCH.match(before[-1])
+                parts.append(Part([*content[start : start + room], EOS], "" if start else group, inside))
+    return parts or [Part([EOS])]
+
+
+def _sentences(text: str, language: str) -> list[str]:
+    """Returns the sentences of a text, each with the white space that follows it."""
+    # sentencex loses some line breaks, and fails at some initials with a no-break space.
+    plain = re.sub(r"\s", " ", text)
+    found = sentencex.segment(re.split("[_-]", language)[0], plain)
+    if "".join(found) != plain:  # Versions before 1.0.20 lost text.
+        return [text]
+    ends = list(itertools.accumulate(map(len, found)))
+    return [text[start:end] for start, end in zip([0, *ends], ends, strict=False)]
+
+
+def _groups(sentence: str, tokenizer: Tokenizer, limit: int) -> list[str]:
+    """Splits a sentence into as many words as fit the limit; a word that does not fit stays alone."""
+    words = _WORD.findall(sentence)
+    sizes = [len(ids) - 1 for ids in tokenizer.encode_source([word.strip() for word in words])]
+    groups: list[str] = []
+    start = 0
+    while start < len(words):
+        end, size = start + 1, sizes[start]
+        while end < len(words) and size + sizes[end] < limit:
+            size += sizes[end]
+            end += 1
+        # With `data.source_normalization=identity`, the spaces between words can be pieces, too.
+        while end > start + 1 and len(tokenizer.encode_source(["".join(words[start:end]).strip()])[0]) > limit:
+            end -= 1
+        groups.append("".join(words[start:end]).strip())
+        start = end
+    return groups
+
+
+def join(texts: Sequence[str], parts: Sequence[Part]) -> str:
+    """Joins the translations of the parts of a line.
+
+    They are separated by a space. There is none at a cut inside a word, and none beside Chinese and Japanese
+    characters. Empty translations are left out.
+    """
+    joined: list[str] = []
+    for text, part in zip(texts, parts, strict=True):
+        if text and joined:
+            touch = part.inside or any(map(_SENTENCES_TOUCH.match, (joined[-1][-1], text)))
+            joined.append("" if touch else " ")
+        if text:
+            joined.append(text)
+    return "".join(joined)

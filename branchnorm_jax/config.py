@@ -271,7 +271,7 @@ def _validate_directions(config: Config) -> None:
     for name, pairs in named.items():
         if pairs and not data.pairs:
             raise UserError(f"config: {name} needs data.pairs, which is empty")
-        directions = [(direction.source_lang, direction.target_lang) for direction in data.directions(pairs)]
+        directions = data.language_pairs(pairs)
         code = r"[a-z]\w*"  # such as de, zh_tw, pt_BR; a hyphen separates the two languages
         wrong = [
             pair for pair in directions if pair[0] == pair[1] or not all(re.fullmatch(code, lang) for lang in pair)
@@ -279,15 +279,14 @@ def _validate_directions(config: Config) -> None:
         if pairs and (wrong or not directions):
             what = f"{'-'.join(wrong[0])!r} is not a pair of two languages" if wrong else "no language pair"
             raise UserError(f"config: {name}={pairs!r}: {what}; write en-de,fr-pt_BR or, for every direction, en+de+fr")
-    known = data.directions()
-    if unknown := [direction.pair for direction in data.directions(data.valid_pairs) if direction not in known]:
+    known = {*data.language_pairs()}
+    if unknown := [pair for pair in data.language_pairs(data.valid_pairs) if pair not in known]:
         raise UserError(
-            f"config: data.valid_pairs={data.valid_pairs}: {unknown[0]} is not among data.pairs={data.pairs}"
+            f"config: data.valid_pairs={data.valid_pairs}: {'-'.join(unknown[0])} is not among data.pairs={data.pairs}"
         )
-    targets = {direction.target_lang for direction in data.directions()}
-    if data.tags == "none" and len(targets) > 1:
+    if data.tags == "none" and len(data.targets) > 1:
         raise UserError(
-            f"config: data.tags=none: without tags the model cannot know which of {', '.join(sorted(targets))} to "
+            f"config: data.tags=none: without tags the model cannot know which of {', '.join(data.targets)} to "
             "translate to; set data.tags=source or data.tags=target"
         )
 

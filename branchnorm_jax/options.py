@@ -211,8 +211,9 @@ class DataConfig:
     valid_pairs: str = option("", "pairs: the pairs to validate; empty: all")
     tags: str = option(
         "source",
-        "pairs: sides to which the tag of the target language, such as >>de<<, is prepended",
-        choices=("none", "source", "target", "both"),
+        "pairs: sides to which the tag of the target language, such as >>de<<, is prepended; each: the tag of the "
+        "source language to the source, and of the target language to the target (M2M-100, NLLB, mBART-50)",
+        choices=("none", "source", "target", "both", "each"),
     )
     temperature: float = option(
         1.0,
@@ -277,17 +278,26 @@ class DataConfig:
         "are a few percent emptier",
     )
 
-    def directions(self, pairs: str = "") -> "list[DataConfig]":
-        """Returns one config per language pair of `pairs` (default: the run's), or [self] without pairs."""
+    def language_pairs(self, pairs: str = "") -> list[tuple[str, str]]:
+        """Returns source and target language of each direction of `pairs` (default: the run's)."""
         if not (pairs := pairs or self.pairs):
-            return [self]
-        single = {}
+            return [(self.source_lang, self.target_lang)]
+        # A dictionary, because a model of 200 languages has 40,000 directions.
+        found: dict[tuple[str, str], None] = {}
         for item in filter(None, map(str.strip, pairs.split(","))):
             sources, _, targets = item.partition("-")
-            for source, target in itertools.product(sources.split("+"), (targets or sources).split("+")):
-                if source != target or "+" not in item:
-                    single[source, target] = dataclasses.replace(self, source_lang=source, target_lang=target, pairs="")
-        return list(single.values())
+            named = itertools.product(sources.split("+"), (targets or sources).split("+"))
+            found |= dict.fromkeys(pair for pair in named if pair[0] != pair[1] or "+" not in item)
+        return list(found)
+
+    def directions(self, pairs: str = "") -> "list[DataConfig]":
+        """Returns one config per language pair of `pairs` (default: the run's), or [self] without pairs."""
+        if not (pairs or self.pairs):
+            return [self]
+        return [
+            dataclasses.replace(self, source_lang=source, target_lang=target, pairs="")
+            for source, target in self.language_pairs(pairs)
+        ]
 
     @property
     def tokenisations(self) -> int:
@@ -301,7 +311,24 @@ class DataConfig:
     @property
     def languages(self) -> list[str]:
         """All languages of the run, sources and targets."""
-        return sorted({lang for pair in self.directions() for lang in (pair.source_lang, pair.target_lang)})
+        return sorted({*self.sources, *self.targets})
+
+    @property
+    def sources(self) -> list[str]:
+        """Source languages of the run."""
+        return sorted({source for source, _ in self.language_pairs()})
+
+    @property
+    def targets(self) -> list[str]:
+        """Target languages of the run."""
+        return sorted({target for _, target in self.language_pairs()})
+
+    @property
+    def tagged(self) -> list[str]:
+        """Languages that have a tag."""
+        if not self.pairs or self.tags == "none":
+            return []
+        return self.languages if self.tags == "each" else self.targets
 
     @property
     def pair(self) -> str:
@@ -513,6 +540,9 @@ class DecodeConfig:
     )
     length_penalty: float = option(0.6, "strength of the length penalty", free=True, common=True)
     length_penalty_kind: str = option(
+    source_lang: str = option(
+        "", "pairs: source language, for a model with several that needs to know it (data.tags=each)", free=True
+    )
         "fairseq",
         "score / L^p (fairseq, used by the papers) or score / ((5+L)/6)^p (gnmt); L counts EOS",
         choices=("fairseq", "gnmt"),

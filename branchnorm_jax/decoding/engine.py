@@ -67,7 +67,7 @@ class Query(NamedTuple):
     nbest: int = 1
     """Number of hypotheses requested, at most K. Hypotheses beyond the first `nbest` may be missing or not the best."""
     tags: int = 0
-    """Number of language tags in the prefix; they do not count towards the length of a translation."""
+    """Number of language tags at the start of the prefix; see `beam.Search.tags`."""
 
 
 class New(NamedTuple):
@@ -79,7 +79,7 @@ class New(NamedTuple):
     number: Any
     prefix: Any
     nbest: Any
-    min_length: Any
+    tags: Any
 
 
 def padded_length(length: int) -> int:
@@ -269,7 +269,7 @@ class Engine:
             column([text.number for text in queries], chunk),
             pad([text.prefix for text in queries], chunk, prefix, -1),
             column([text.nbest for text in queries], chunk),
-            column([self.config.min_length + text.tags for text in queries], chunk),
+            column([text.tags for text in queries], chunk),
         )
 
     @property
@@ -350,7 +350,7 @@ class Engine:
                 tuple(filled(model, *weight, cache) for model, weight, cache in members),
                 mask.at[new.row].set(new_mask, mode="drop"),
             )
-            given = new.number, new.prefix, new.nbest, new.min_length
+            given = new.number, new.prefix, new.nbest, new.tags
             return beam.begin(search._replace(cache=text), new.row, new.limit, self.config, *given)
 
         return begin

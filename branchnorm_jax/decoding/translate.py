@@ -22,7 +22,7 @@ from branchnorm_jax.tokens import EOS
 
 
 class Translation(NamedTuple):
-    """One translation of a sentence. `score` and `log_prob` include language tags; the other fields do not."""
+    """One translation of a sentence, without language tags."""
 
     text: str
     score: float
@@ -221,11 +221,12 @@ class Translator:
     ) -> list[tuple[float, int]]:
         """Returns (log-probability, number of tokens) of each target given its source.
 
-        Log-probabilities are natural logarithms. Both numbers include EOS and the language tag of the target, if any.
+        Log-probabilities are natural logarithms. Both numbers include EOS, but no language tag.
         """
-        sources, targets = self.encode(pairs, tags or [NO_TAGS] * len(pairs))
-        log_probs = self.token_log_probs(params, alpha, sources, targets)
-        return [(float(each.sum(dtype=np.float64)), len(each)) for each in log_probs]
+        tags = tags or [NO_TAGS] * len(pairs)
+        each = self.token_log_probs(params, alpha, *self.encode(pairs, tags))
+        words = [log_probs[len(tag.target) :] for log_probs, tag in zip(each, tags, strict=True)]
+        return [(float(log_probs.sum(dtype=np.float64)), len(log_probs)) for log_probs in words]
 
     def encode(self, pairs: Sequence[tuple[str, str]], tags: Sequence[Tags]) -> tuple[list[list[int]], list[list[int]]]:
         """Returns the token ids of sources and targets, with their tags and EOS."""

@@ -50,9 +50,14 @@ class ModelConfig:
     positions: str = option(
         "marian",
         "sinusoids: marian (10000^(-2j/d) from position 0, as in Hugging Face's Marian), tensor2tensor "
-        "(10000^(-j/(d/2-1)) from position 0, as in Marian itself) or fairseq (the same from position 2)",
-        choices=("marian", "tensor2tensor", "fairseq"),
+        "(10000^(-j/(d/2-1)) from position 0, as in Marian itself) or fairseq (the same from position 2); or a learned "
+        "table for each stack (learned: BART, mBART)",
+        choices=("marian", "tensor2tensor", "fairseq", "learned"),
     )
+    max_positions: int = option(
+        1024, "positions=learned: length of the longest sentence, language tag included", unit="tokens", minimum=4
+    )
+    embedding_norm: bool = option(False, "a norm follows the embeddings of each stack, as in BART and mBART")
     dropout: float = option(
         0.1, "dropout of the embeddings and of every branch", unit="probability", minimum=0, maximum=0.99, common=True
     )
@@ -168,6 +173,11 @@ class ModelConfig:
         minimum=0,
         free=True,
     )
+
+    @property
+    def longest(self) -> int | None:
+        """Length of the longest sentence in tokens, with EOS and language tag; None if there is no limit."""
+        return self.max_positions if self.positions == "learned" else None
 
 
 def parse_depth(text: str) -> tuple[int, int] | None:
@@ -530,6 +540,9 @@ class DecodeConfig:
         "the same vocabulary",
         free=True,
     )
+    source_lang: str = option(
+        "", "pairs: source language, for a model with several that needs to know it (data.tags=each)", free=True
+    )
     target_lang: str = option(
         "", "pairs: target language of lines that do not begin with a tag such as >>de<<", free=True
     )
@@ -540,9 +553,6 @@ class DecodeConfig:
     )
     length_penalty: float = option(0.6, "strength of the length penalty", free=True, common=True)
     length_penalty_kind: str = option(
-    source_lang: str = option(
-        "", "pairs: source language, for a model with several that needs to know it (data.tags=each)", free=True
-    )
         "fairseq",
         "score / L^p (fairseq, used by the papers) or score / ((5+L)/6)^p (gnmt); L counts EOS",
         choices=("fairseq", "gnmt"),

@@ -265,7 +265,7 @@ class Engine:
         return New(
             pad([text.source for text in queries], chunk, encoded),
             np.array([*row_numbers, *[rows] * (chunk - len(row_numbers))], np.int32),
-            column([self.limit(len(text.source)) + len(text.prefix) for text in queries], chunk),
+            column([self.limit(len(text.source), len(text.prefix)) for text in queries], chunk),
             column([text.number for text in queries], chunk),
             pad([text.prefix for text in queries], chunk, prefix, -1),
             column([text.nbest for text in queries], chunk),
@@ -282,12 +282,18 @@ class Engine:
         """Returns the number of rows of a full batch of sentences of this padded length."""
         return max(1, self.config.batch_tokens // (length * self.config.beam_size))
 
-    def limit(self, length: int) -> int:
+    def limit(self, length: int, prefix: int = 0) -> int:
         """Returns the maximum length of a translation in tokens, EOS excluded.
 
-        `length` is the length of the source in tokens.
+        `length` and `prefix` are the lengths of the source, and of the prefix that the translation begins with.
         """
-        return int(self.config.max_length_a * length + self.config.max_length_b)
+        limit = int(self.config.max_length_a * length + self.config.max_length_b) + prefix
+        return min(limit, self.longest - 1) if self.longest else limit
+
+    @property
+    def longest(self) -> int | None:
+        """Length of the longest sentence that all models can read; None if there is no limit."""
+        return min((model.config.longest for model in self.models if model.config.longest), default=None)
 
     def _rings(self, length: int, prefix: int) -> list[int]:
         """Returns the ascending ring sizes for padded source and prefix lengths."""
@@ -360,7 +366,8 @@ class Engine:
         @functools.partial(jax.jit, donate_argnums=1)
         def run(weights: Weights, search: Search, until: jax.Array) -> Search:
             longest = search.live.tokens.shape[2]
-            tables = [model.positions(longest) for model in self.models]
+            members = zip(self.models, weights, strict=True)
+            tables = [model.positions(params, "decoder", longest) for model, (params, _) in members]
 
             def step(
                 text: EncodedSources, tokens: jax.Array, position: jax.Array, seen: jax.Array, slot: jax.Array

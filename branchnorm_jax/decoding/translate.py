@@ -3,7 +3,8 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -13,6 +14,7 @@ import numpy as np
 from branchnorm_jax.data.tokenizer import NO_TAGS, Tags, Tokenizer
 from branchnorm_jax.decoding.beam import Hypotheses
 from branchnorm_jax.decoding.engine import Engine, Query, Weights, coarse, pad, padded_length, padded_lengths, rounded
+from branchnorm_jax.errors import UserError
 from branchnorm_jax.model.coefficients import Alpha
 from branchnorm_jax.model.parameters import Params
 from branchnorm_jax.model.segments import decoder_inputs
@@ -133,7 +135,8 @@ class Translator:
 
         Returns token ids with EOS, and a warning for each truncated line, by index.
         """
-        limit, cut = self.config.max_input_length, {}
+        # A language tag may come on top.
+        limit, cut = min(self.config.max_input_length, (self.engine.longest or sys.maxsize) - 1), {}
         sources = self.tokenizer.encode_source(list(lines))
         for index, ids in enumerate(sources):
             if len(ids) > limit:
@@ -155,6 +158,7 @@ class Translator:
         results = [[Translation("", 0.0, 0.0)] * sentence.nbest for sentence in sentences]
         # A source of only EOS without a prefix is not searched; its translation is empty.
         indices = [index for index, each in enumerate(sentences) if len(each.source) > 1 or each.prefix]
+        self._check_lengths([*sentence.tags.target, *sentence.prefix, EOS] for sentence in sentences)
         progress(len(sentences) - len(indices))
         queries = [
             Query([*tags.source, *source], number, [*tags.target, *prefix], nbest, len(tags.target))
@@ -278,6 +282,7 @@ class Translator:
 
         The program takes weights, sources [B, T] and targets [B, T].
         """
+        self._check_lengths([*sources, *targets])
         results = [np.zeros(0)] * len(sources)
         longer = [max(len(s), len(t)) for s, t in zip(sources, targets, strict=True)]
         for indices, length, rows in self._batches(longer):
@@ -286,6 +291,15 @@ class Translator:
             for row, index in enumerate(indices):
                 results[index] = outputs[row, : len(targets[index])]
         return results
+
+    def _check_lengths(self, sentences: Iterable[Sequence[int]]) -> None:
+        """Raises `UserError` if a sentence is longer than the learned positions."""
+        length, longest = max(map(len, sentences), default=0), self.engine.longest
+        if longest and length > longest:
+            raise UserError(
+                f"a sentence of {length} tokens is longer than the {longest} positions of the model "
+                "(model.max_positions); split it"
+            )
 
     def _batches(self, lengths: Sequence[int]) -> Iterator[tuple[list[int], int, int]]:
         """Yields (indices, padded length, padded rows) of batches of all sentences."""

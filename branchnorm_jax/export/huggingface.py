@@ -32,6 +32,7 @@ def obstacle(plain: Plain, config: ModelConfig) -> str:
     first = plain.embedding_scale.values()
     obstacles = {
         "Marian supports only Post-LN": plain.pre_norm,
+        "Marian has no norm after the embeddings": bool(plain.embedding_norm),
         f"MarianMTModel has other positions (model.positions=marian) than {config.positions}": config.positions
         != "marian",
         "the first skip connection has a factor per feature": any((scale != scale[0]).any() for scale in first),

@@ -60,6 +60,7 @@ def export(config: Config, workdir: Workdir) -> None:
         raise UserError(f"export: cannot write this model for Hugging Face: {reason}; use export.format=ctranslate2")
     most = config.decode.max_input_length
     longest = max(most, trained.translator.engine.limit(most) + 1)
+    longest = min(longest, config.model.longest or longest)
     vocabularies = tokenizer.source_pieces, tokenizer.target_pieces
     with atomic_directory(folder) as temporary:
         for side, model_proto in zip(("source", "target"), tokenizer.models, strict=True):

@@ -745,7 +745,9 @@ class ExportConfig:
 class ImportConfig:
     """Import of models that other toolkits trained."""
 
-    path: str = option("", "import: folder of a Marian model, as Hugging Face stores it or of Marian itself", free=True)
+    path: str = option(
+        "", "import: folder of a model of Marian, or of Hugging Face (Marian, M2M-100, NLLB, mBART-50)", free=True
+    )
     check_sentences: int = option(
         20,
         "number of random sentences on which the log-probabilities are compared with the other library, if it is "

@@ -167,7 +167,7 @@ def _json(path: Path, content: dict[str, Any]) -> None:
 
 
 def log_probs(folder: Path, sources: Sequence[list[int]], targets: Sequence[list[int]]) -> list[np.ndarray]:
-    """Returns the natural log-probabilities of the target tokens in a folder that `MarianMTModel` loads.
+    """Returns the natural log-probabilities of the target tokens in a folder that `transformers` loads.
 
     `sources` and `targets` are the folder's token ids, with EOS.
 
@@ -176,10 +176,10 @@ def log_probs(folder: Path, sources: Sequence[list[int]], targets: Sequence[list
     """
     try:
         import torch
-        from transformers import MarianMTModel
+        from transformers import AutoModelForSeq2SeqLM
     except ImportError as error:
         raise UserError(f"{error}; run `pip install torch transformers`") from error
-    model = MarianMTModel.from_pretrained(folder, dtype=torch.float32).eval()
+    model = AutoModelForSeq2SeqLM.from_pretrained(folder, dtype=torch.float32).eval()
     results = []
     with torch.no_grad():
         for source, target in zip(sources, targets, strict=True):

@@ -13,11 +13,11 @@ from typing import Any
 
 from branchnorm_jax.data.tokenizer import TAG
 from branchnorm_jax.errors import UserError
+from branchnorm_jax.export.fold import SUBLAYERS
 from branchnorm_jax.importing import bart
 from branchnorm_jax.importing.imported import Imported, Side, Values, checked_ids, read_json, read_values
 from branchnorm_jax.importing.pieces import make_side, parse
 from branchnorm_jax.importing.tensors import read
-from branchnorm_jax.model.recipe import STACKS
 from branchnorm_jax.options import DecodeConfig
 
 SPM, VOCAB = "sentencepiece.bpe.model", "vocab.json"
@@ -28,7 +28,8 @@ SPECIAL = {"pad_token_id": "<pad>", "eos_token_id": "</s>", "decoder_start_token
 """Options of config.json -> the pieces that they must name."""
 
 FIRST = ("<s>", "<pad>", "</s>", "<unk>")
-"""The first pieces of fairseq's vocabularies. Those of a SentencePiece model follow, without its own first three."""
+"""The first pieces of fairseq's vocabularies. Positions begin with the id after that of <pad>. The pieces of a
+SentencePiece model follow, without its own first three."""
 
 OFFSET = 2
 """Row of the first position in a table of learned positions."""
@@ -78,7 +79,7 @@ def read_folder(folder: Path) -> Imported:
     weights = read(folder)
     params = bart.stacks(weights, model)
     params["embedding"], shared, unused = bart.embedding(weights, model.width, config, source, target)
-    for stack in STACKS:
+    for stack in SUBLAYERS:
         name = f"model.{stack}.embed_positions.weight"
         if mbart:
             rows = weights.take(name, OFFSET + model.max_positions, model.width)[OFFSET:]
@@ -121,9 +122,11 @@ def _side(folder: Path, config: Values, tokenizer: Values, target: bool) -> Side
         raise UserError(f"{folder}: the vocabulary has ids up to {max(ids.values())}, but the model has {size} pieces")
     # fairseq fills its vocabularies up.
     unnamed = {f"madeupword{index:04}": index for index in set(range(size)) - {*ids.values()}}
+    if [ids.get(piece) for piece in FIRST] != [*range(len(FIRST))]:
+        raise UserError(f"{folder}: the first pieces of the vocabulary must be {', '.join(FIRST)}")
     for name, piece in SPECIAL.items():
-        if config.get(name, int) != ids.get(piece):
-            raise UserError(f"{config.path}: {name} must be {ids.get(piece)}, the id of {piece} in the vocabulary")
+        if config.get(name, int) != ids[piece]:
+            raise UserError(f"{config.path}: {name} must be {ids[piece]}, the id of {piece}")
     tagged = {f">>{languages[piece]}<<" if piece in languages else piece: index for piece, index in ids.items()}
     pieces = [*dict.fromkeys(SPECIAL.values()), "<unk>"]
     return make_side(model, tagged | unnamed, pieces, [model], target, control | unnamed.keys())

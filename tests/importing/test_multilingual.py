@@ -231,6 +231,24 @@ def test_bad_folders(damage: Callable[[Path], Any], message: str, intact: Path, 
     assert "\n" not in str(raised.value)
 
 
+FEW = '{"<s>": 0, "<pad>": 1, "</s>": 2, "<unk>": 3}'
+VOCABULARIES: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "codes": (_with("tokenizer_config.json", "language_codes", "x"), "language_codes=x is not known"),
+    "padding": (_with("vocab.json", "<pad>", 50), "two pieces have the same id"),
+    "no padding": (_with("vocab.json", "<pad>", 165), "the first pieces of the vocabulary must be <s>, <pad>"),
+    "type": (_with("vocab.json", "<pad>", "x"), "an id is not a whole number"),
+    "few pieces": (lambda folder: (folder / "vocab.json").write_text(FEW), "do not belong together"),
+}
+
+
+@pytest.mark.parametrize(("damage", "message"), VOCABULARIES.values(), ids=list(VOCABULARIES))
+def test_bad_vocabularies(damage: Callable[[Path], Any], message: str, tmp_path: Path) -> None:
+    examples.m2m100(tmp_path)
+    damage(tmp_path)
+    with pytest.raises(UserError, match=re.escape(message)):
+        multilingual.read_folder(tmp_path)
+
+
 def test_positions_are_those_of_fairseq() -> None:
     """PyTorch computes the angles in float32, so they differ a little at large positions."""
     theirs = M2M100SinusoidalPositionalEmbedding(1024, 64, padding_idx=1)(torch.full((1, 1024), 5))[0]

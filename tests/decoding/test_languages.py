@@ -12,7 +12,8 @@ from branchnorm_jax.decoding.engine import coarse
 from branchnorm_jax.decoding.languages import Languages
 from branchnorm_jax.decoding.translate import Sentence, Translator
 from branchnorm_jax.errors import UserError
-from branchnorm_jax.options import DataConfig, DecodeConfig, ModelConfig
+from branchnorm_jax.options import DataConfig, DecodeConfig, ModelConfig, ServeConfig
+from branchnorm_jax.serving.messages import parse
 from branchnorm_jax.training.network import make_model
 from tests.decoding.test_translate import ALPHA, LINES, WORDS
 
@@ -147,5 +148,9 @@ def test_the_source_language_has_a_tag_of_its_own(case: Case) -> None:
         languages.split_tags(["x"], "en", source="pl")
     single = Languages(dataclasses.replace(data, tags="each", pairs="de-en"), translator.tokenizer)
     assert single.split_tags(["x"], "") == (["x"], [(german, english)])
+    body = b'{"text": "x", "source_lang": "de", "target_lang": "en"}'
+    assert parse(body, ServeConfig(), DecodeConfig(), languages).tags == ((german, english),)
+    with pytest.raises(UserError, match="source_lang must be a string"):
+        parse(body.replace(b'"de"', b"1"), ServeConfig(), DecodeConfig(), languages)
     others = Languages(dataclasses.replace(data, tags="source"), translator.tokenizer)
     assert others.split_tags(["x"], "en")[1] == others.split_tags(["x"], "en", source="de")[1] == [(english, ())]

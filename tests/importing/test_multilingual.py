@@ -1,9 +1,10 @@
 """Imported M2M-100, NLLB and mBART-50 models against `transformers`: pieces, log-probabilities, searches and more."""
 
+import itertools
 import json
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,11 +41,16 @@ FAMILIES: dict[str, tuple[Callable[..., None], dict[str, Any], Any, str, str]] =
 }
 
 
-@pytest.mark.parametrize(("make", "options", "kind", "source", "target"), FAMILIES.values(), ids=list(FAMILIES))
-def test_log_probabilities_of_text(
-    make: Callable[..., None], options: dict[str, Any], kind: Any, source: str, target: str, tmp_path: Path
-) -> None:
+def quick_and_slow(cases: Sequence[Any], quick: Collection[Any]) -> list[Any]:
+    """Returns test parameters; those that are not in `quick` are marked slow."""
+    marks = (() if case in quick else (pytest.mark.slow,) for case in cases)
+    return [pytest.param(case, marks=each) for case, each in zip(cases, marks, strict=True)]
+
+
+@pytest.mark.parametrize("name", quick_and_slow(list(FAMILIES), ("m2m-100", "nllb", "mbart-50")))
+def test_log_probabilities_of_text(name: str, tmp_path: Path) -> None:
     """From text to log-probabilities, each library with its own tokenizer, tags and ids."""
+    make, options, kind, source, target = FAMILIES[name]
     make(tmp_path / "theirs", **options)
     found = multilingual.read_folder(tmp_path / "theirs")
     tokenizer = tokenizer_of(found, tmp_path / "ours")
@@ -65,9 +71,13 @@ def test_log_probabilities_of_text(
         np.testing.assert_allclose(log_probs, expected, atol=1e-5)
 
 
-@pytest.mark.parametrize("beam_size", [1, 3])
-@pytest.mark.parametrize("name", ["m2m-100", "nllb", "mbart-50"])
-def test_searches_find_the_same_tokens(name: str, beam_size: int, tmp_path: Path) -> None:
+SEARCHES = list(itertools.product(("m2m-100", "nllb", "mbart-50"), (1, 3)))
+"""Model and beam size."""
+
+
+@pytest.mark.parametrize("search", quick_and_slow(SEARCHES, [("m2m-100", 3)]))
+def test_searches_find_the_same_tokens(search: tuple[str, int], tmp_path: Path) -> None:
+    name, beam_size = search
     make, options, kind, source, target = FAMILIES[name]
     make(tmp_path / "theirs", **options)
     found = multilingual.read_folder(tmp_path / "theirs")

@@ -74,7 +74,7 @@ def straightforward(
 
     @jax.jit
     def search(params: Any, alpha: jax.Array, source_BS: jax.Array) -> tuple[jax.Array, jax.Array]:
-        batch, table = len(source_BS), model.positions(SLOTS)
+        batch, table = len(source_BS), model.positions(params, "decoder", SLOTS)
         lengths = (source_BS != PAD).sum(1)
         limits = jnp.floor(config.max_length_a * lengths + config.max_length_b).astype(jnp.int32)
         memory = jnp.repeat(model.encode(params, source_BS, alpha), k, axis=0)

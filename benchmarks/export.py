@@ -40,7 +40,7 @@ def compared(name: str, lines: int) -> dict[str, Any]:
     translator, tokenizer, m = run.translator, run.translator.tokenizer, config.model
     test = list(itertools.islice(read_pairs(config.data, "test"), lines))
     ids = tokenizer.encode_source([source for source, _ in test])
-    sources, targets = translator.encode(test[:FORCED], [tokenizer.tags(config.data, "")] * len(test[:FORCED]))
+    sources, targets = translator.encode(test[:FORCED], [tokenizer.tags(config.data, "", "")] * len(test[:FORCED]))
     ours = np.concatenate(translator.token_log_probs(run.params, run.alpha, sources, targets))
     plain = fold.fold(translator.model, run.params, run.alpha)
     vocabularies = tokenizer.source_pieces, tokenizer.target_pieces

@@ -7,6 +7,7 @@ Code outside the command line uses `Config` and never a `ConfigDict`.
 
 import dataclasses
 import difflib
+import itertools
 import json
 import math
 import re
@@ -229,6 +230,11 @@ def _validate(config: Config) -> None:
         raise UserError(f"config: model.heads={model.heads} does not divide model.width={model.width}")
     if model.width % 2:
         raise UserError(f"config: model.width={model.width} must be even (sinusoidal positions come in pairs)")
+    if model.longest and data.max_length > model.longest:
+        raise UserError(
+            f"config: data.max_length={data.max_length} is more than model.max_positions={model.max_positions}, the "
+            "longest sentence of a model with learned positions"
+        )
     if bool(train.steps) == bool(train.epochs):
         raise UserError(
             f"config: set either train.steps or train.epochs and leave the other 0 "
@@ -276,26 +282,24 @@ def _validate_directions(config: Config) -> None:
     if not data.pairs and data.source_lang == data.target_lang:
         raise UserError(f"config: data.source_lang and data.target_lang are both {data.source_lang!r}")
     named = {"data.pairs": data.pairs, "data.valid_pairs": data.valid_pairs, "evaluate.pairs": config.evaluate.pairs}
+    code = re.compile(r"[a-z]\w*")  # such as de, zh_tw, pt_BR; a hyphen separates the two languages
     for name, pairs in named.items():
-        if pairs and not data.pairs:
+        if not pairs:
+            continue
+        if not data.pairs:
             raise UserError(f"config: {name} needs data.pairs, which is empty")
-        directions = [(direction.source_lang, direction.target_lang) for direction in data.directions(pairs)]
-        code = r"[a-z]\w*"  # such as de, zh_tw, pt_BR; a hyphen separates the two languages
-        wrong = [
-            pair for pair in directions if pair[0] == pair[1] or not all(re.fullmatch(code, lang) for lang in pair)
-        ]
-        if pairs and (wrong or not directions):
+        directions = data.language_pairs(pairs)
+        valid = {lang: bool(code.fullmatch(lang)) for lang in itertools.chain.from_iterable(directions)}
+        wrong = [pair for pair in directions if pair[0] == pair[1] or not all(map(valid.__getitem__, pair))]
+        if wrong or not directions:
             what = f"{'-'.join(wrong[0])!r} is not a pair of two languages" if wrong else "no language pair"
             raise UserError(f"config: {name}={pairs!r}: {what}; write en-de,fr-pt_BR or, for every direction, en+de+fr")
-    known = data.directions()
-    if unknown := [direction.pair for direction in data.directions(data.valid_pairs) if direction not in known]:
+    if data.valid_pairs and (unknown := set(data.language_pairs(data.valid_pairs)) - set(data.language_pairs())):
+        missing = "-".join(min(unknown))
+        raise UserError(f"config: data.valid_pairs={data.valid_pairs}: {missing} is not among data.pairs={data.pairs}")
+    if data.tags == "none" and len(data.targets) > 1:
         raise UserError(
-            f"config: data.valid_pairs={data.valid_pairs}: {unknown[0]} is not among data.pairs={data.pairs}"
-        )
-    targets = {direction.target_lang for direction in data.directions()}
-    if data.tags == "none" and len(targets) > 1:
-        raise UserError(
-            f"config: data.tags=none: without tags the model cannot know which of {', '.join(sorted(targets))} to "
+            f"config: data.tags=none: without tags the model cannot know which of {', '.join(data.targets)} to "
             "translate to; set data.tags=source or data.tags=target"
         )
 

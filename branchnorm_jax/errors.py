@@ -12,7 +12,7 @@
 """
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 
 class BranchNormError(Exception):
@@ -42,6 +42,16 @@ def needs_extra(name: str, what: str) -> Iterator[None]:
         yield
     except ImportError as error:
         raise MissingExtraError(f'{what}: {error}; run: pip install "branchnorm_jax[{name}]"') from error
+
+
+def some(names: Sequence[str], most: int = 20) -> str:
+    """Returns names as a list for a message, of which long lists show only the first.
+
+    >>> some(["de", "en", "fr"], most=2)
+    'de, en and 1 more'
+    """
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
 
 
 class DivergedError(BranchNormError):

@@ -50,9 +50,14 @@ class ModelConfig:
     positions: str = option(
         "marian",
         "sinusoids: marian (10000^(-2j/d) from position 0, as in Hugging Face's Marian), tensor2tensor "
-        "(10000^(-j/(d/2-1)) from position 0, as in Marian itself) or fairseq (the same from position 2)",
-        choices=("marian", "tensor2tensor", "fairseq"),
+        "(10000^(-j/(d/2-1)) from position 0, as in Marian itself) or fairseq (the same from position 2); or a learned "
+        "table for each stack (learned: BART, mBART)",
+        choices=("marian", "tensor2tensor", "fairseq", "learned"),
     )
+    max_positions: int = option(
+        1024, "positions=learned: length of the longest sentence, language tag included", unit="tokens", minimum=4
+    )
+    embedding_norm: bool = option(False, "a norm follows the embeddings of each stack, as in BART and mBART")
     dropout: float = option(
         0.1, "dropout of the embeddings and of every branch", unit="probability", minimum=0, maximum=0.99, common=True
     )
@@ -169,6 +174,11 @@ class ModelConfig:
         free=True,
     )
 
+    @property
+    def longest(self) -> int | None:
+        """Length of the longest sentence in tokens, with EOS and language tag; None if there is no limit."""
+        return self.max_positions if self.positions == "learned" else None
+
 
 def parse_depth(text: str) -> tuple[int, int] | None:
     """Returns the depths of encoder and decoder from text such as "18L-18L"; None if it is something else."""
@@ -212,8 +222,9 @@ class DataConfig:
     valid_pairs: str = option("", "pairs: the pairs to validate; empty: all")
     tags: str = option(
         "source",
-        "pairs: sides to which the tag of the target language, such as >>de<<, is prepended",
-        choices=("none", "source", "target", "both"),
+        "pairs: sides to which the tag of the target language, such as >>de<<, is prepended; each: the tag of the "
+        "source language to the source, and of the target language to the target (M2M-100, NLLB, mBART-50)",
+        choices=("none", "source", "target", "both", "each"),
     )
     temperature: float = option(
         1.0,
@@ -278,17 +289,26 @@ class DataConfig:
         "are a few percent emptier",
     )
 
-    def directions(self, pairs: str = "") -> "list[DataConfig]":
-        """Returns one config per language pair of `pairs` (default: the run's), or [self] without pairs."""
+    def language_pairs(self, pairs: str = "") -> list[tuple[str, str]]:
+        """Returns source and target language of each direction of `pairs` (default: the run's)."""
         if not (pairs := pairs or self.pairs):
-            return [self]
-        single = {}
+            return [(self.source_lang, self.target_lang)]
+        # A dictionary, because a model of 200 languages has 40,000 directions.
+        found: dict[tuple[str, str], None] = {}
         for item in filter(None, map(str.strip, pairs.split(","))):
             sources, _, targets = item.partition("-")
-            for source, target in itertools.product(sources.split("+"), (targets or sources).split("+")):
-                if source != target or "+" not in item:
-                    single[source, target] = dataclasses.replace(self, source_lang=source, target_lang=target, pairs="")
-        return list(single.values())
+            named = itertools.product(sources.split("+"), (targets or sources).split("+"))
+            found |= dict.fromkeys(pair for pair in named if pair[0] != pair[1] or "+" not in item)
+        return list(found)
+
+    def directions(self, pairs: str = "") -> "list[DataConfig]":
+        """Returns one config per language pair of `pairs` (default: the run's), or [self] without pairs."""
+        if not (pairs or self.pairs):
+            return [self]
+        return [
+            dataclasses.replace(self, source_lang=source, target_lang=target, pairs="")
+            for source, target in self.language_pairs(pairs)
+        ]
 
     @property
     def tokenisations(self) -> int:
@@ -302,7 +322,24 @@ class DataConfig:
     @property
     def languages(self) -> list[str]:
         """All languages of the run, sources and targets."""
-        return sorted({lang for pair in self.directions() for lang in (pair.source_lang, pair.target_lang)})
+        return sorted({*self.sources, *self.targets})
+
+    @property
+    def sources(self) -> list[str]:
+        """Source languages of the run."""
+        return sorted({source for source, _ in self.language_pairs()})
+
+    @property
+    def targets(self) -> list[str]:
+        """Target languages of the run."""
+        return sorted({target for _, target in self.language_pairs()})
+
+    @property
+    def tagged(self) -> list[str]:
+        """Languages that have a tag."""
+        if not self.pairs or self.tags == "none":
+            return []
+        return self.languages if self.tags == "each" else self.targets
 
     @property
     def pair(self) -> str:
@@ -512,6 +549,9 @@ class DecodeConfig:
         "further models, comma-separated as workdir or workdir:checkpoint, to average probabilities with; they need "
         "the same vocabulary",
         free=True,
+    )
+    source_lang: str = option(
+        "", "pairs: source language, for a model with several that needs to know it (data.tags=each)", free=True
     )
     target_lang: str = option(
         "", "pairs: target language of lines that do not begin with a tag such as >>de<<", free=True
@@ -733,7 +773,9 @@ class ExportConfig:
 class ImportConfig:
     """Import of models that other toolkits trained."""
 
-    path: str = option("", "import: folder of a Marian model, as Hugging Face stores it or of Marian itself", free=True)
+    path: str = option(
+        "", "import: folder of a model of Marian, or of Hugging Face (Marian, M2M-100, NLLB, mBART-50)", free=True
+    )
     check_sentences: int = option(
         20,
         "number of random sentences on which the log-probabilities are compared with the other library, if it is "

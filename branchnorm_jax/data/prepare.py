@@ -88,7 +88,7 @@ def prepare(
     reports: dict[str, Any] = {}
     for direction in directions:
         folder = directory / "corpus" / (direction.pair if config.pairs else "")
-        tags = tokenizer.tags(config, direction.target_lang)
+        tags = tokenizer.tags(config, direction.source_lang, direction.target_lang)
         name = f"train {direction.pair}" if config.pairs else "train"
         for sample in range(config.subword_samples) or [None]:
             parent, label = folder, name

@@ -15,7 +15,7 @@ import numpy as np
 import sentencepiece
 
 from branchnorm_jax.data.normalization import changes, describe, normalizer, with_rule
-from branchnorm_jax.errors import UserError
+from branchnorm_jax.errors import UserError, some
 from branchnorm_jax.files import atomic_directory, write_atomically
 from branchnorm_jax.options import DataConfig
 from branchnorm_jax.tokens import EOS, PAD, UNK
@@ -32,11 +32,11 @@ ORIGIN = "made_of.json"
 """File next to a vocabulary that records the text and the options it was trained with."""
 
 TAG = re.compile(r">>([^<>\s]+)<<")
-"""Language tag that selects the target language, in the notation of Marian and Hugging Face."""
+"""Language tag, in the notation of Marian and Hugging Face."""
 
 
 class Tags(NamedTuple):
-    """Language tags: token ids prepended to the source and to the target sentence to select the target language."""
+    """Language tags: token ids prepended to the source and to the target sentence."""
 
     source: tuple[int, ...] = ()
     target: tuple[int, ...] = ()
@@ -115,24 +115,29 @@ class Tokenizer:
         first = self.target_pieces[UNK + 1 :]
         return [match[1] for match in map(TAG.fullmatch, itertools.takewhile(TAG.fullmatch, first)) if match]
 
-    def tags(self, config: DataConfig, target_lang: str) -> Tags:
-        """Returns the tags that select a target language.
+    def tags(self, config: DataConfig, source_lang: str, target_lang: str) -> Tags:
+        """Returns the tags of a direction, see `data.tags`.
 
-        A model of a single language pair has no tags.
+        A model of a single language pair has no tags. The source language matters only for `data.tags=each`.
 
         Raises:
-          UserError: if the vocabulary has no tag for the language.
+          UserError: if the vocabulary has no tag for a language.
         """
         if not config.pairs or config.tags == "none":
             return NO_TAGS
-        piece = f">>{target_lang}<<"
+        sides = ("source", "target") if config.tags in ("both", "each") else (config.tags,)
         processors = {"source": self.source_processor, "target": self.target_processor}
-        sides = processors if config.tags == "both" else [config.tags]
-        tokens = {side: processors[side].piece_to_id(piece) for side in sides}
-        if UNK in tokens.values():
-            known = ", ".join(self.languages)
-            raise UserError(f"this model was not trained to translate to {target_lang!r}; its languages are {known}")
-        return Tags(**{side: (token,) for side, token in tokens.items()})
+        tokens = {}
+        for side in sides:
+            own = config.tags == "each" and side == "source"
+            lang = source_lang if own else target_lang
+            tokens[side] = (processors[side].piece_to_id(f">>{lang}<<"),)
+            if tokens[side] == (UNK,):
+                way = "from" if own else "to"
+                raise UserError(
+                    f"this model was not trained to translate {way} {lang!r}; its languages are {some(self.languages)}"
+                )
+        return Tags(**tokens)
 
     @property
     def models(self) -> tuple[bytes, bytes]:
@@ -190,8 +195,8 @@ def train_tokenizer(
     used, evenly over the whole corpus. Pairs that training leaves out anyway are not used: those with an empty side,
     and those with more characters than `config.max_length` pieces of 16, the longest, can have.
 
-    With `config.pairs`, the tag of each target language is a control symbol: encoding text never produces it, and
-    decoding never prints it.
+    With `config.pairs`, the tag of each language that needs one is a control symbol: encoding text never produces it,
+    and decoding never prints it.
 
     The files are `source.model` and `target.model`, or `vocab.model` if they are the same; a readable `.vocab` with
     pieces and scores for each model; and `made_of.json` with `origin`, if it is given. `say` is called with a line
@@ -303,7 +308,6 @@ def _training_lines(text: Iterable[str]) -> Iterator[str]:
 def _train(config: DataConfig, text: Iterable[str], text_of: str) -> bytes:
     """Trains a model without normalisation on normalised text. `text_of`: what the text is, for errors."""
     model = io.BytesIO()
-    languages = sorted({direction.target_lang for direction in config.directions()})
     try:
         sentencepiece.SentencePieceTrainer.train(
             sentence_iterator=_training_lines(text),
@@ -324,7 +328,7 @@ def _train(config: DataConfig, text: Iterable[str], text_of: str) -> bytes:
             pad_piece="<pad>",
             eos_piece="</s>",
             unk_piece="<unk>",
-            control_symbols=[f">>{lang}<<" for lang in languages] if config.pairs and config.tags != "none" else [],
+            control_symbols=[f">>{lang}<<" for lang in config.tagged],
             minloglevel=2,
         )
     except RuntimeError as error:

@@ -46,7 +46,7 @@ class Hypotheses(NamedTuple):
     Attributes:
       tokens: token ids, ending in EOS and padded: int32 [B, K, T].
       scores: log-probability divided by the length penalty: float32 [B, K].
-      log_probs: natural log-probability, EOS included: float32 [B, K].
+      log_probs: natural log-probability, EOS included, language tags not: float32 [B, K].
       token_log_probs: natural log-probability of each token: float32 [B, K, T].
     """
 
@@ -79,8 +79,7 @@ class Given(NamedTuple):
     prefix: Any = -1
     nbest: Any = None
     """By default `decode.nbest`."""
-    min_length: Any = None
-    """By default `decode.min_length`."""
+    tags: Any = 0
     phrases: Any = constraints.NONE
 
 
@@ -93,8 +92,8 @@ class Search(NamedTuple):
     """Value of `clock` when the sentence of each row started, int32 [B]."""
     limit: jax.Array
     """Maximum number of tokens without EOS, int32 [B]; -1 for an empty row."""
-    min_length: jax.Array
-    """Minimum number of tokens without EOS, int32 [B]."""
+    tags: jax.Array
+    """Number of language tags at the start, int32 [B]. They are given, so they count as certain: log-probability 0."""
     live: Live
     finished: Hypotheses
     """Finished hypotheses in the order in which they finished; unused entries have a score of -inf."""
@@ -159,7 +158,7 @@ def empty_search(
         clock=jnp.int32(0),
         start=count,
         limit=count - 1,
-        min_length=count,
+        tags=count,
         live=live,
         finished=Hypotheses(tokens, log_probs, log_probs, each),
         num_finished=count,
@@ -184,7 +183,7 @@ def begin(search: Search, rows: jax.Array, given: Given, config: DecodeConfig) -
     return search._replace(
         start=put(search.start, search.clock),
         limit=put(search.limit, given.limit),
-        min_length=put(search.min_length, config.min_length if given.min_length is None else given.min_length),
+        tags=put(search.tags, given.tags),
         live=search.live._replace(
             log_probs=put(search.live.log_probs, jnp.where(active, 0.0, -jnp.inf)),
             complete=put(search.live.complete, False),
@@ -275,6 +274,7 @@ def advance(step: Step[Any], search: Search, config: DecodeConfig) -> Search:
     seen = known[:, None, :, None] & (live.ancestors[..., None] == jnp.arange(k))
     scores, log_z, cache = step(search.cache, last, position, seen.reshape(batch, k, ring * k), time * k)
 
+    scores = jnp.where((position < search.tags)[:, None, None], log_z[:, :, None], scores)
     state = constraints.progress(live.tokens, position, live.complete, search.phrases)
     scores = jnp.where(banned(search, state, config, scores.shape[-1]), -jnp.inf, scores)
     choice = sample(search, scores, log_z, config) if config.temperature else best(search, state, scores, log_z)
@@ -314,7 +314,7 @@ def banned(search: Search, state: Progress, config: DecodeConfig, vocabulary: in
     """
     live, position, word = search.live, search.position[:, None, None], jnp.arange(vocabulary)
     at_limit = position >= search.limit[:, None, None]
-    ban = (word == EOS) & (position < search.min_length[:, None, None]) & ~at_limit
+    ban = (word == EOS) & (position < config.min_length + search.tags[:, None, None]) & ~at_limit
     if n := config.no_repeat_ngram:
         # Ban the token that followed each earlier occurrence of the last n - 1 tokens.
         length = live.tokens.shape[2]

@@ -69,9 +69,14 @@ class Query(NamedTuple):
     nbest: int = 1
     """Number of hypotheses requested, at most K. Hypotheses beyond the first `nbest` may be missing or not the best."""
     tags: int = 0
-    """Number of language tags in the prefix; they do not count towards the length of a translation."""
+    """Number of language tags at the start of the prefix; see `beam.Search.tags`."""
     phrases: Sequence[Sequence[int]] = ()
     """Token ids of phrases that every translation contains."""
+
+    @property
+    def given(self) -> int:
+        """Number of tokens that the translation contains in any case."""
+        return len(self.prefix) + sum(map(len, self.phrases))
 
 
 class Shape(NamedTuple):
@@ -279,16 +284,15 @@ class Engine:
         longest = max(len(text.source) for text in queries)
         encoded = next(each for each in encoded_lengths(shape.length) if each >= longest)
         phrases = [pad(text.phrases, *shape.phrases, NONE) for text in queries]
-        limits = [self.limit(len(text.source)) + len(text.prefix) + sum(map(len, text.phrases)) for text in queries]
         return New(
             pad([text.source for text in queries], chunk, encoded),
             np.array([*row_numbers, *[shape.rows] * (chunk - len(row_numbers))], np.int32),
             Given(
-                limit=column(limits, chunk),
+                limit=column([self.limit(len(text.source), text.given) for text in queries], chunk),
                 number=column([text.number for text in queries], chunk),
                 prefix=pad([text.prefix for text in queries], chunk, shape.prefix, -1),
                 nbest=column([text.nbest for text in queries], chunk),
-                min_length=column([self.config.min_length + text.tags for text in queries], chunk),
+                tags=column([text.tags for text in queries], chunk),
                 phrases=np.stack([*phrases, *[pad([], *shape.phrases, NONE)] * (chunk - len(phrases))]),
             ),
         )
@@ -303,12 +307,18 @@ class Engine:
         """Returns the number of rows of a full batch of sentences of this padded length."""
         return max(1, self.config.batch_tokens // (length * self.config.beam_size))
 
-    def limit(self, length: int) -> int:
+    def limit(self, length: int, given: int = 0) -> int:
         """Returns the maximum length of a translation in tokens, EOS excluded.
 
-        `length` is the length of the source in tokens.
+        `length` is the length of the source; the translation contains `given` tokens in any case.
         """
-        return int(self.config.max_length_a * length + self.config.max_length_b)
+        limit = int(self.config.max_length_a * length + self.config.max_length_b) + given
+        return min(limit, self.longest - 1) if self.longest else limit
+
+    @property
+    def longest(self) -> int | None:
+        """Length of the longest sentence that all models can read; None if there is no limit."""
+        return min((model.config.longest for model in self.models if model.config.longest), default=None)
 
     def _longest(self, shape: Shape) -> int:
         """Returns the maximum number of tokens of a hypothesis, EOS included."""
@@ -385,7 +395,8 @@ class Engine:
         @functools.partial(jax.jit, donate_argnums=1)
         def run(weights: Weights, search: Search, until: jax.Array) -> Search:
             longest = search.live.tokens.shape[2]
-            tables = [model.positions(longest) for model in self.models]
+            members = zip(self.models, weights, strict=True)
+            tables = [model.positions(params, "decoder", longest) for model, (params, _) in members]
 
             def step(
                 text: EncodedSources, tokens: jax.Array, position: jax.Array, seen: jax.Array, slot: jax.Array

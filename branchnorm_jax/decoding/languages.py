@@ -1,10 +1,11 @@
-"""Selection of the target language of each line, for multilingual models."""
+"""Selection of the languages of each line, for multilingual models."""
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 
 from branchnorm_jax.data.tokenizer import NO_TAGS, TAG, Tags, Tokenizer
-from branchnorm_jax.errors import UserError
+from branchnorm_jax.errors import UserError, some
 from branchnorm_jax.options import DataConfig
 
 
@@ -20,28 +21,41 @@ class Languages:
     data: DataConfig
     tokenizer: Tokenizer
 
-    @property
+    @functools.cached_property
     def targets(self) -> list[str]:
         """Languages the model translates to."""
-        return sorted({direction.target_lang for direction in self.data.directions()})
+        return self.data.targets
 
-    @property
+    @functools.cached_property
     def sources(self) -> list[str]:
         """Languages the model translates from."""
-        return sorted({direction.source_lang for direction in self.data.directions()})
+        return self.data.sources
 
-    def split_tags(self, lines: Sequence[str], default: str, first: int = 1) -> tuple[list[str], list[Tags]]:
-        """Removes the language tag, such as ">>de<< ", from each line; returns the lines and their tags.
+    @property
+    def reads_source(self) -> bool:
+        """Whether the model needs to know the source language."""
+        return bool(self.data.pairs) and self.data.tags == "each"
+
+    def split_tags(
+        self, lines: Sequence[str], default: str, first: int = 1, source: str = ""
+    ) -> tuple[list[str], list[Tags]]:
+        """Removes the tag of the target language, such as ">>de<< ", from each line; returns the lines and their tags.
 
         Args:
           lines: source lines.
-          default: language of lines without a tag; may be "" if the model has a single target language.
+          default: target language of lines without a tag; may be "" if the model has a single target language.
           first: number of the first line, for error messages.
+          source: source language; may be "" if the model has a single one or does not need to know it.
 
         Raises:
-          UserError: if a language is not among `targets`, or if the model has several and neither the line nor
-            `default` names one.
+          UserError: if a language is not one of the model's, or if the model has several and neither the line nor
+            the other arguments name one.
         """
+        if source and source not in self.sources:
+            raise UserError(f"this model was trained to translate from {some(self.sources)}, not from {source!r}")
+        source = source or (self.sources[0] if len(self.sources) == 1 else "")
+        if self.reads_source and not source:
+            raise UserError(f"no source language; set source_lang to one of {some(self.sources)}")
         if not self.data.pairs:
             if default not in ("", self.data.target_lang):
                 raise UserError(f"this model translates to {self.data.target_lang}, not to {default}")
@@ -54,11 +68,11 @@ class Languages:
             if not line.strip():
                 lang = targets[0]  # an empty line has an empty translation in any language
             elif not lang:
-                choice = ", ".join(f">>{lang}<<" for lang in targets)
+                choice = some([f">>{lang}<<" for lang in targets])
                 raise UserError(f"line {number}: no target language; set target_lang or start the line with {choice}")
             if lang not in targets:
-                known = ", ".join(targets)
+                known = some(targets)
                 raise UserError(f"line {number}: this model was trained to translate to {known}, not to {lang!r}")
-            tags.append(self.tokenizer.tags(self.data, lang))
+            tags.append(self.tokenizer.tags(self.data, source, lang))
             texts.append(line[match.end() :].lstrip(" ") if match else line)
         return texts, tags

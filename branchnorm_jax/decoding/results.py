@@ -9,7 +9,7 @@ from branchnorm_jax.decoding.parts import Part, join
 
 
 class Translation(NamedTuple):
-    """One translation of a line. `score` and `log_prob` include language tags; the other fields do not."""
+    """One translation of a line, without language tags."""
 
     text: str
     score: float

@@ -3,7 +3,8 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -16,6 +17,7 @@ from branchnorm_jax.decoding.engine import Engine, Query, Weights, coarse, pad, 
 from branchnorm_jax.decoding.glossary import NO_TERMS, Glossary, encode_phrase, word_starts
 from branchnorm_jax.decoding.parts import Part, split
 from branchnorm_jax.decoding.results import Translation, joined
+from branchnorm_jax.errors import UserError
 from branchnorm_jax.model.coefficients import Alpha
 from branchnorm_jax.model.parameters import Params
 from branchnorm_jax.model.segments import decoder_inputs
@@ -206,8 +208,13 @@ class Translator:
         The model was trained on sentences of at most `data.max_length` tokens, so longer lines are split, unless
         `decode.split=none`.
         """
-        longest = self.config.max_input_length
-        return longest if self.config.split == "none" else min(longest, self.data.max_length)
+        return self.longest if self.config.split == "none" else min(self.longest, self.data.max_length)
+
+    @functools.cached_property
+    def longest(self) -> int:
+        """Maximum number of tokens of a line, EOS included, that can be translated as a whole."""
+        # A language tag may come on top.
+        return min(self.config.max_input_length, (self.engine.longest or sys.maxsize) - 1)
 
     def parts(self, lines: Sequence[Line]) -> list[list[Part]]:
         """Tokenises lines. A line of more than `limit` tokens is split, or cut with `decode.split=none`.
@@ -220,7 +227,7 @@ class Translator:
 
         def fitting(line: Line, ids: list[int]) -> list[Part]:
             whole = self.config.split == "none" or bool(line.required.phrases)
-            limit = self.config.max_input_length if whole else self.limit
+            limit = self.longest if whole else self.limit
             if len(ids) <= limit and (whole or self.config.split != "sentences"):
                 return [Part(ids, line.text)]
             if whole:
@@ -243,6 +250,7 @@ class Translator:
         results = [[Translation("", 0.0, 0.0, source=(*each.source,))] * each.nbest for each in sentences]
         # A source of only EOS without a prefix is not searched; its translation is empty.
         indices = [index for index, each in enumerate(sentences) if len(each.source) > 1 or each.prefix]
+        self._check_lengths([*sentence.tags.target, *sentence.prefix, EOS] for sentence in sentences)
         for index in {*range(len(sentences))} - {*indices}:
             finished(index)
         queries = {
@@ -322,11 +330,12 @@ class Translator:
     ) -> list[tuple[float, int]]:
         """Returns (log-probability, number of tokens) of each target given its source.
 
-        Log-probabilities are natural logarithms. Both numbers include EOS and the language tag of the target, if any.
+        Log-probabilities are natural logarithms. Both numbers include EOS, but no language tag.
         """
-        sources, targets = self.encode(pairs, tags or [NO_TAGS] * len(pairs))
-        log_probs = self.token_log_probs(params, alpha, sources, targets)
-        return [(float(each.sum(dtype=np.float64)), len(each)) for each in log_probs]
+        tags = tags or [NO_TAGS] * len(pairs)
+        each = self.token_log_probs(params, alpha, *self.encode(pairs, tags))
+        words = [log_probs[len(tag.target) :] for log_probs, tag in zip(each, tags, strict=True)]
+        return [(float(log_probs.sum(dtype=np.float64)), len(log_probs)) for log_probs in words]
 
     def encode(self, pairs: Sequence[tuple[str, str]], tags: Sequence[Tags]) -> tuple[list[list[int]], list[list[int]]]:
         """Returns the token ids of sources and targets, with their tags and EOS."""
@@ -378,6 +387,7 @@ class Translator:
 
         The program takes weights, sources [B, T] and targets [B, T].
         """
+        self._check_lengths([*sources, *targets])
         results = [np.zeros(0)] * len(sources)
         longer = [max(len(s), len(t)) for s, t in zip(sources, targets, strict=True)]
         for indices, length, rows in self._batches(longer):
@@ -386,6 +396,15 @@ class Translator:
             for row, index in enumerate(indices):
                 results[index] = outputs[row, : len(targets[index])]
         return results
+
+    def _check_lengths(self, sentences: Iterable[Sequence[int]]) -> None:
+        """Raises `UserError` if a sentence is longer than the learned positions."""
+        length, longest = max(map(len, sentences), default=0), self.engine.longest
+        if longest and length > longest:
+            raise UserError(
+                f"a sentence of {length} tokens is longer than the {longest} positions of the model "
+                "(model.max_positions); split it"
+            )
 
     def _batches(self, lengths: Sequence[int]) -> Iterator[tuple[list[int], int, int]]:
         """Yields (indices, padded length, padded rows) of batches of all sentences."""

@@ -9,6 +9,7 @@ import numpy as np
 from branchnorm_jax.errors import UserError
 from branchnorm_jax.export.fold import SUBLAYERS, Plain
 from branchnorm_jax.model.embedding import sinusoids
+from branchnorm_jax.model.recipe import STACKS
 from branchnorm_jax.options import DecodeConfig, ModelConfig
 
 SPECIAL = {"unk_token": "<unk>", "bos_token": "</s>", "eos_token": "</s>", "decoder_start_token": "</s>"}
@@ -42,9 +43,12 @@ def write(
     activation = getattr(common_spec.Activation, config.activation.upper())
     depth = config.encoder_layers, config.decoder_layers
     spec = transformer_spec.TransformerSpec.from_config(
-        depth, config.heads, pre_norm=plain.pre_norm, activation=activation
+        depth,
+        config.heads,
+        pre_norm=plain.pre_norm,
+        activation=activation,
+        layernorm_embedding=bool(plain.embedding_norm),
     )
-    positions = sinusoids(longest, config.width, config.positions)
     root = float(config.width**0.5)
     for side, stack, part in (("source", "encoder", spec.encoder), ("target", "decoder", spec.decoder)):
         scale = plain.embedding_scale[stack].astype(np.float32)
@@ -53,7 +57,10 @@ def write(
         same = bool((scale == scale[0]).all())
         embedding.weight = plain.tables[side] if same else plain.tables[side] * scale
         part.scale_embeddings = root * float(scale[0]) if same else root
-        part.position_encodings.encodings = positions * scale
+        positions = plain.positions or dict.fromkeys(STACKS, sinusoids(longest, config.width, config.positions))
+        part.position_encodings.encodings = positions[stack][:longest] * scale
+        if plain.embedding_norm:
+            _norm(part.layernorm_embedding, plain.embedding_norm[stack])
         if plain.final:
             _norm(part.layer_norm, plain.final[stack])
         for index, layer in enumerate(part.layer):

@@ -34,7 +34,9 @@ class Plain(NamedTuple):
         "self_norm", "cross_norm" and "ffn_norm", with the leaves "scale" and "bias".
       final: stack -> final norm; empty for Post-LN.
       tables: embedding tables "source", "target" and "output", [V, D]; tied tables are the same array.
-      embedding_scale: stack -> factor of sqrt(D) E[token] + position, [D].
+      embedding_scale: stack -> factor of sqrt(D) E[token] + position, [D]; 1 if a norm follows.
+      embedding_norm: stack -> norm of the embeddings; empty without one.
+      positions: stack -> learned positions, [P, D]; empty without them.
       bias: bias of the logits, [V].
     """
 
@@ -43,6 +45,8 @@ class Plain(NamedTuple):
     final: dict[str, dict[str, np.ndarray]]
     tables: dict[str, np.ndarray]
     embedding_scale: dict[str, np.ndarray]
+    embedding_norm: dict[str, dict[str, np.ndarray]]
+    positions: dict[str, np.ndarray]
     bias: np.ndarray
 
 
@@ -56,7 +60,6 @@ def obstacle(model: Transformer) -> str:
         "its attention heads have scaling factors": bool(r.head_scale),
         "its branches subtract scalars from their inputs": r.shifts,
         "it has both Pre-LN and Post-LN layers": r.post_layers is not None,
-        "it has a norm after the embeddings": r.embedding_norm,
         "it has no norms": not r.pre and not r.post,
         "it has norms on both sides of a sub-layer": r.pre and r.post,
         "its sub-layers' inputs are scaled": r.pre_scale is not None,
@@ -77,11 +80,12 @@ def fold(model: Transformer, params: Any, alpha: Alpha) -> Plain:
     tables = dict(jax.tree.map(np.array, params["embedding"]))
     bias = np.array(tables.pop("bias", np.zeros(model.target_vocab, np.float32)))
     bias[list(model.unused)] = UNUSED_BIAS
+    positions = {stack: tables.pop(f"{stack}_positions") for stack in STACKS if c.positions == "learned"}
     if c.embedding == "fixnorm":
         tables = {name: np.array(fix_norm(table)) for name, table in tables.items()}
     source, target = (tables["shared" if "shared" in tables else side] for side in ("source", "target"))
     kind = "pre" if recipe.pre else "post"
-    layers, scales = {}, {}
+    layers, scales, norms = {}, {}, {}
     for stack in STACKS:
         tree = jax.tree.map(lambda leaf: np.array(leaf, np.float64), params[stack])
         factors_of = sublayer_factors(recipe, model.depth, stack, alpha, tree)
@@ -90,12 +94,21 @@ def fold(model: Transformer, params: Any, alpha: Alpha) -> Plain:
         plain |= {f"{name}_norm": tree[f"{name}_{kind}_norm"] for name in SUBLAYERS[stack]}
         scales[stack] = _fold_stack(plain, factors, SUBLAYERS[stack], c.width)
         layers[stack] = jax.tree.map(lambda leaf: leaf.astype(np.float32), plain)
+        if recipe.embedding_norm:
+            scale = scales[stack]
+            norms[stack] = {
+                leaf: (np.asarray(value) * scale).astype(np.float32)
+                for leaf, value in params[f"{stack}_embedding_norm"].items()
+            }
+            scales[stack] = np.ones_like(scale)
     return Plain(
         pre_norm=recipe.pre,
         layers=layers,
         final={stack: jax.tree.map(np.asarray, params[f"{stack}_norm"]) for stack in STACKS} if recipe.final else {},
         tables={"source": source, "target": target, "output": tables.get("output", target)},
         embedding_scale=scales,
+        embedding_norm=norms,
+        positions=positions,
         bias=bias,
     )
 

@@ -32,6 +32,7 @@ def obstacle(plain: Plain, config: ModelConfig) -> str:
     first = plain.embedding_scale.values()
     obstacles = {
         "Marian supports only Post-LN": plain.pre_norm,
+        "Marian has no norm after the embeddings": bool(plain.embedding_norm),
         f"MarianMTModel has other positions (model.positions=marian) than {config.positions}": config.positions
         != "marian",
         "the first skip connection has a factor per feature": any((scale != scale[0]).any() for scale in first),
@@ -166,7 +167,7 @@ def _json(path: Path, content: dict[str, Any]) -> None:
 
 
 def log_probs(folder: Path, sources: Sequence[list[int]], targets: Sequence[list[int]]) -> list[np.ndarray]:
-    """Returns the natural log-probabilities of the target tokens in a folder that `MarianMTModel` loads.
+    """Returns the natural log-probabilities of the target tokens in a folder that `transformers` loads.
 
     `sources` and `targets` are the folder's token ids, with EOS.
 
@@ -175,10 +176,10 @@ def log_probs(folder: Path, sources: Sequence[list[int]], targets: Sequence[list
     """
     try:
         import torch
-        from transformers import MarianMTModel
+        from transformers import AutoModelForSeq2SeqLM
     except ImportError as error:
         raise UserError(f"{error}; run `pip install torch transformers`") from error
-    model = MarianMTModel.from_pretrained(folder, dtype=torch.float32).eval()
+    model = AutoModelForSeq2SeqLM.from_pretrained(folder, dtype=torch.float32).eval()
     results = []
     with torch.no_grad():
         for source, target in zip(sources, targets, strict=True):

@@ -41,20 +41,22 @@ class Imported(NamedTuple):
 
     model: ModelConfig
     decode: DecodeConfig
-    source_lang: str
-    """Empty if it is not known."""
-    target_lang: str
-    """Empty if it is not known, or if the model has language tags."""
     params: dict[str, Any]
     source: Side
     target: Side
     """The same ids as `source` if the sides share their vocabulary."""
     unused: list[int]
     """Our ids of target pieces with probability 0."""
+    source_lang: str = ""
+    """Empty if it is not known."""
+    target_lang: str = ""
+    """Empty if it is not known, or if the model has language tags."""
+    each: bool = False
+    """Whether the tags are those of `data.tags=each`, and every language is a source and a target."""
 
     @property
     def tags(self) -> list[str]:
-        """Target languages that have a tag."""
+        """Languages that have a tag."""
         return [match[1] for match in map(TAG.fullmatch, self.source.pieces) if match]
 
     @property

@@ -26,7 +26,14 @@ def parse(path: Path) -> Any:
     return proto
 
 
-def make_side(model: Any, ids: Mapping[str, int], special: Sequence[str], models: Sequence[Any], target: bool) -> Side:
+def make_side(
+    model: Any,
+    ids: Mapping[str, int],
+    special: Sequence[str],
+    models: Sequence[Any],
+    target: bool,
+    control: Collection[str] = (),
+) -> Side:
     """Returns the vocabulary of one side in the order of this project.
 
     Special pieces come first, then language tags, then the others in the order of their ids, and in the end the pieces
@@ -40,6 +47,7 @@ def make_side(model: Any, ids: Mapping[str, int], special: Sequence[str], models
       special: its pieces for PAD, EOS and UNK.
       models: the SentencePiece models of all sides that share the vocabulary.
       target: whether this is the target side.
+      control: pieces that are not part of a text, so that they are never printed.
 
     Raises:
       UserError: if most pieces of the model have no id.
@@ -53,19 +61,21 @@ def make_side(model: Any, ids: Mapping[str, int], special: Sequence[str], models
     others = sorted(ids.keys() - set(special), key=ids.__getitem__)
     more = sorted({piece for each in models for piece in _results(each)} - ids.keys())
     pieces = [*special, *sorted(others, key=lambda piece: TAG.fullmatch(piece) is None), *more]
-    return Side(_with_pieces(model, pieces, more if target else ()), pieces, [ids.get(piece, -1) for piece in pieces])
+    spm = _with_pieces(model, pieces, more if target else (), control)
+    return Side(spm, pieces, [ids.get(piece, -1) for piece in pieces])
 
 
-def _with_pieces(model: Any, pieces: Sequence[str], never: Collection[str]) -> bytes:
+def _with_pieces(model: Any, pieces: Sequence[str], never: Collection[str], control: Collection[str]) -> bytes:
     """Returns a serialised SentencePiece model that splits text as `model` does, into pieces with other ids.
 
-    Pieces that `model` does not have are never the result of splitting, but decoding knows them. Language tags become
+    Pieces that `model` does not have are never the result of splitting, but decoding knows them. Language tags are
     control symbols.
 
     Args:
       model: the model.
       pieces: all pieces in the order of their ids.
       never: pieces of `model` that must not be the result of splitting any more.
+      control: further control symbols.
     """
     kinds, results, never = model.SentencePiece, _results(model), set(never)
     special = {PAD: kinds.CONTROL, EOS: kinds.CONTROL, UNK: kinds.UNKNOWN}
@@ -73,7 +83,7 @@ def _with_pieces(model: Any, pieces: Sequence[str], never: Collection[str]) -> b
     lowest = min((piece.score for piece in results.values()), default=0.0) - 1
 
     def listed(index: int, text: str) -> Any:
-        if index in special or TAG.fullmatch(text):
+        if index in special or text in control or TAG.fullmatch(text):
             return kinds(piece=text, score=0.0, type=special.get(index, kinds.CONTROL))
         known = results.get(text)
         if known is None or text in never:

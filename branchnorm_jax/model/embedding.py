@@ -1,4 +1,4 @@
-"""Token embeddings and sinusoidal positions."""
+"""Token embeddings and positions."""
 
 import jax
 import jax.numpy as jnp
@@ -45,6 +45,11 @@ def draw_table(key: jax.Array, rows: int, width: int, kind: str = "standard") ->
     if kind == "fixnorm":
         return jax.random.uniform(key, (rows, width), jnp.float32, -0.01, 0.01)
     return (width**-0.5 * jax.random.normal(key, (rows, width), jnp.float32)).at[PAD].set(0.0)
+
+
+def draw_positions(key: jax.Array, rows: int, width: int) -> jax.Array:
+    """Draws a table of learned positions from N(0, std = width^-1/2), as fairseq does: float32 [rows, width]."""
+    return width**-0.5 * jax.random.normal(key, (rows, width), jnp.float32)
 
 
 def fix_norm(table_VD: jax.Array) -> jax.Array:

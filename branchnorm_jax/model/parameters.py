@@ -2,10 +2,11 @@
 
     embedding/{shared | source, target[, output]}   [V, D]
     embedding/bias                                   [V], added to the logits if model.output_bias is set
+    embedding/{encoder,decoder}_positions            [P, D], if model.positions=learned
     encoder/{self/{q,k,v,o}, ffn/{fc1,fc2}, ...}     [L, ...] per leaf: axis 0 is the layer
     decoder/{self, cross, ffn, ...}                  [L, ...]
     {encoder,decoder}_norm                           [D], if the method ends its stacks with a norm; Fixup: scalars
-    {encoder,decoder}_{embedding_norm,combination}   only in a few methods
+    {encoder,decoder}_{embedding_norm,combination}   only in a few methods, or with model.embedding_norm
 
 The recipe scales the base distribution of the matrices by a gain, and sets the initial values of learned weights.
 """
@@ -20,7 +21,7 @@ from branchnorm_jax.model.blocks import LayerInput, Stream, make_block
 from branchnorm_jax.model.coefficients import Coefficients, by_layer
 from branchnorm_jax.model.combination import declare_combination
 from branchnorm_jax.model.declared import Declared, map_declared
-from branchnorm_jax.model.embedding import TABLE_AXES, draw_table
+from branchnorm_jax.model.embedding import TABLE_AXES, draw_positions, draw_table
 from branchnorm_jax.model.norms import declare_norm, final_kind
 from branchnorm_jax.model.recipe import ONE, STACKS, Depth, Recipe
 from branchnorm_jax.options import ModelConfig
@@ -52,7 +53,7 @@ def declare_parameters(
 def declare_embedding(
     config: ModelConfig, recipe: Recipe, source_vocab: int, target_vocab: int, key: jax.Array
 ) -> dict[str, Declared]:
-    """Declares the embedding tables and the bias of the logits."""
+    """Declares the embedding tables, the bias of the logits, and learned positions."""
     rows = {
         "all": {"shared": source_vocab},
         "decoder": {"source": source_vocab, "target": target_vocab},
@@ -66,6 +67,10 @@ def declare_embedding(
         tables[name] = Declared(table * factor, TABLE_AXES)
     if config.output_bias:
         tables["bias"] = Declared(jnp.zeros(target_vocab), ("vocab",))
+    if config.positions == "learned":
+        for index, stack in enumerate(STACKS, start=len(rows)):
+            table = draw_positions(jax.random.fold_in(key, index), config.max_positions, config.width)
+            tables[f"{stack}_positions"] = Declared(table, TABLE_AXES)
     return tables
 
 

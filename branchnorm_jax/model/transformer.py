@@ -52,8 +52,9 @@ class Transformer:
 
     @property
     def recipe(self) -> Recipe:
-        """The method's row of `methods.METHODS`."""
-        return get_recipe(self.config.method)
+        """The method's row of `methods.METHODS`, with the options of the config that add to it."""
+        recipe = get_recipe(self.config.method)
+        return dataclasses.replace(recipe, embedding_norm=True) if self.config.embedding_norm else recipe
 
     @property
     def depth(self) -> Depth:
@@ -144,7 +145,8 @@ class Transformer:
         arguments: tuple[Any, ...] = (mask_BTT,)
         if memory is not None:
             arguments = memory[0], mask_BTT & causal_mask(tokens_BT.shape[1]), same_sentence(segments, memory[1])
-        x_BTD = self.embed_tokens(params, stack, tokens_BT, self.positions(tokens_BT.shape[1])[segments.positions], key)
+        positions_BTD = self.positions(params, stack, tokens_BT.shape[1])[segments.positions]
+        x_BTD = self.embed_tokens(params, stack, tokens_BT, positions_BTD, key)
         inputs = self.layer_inputs(stack, alpha, key, taps)
         return self.run_layers(params, stack, x_BTD, inputs, lambda _: arguments, taps=taps)
 
@@ -204,8 +206,13 @@ class Transformer:
         target = target_segments(inputs_BT)
         return self.run_tokens(params, "decoder", inputs_BT, target, memory, alpha, taps=Taps(attention=weights_M))[1]
 
-    def positions(self, length: int) -> jax.Array:
-        """Returns the position embeddings, float32 [length, D]."""
+    def positions(self, params: Params, stack: str, length: int) -> jax.Array:
+        """Returns the position embeddings of a stack, float32 [length, D].
+
+        There are at most `config.longest`. Only padding has positions beyond; indexing gives it the last one.
+        """
+        if self.config.positions == "learned":
+            return params["embedding"][f"{stack}_positions"][:length]
         return jnp.asarray(sinusoids(length, self.config.width, self.config.positions))
 
     # Parts

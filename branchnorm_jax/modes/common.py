@@ -134,7 +134,8 @@ def random_sentences(model: Transformer, count: int, absent: Sequence[int] = ())
 
     def sentences(size: int, never: Sequence[int]) -> Sentences:
         ids = np.setdiff1d(np.arange(UNK + model.tags + 1, size), never)
-        return [[*rng.choice(ids, rng.integers(1, LONGEST)).tolist(), EOS] for _ in range(count)]
+        longest = min(LONGEST, model.config.longest or LONGEST)
+        return [[*rng.choice(ids, rng.integers(1, longest)).tolist(), EOS] for _ in range(count)]
 
     return sentences(model.source_vocab, absent), sentences(model.target_vocab, model.unused)
 

@@ -23,7 +23,7 @@ def evaluate(config: Config, workdir: Workdir) -> None:
     workdir.create()
     trained, data, directory = load(config, workdir), config.data, workdir / "evaluation"
     test_sets = list(itertools.product(config.evaluate.split_names, data.directions(config.evaluate.pairs)))
-    tags = [trained.translator.tokenizer.tags(data, direction.target_lang) for _, direction in test_sets]
+    tags = [trained.translator.tokenizer.tags(data, d.source_lang, d.target_lang) for _, d in test_sets]
     for split, direction in test_sets:
         # Read a line of every file before the first translation, so that a missing file is reported at once.
         next(read_pairs(direction, split), None)

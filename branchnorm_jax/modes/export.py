@@ -48,7 +48,7 @@ def export(config: Config, workdir: Workdir) -> None:
         logs.say("other engines divide scores by L^p: set their length penalty accordingly")
     if config.decode.temperature:
         logs.say("decode.temperature is not exported: to sample in the other engine, set its own options")
-    if config.data.pairs and config.data.tags in ("target", "both"):
+    if config.data.pairs and config.data.tags in ("target", "both", "each"):
         logs.say(
             "translations begin with a language tag: pass it to the engine as target_prefix (CTranslate2) or "
             "forced_bos_token_id (Hugging Face)"
@@ -60,6 +60,7 @@ def export(config: Config, workdir: Workdir) -> None:
         raise UserError(f"export: cannot write this model for Hugging Face: {reason}; use export.format=ctranslate2")
     most = config.decode.max_input_length
     longest = max(most, trained.translator.engine.limit(most) + 1)
+    longest = min(longest, config.model.longest or longest)
     vocabularies = tokenizer.source_pieces, tokenizer.target_pieces
     with atomic_directory(folder) as temporary:
         for side, model_proto in zip(("source", "target"), tokenizer.models, strict=True):
@@ -121,7 +122,7 @@ def validation_sentences(config: Config, translator: Translator, longest: int) -
     validated = config.data.validated()
     each = -(-e.check_lines // len(validated))
     pairs = [(d, pair) for d in validated for pair in itertools.islice(read_pairs(d, "valid"), each)]
-    tags = [tokenizer.tags(config.data, direction.target_lang) for direction, _ in pairs]
+    tags = [tokenizer.tags(config.data, d.source_lang, d.target_lang) for d, _ in pairs]
     encoded = zip(*translator.encode([pair for _, pair in pairs], tags), strict=True)
     fitting = [sides for sides in encoded if max(map(len, sides)) <= longest]
     if not fitting:

@@ -34,7 +34,7 @@ class SourceGain:
             raise UserError(f"clean.score_with: {workdir.path} translates {', '.join(directions)}, not {data.pair}")
         decode = dataclasses.replace(theirs.decode, checkpoint=which, ensemble="")
         self.trained = load(dataclasses.replace(theirs, decode=decode), workdir)
-        self.tags = self.trained.translator.tokenizer.tags(theirs.data, data.target_lang)
+        self.tags = self.trained.translator.tokenizer.tags(theirs.data, data.source_lang, data.target_lang)
         self.minimum = config.clean.min_gain
 
     def decisions(self, pairs: Sequence[Pair]) -> list[bool]:

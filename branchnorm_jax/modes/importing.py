@@ -4,6 +4,7 @@ import dataclasses
 import json
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -11,10 +12,10 @@ import numpy as np
 from branchnorm_jax import config as configs
 from branchnorm_jax.data.tokenizer import ABSENT, Tokenizer, load_tokenizer
 from branchnorm_jax.decoding.translate import Translator
-from branchnorm_jax.errors import UserError
+from branchnorm_jax.errors import UserError, some
 from branchnorm_jax.export import huggingface
 from branchnorm_jax.files import atomic_directory, write_atomically
-from branchnorm_jax.importing import marian, marian_npz
+from branchnorm_jax.importing import marian, marian_npz, multilingual
 from branchnorm_jax.importing.imported import Imported, read_json
 from branchnorm_jax.model.coefficients import uniform
 from branchnorm_jax.model.transformer import Transformer
@@ -25,7 +26,7 @@ from branchnorm_jax.training.checkpoint import Checkpoints
 from branchnorm_jax.training.network import make_model
 from branchnorm_jax.workdir import Workdir
 
-FAMILIES = {"marian": marian.read_folder}
+FAMILIES = {"marian": marian.read_folder, "m2m_100": multilingual.read_folder, "mbart": multilingual.read_folder}
 """model_type in config.json -> function that reads the folder."""
 
 NPZ = "marian's npz"
@@ -74,11 +75,10 @@ def import_(config: Config, workdir: Workdir) -> None:
     parameters = sum(leaf.size for leaf in jax.tree.leaves(found.params))
     saved = f"configs/saved.py:{workdir / 'config.json'}"
     depth = f"{model.depth.encoder}L-{model.depth.decoder}L"
-    targets = ", ".join(direction.target_lang for direction in config.data.directions())
     logs.say(
-        f"imported {folder}: {kind} {depth}, {parameters:,} parameters, {config.data.source_lang} to {targets}; to "
-        f"fine-tune it: --config={saved} --config.train.finetune_from={workdir.path} --config.data.path=<folder> "
-        "--workdir=<a new one>"
+        f"imported {folder}: {kind} {depth}, {parameters:,} parameters, {some(config.data.sources)} to "
+        f"{some(config.data.targets)}; to fine-tune it: --config={saved} "
+        f"--config.train.finetune_from={workdir.path} --config.data.path=<folder> --workdir=<a new one>"
     )
     print(workdir.path)
 
@@ -98,21 +98,28 @@ def _read(folder: Path) -> tuple[str, Imported]:
 def _config(config: Config, found: Imported) -> Config:
     """Returns the config of the new run.
 
-    It has the options of the imported model. Options of the search, and languages that the model does not name, can be
-    given: those of `config` that differ from the defaults take precedence.
+    It has the options of the imported model. Options of the search, languages that the model does not name, and
+    directions of a multilingual model can be given: those of `config` that differ from the defaults take precedence.
     """
     source, target = found.source_lang or config.data.source_lang, found.target_lang or config.data.target_lang
+    pairs = "+".join(found.tags) if found.each else ",".join(f"{source}-{tag}" for tag in found.tags)
     data = dataclasses.replace(
         config.data,
         source="text",
         source_lang=source,
         target_lang=target,
-        pairs=",".join(f"{source}-{tag}" for tag in found.tags),
+        pairs=config.data.pairs if found.tags and config.data.pairs else pairs,
+        tags="each" if found.each else "source",
+        max_length=min(config.data.max_length, found.model.longest or config.data.max_length),
         vocab_size=len(found.target.ids),
         shared_vocab=found.shared,
     )
+    if unknown := set(data.tagged) - set(found.tags):
+        raise UserError(f"config: data.pairs={data.pairs}: the model has no language {', '.join(sorted(unknown))}")
+    named = {"source_lang": data.sources, "target_lang": data.targets}
     defaults = vars(DecodeConfig())
-    given = {name: value for name, value in vars(config.decode).items() if value != defaults[name]}
+    given: dict[str, Any] = {name: "" for name, known in named.items() if getattr(found.decode, name) not in known}
+    given |= {name: value for name, value in vars(config.decode).items() if value != defaults[name]}
     decode = dataclasses.replace(found.decode, **given)
     config = dataclasses.replace(config, model=found.model, data=data, decode=decode, train=TrainConfig())
     try:

@@ -89,7 +89,7 @@ def translated(
     """
     languages, split = Languages(config.data, trained.translator.tokenizer), 0
     for lines in chunks:
-        sources, tags = languages.split_tags(lines, config.decode.target_lang, done + 1)
+        sources, tags = languages.split_tags(lines, config.decode.target_lang, done + 1, config.decode.source_lang)
         required = None
         if config.decode.target_prefix:
             pairs = pairs_of(sources, done, "prefix of the target", config.decode.input or "stdin")
@@ -233,7 +233,7 @@ def score(config: Config, workdir: Workdir) -> None:
     done = 0
     with opened(config.decode.input) as (stream, name):
         for lines in read_chunks(stream, name, CHUNK):
-            lines, tags = languages.split_tags(lines, config.decode.target_lang, done + 1)
+            lines, tags = languages.split_tags(lines, config.decode.target_lang, done + 1, config.decode.source_lang)
             pairs = pairs_of(lines, done, "target", name)
             scores = trained.translator.score(trained.params, trained.alpha, pairs, tags)
             for (source, target), (log_prob, tokens) in zip(pairs, scores, strict=True):

@@ -43,7 +43,7 @@ def serve(config: Config, workdir: Workdir) -> None:
         if longest := min(config.serve.warm_up_length, translator.limit):
             logs.say(f"compiling for lines of up to {longest} tokens (serve.warm_up_length)")
             begin = time.perf_counter()
-            tags = translator.tokenizer.tags(config.data, languages.targets[0])
+            tags = translator.tokenizer.tags(config.data, languages.sources[0], languages.targets[0])
             translator.warm_up(trained.params, trained.alpha, longest, tags)
             logs.say(f"compiled in {time.perf_counter() - begin:.1f} s")
         app = make_app(
@@ -91,6 +91,7 @@ def about(config: Config, step: int, languages: Languages) -> dict[str, Any]:
         "method": m.method,
         "depth": f"{m.encoder_layers}L-{m.decoder_layers}L",
         "step": step,
+        "reads_source_lang": languages.reads_source,
         "source_langs": languages.sources,
         "target_langs": languages.targets,
         "decode": {"checkpoint": config.decode.checkpoint, **config.decode.search},

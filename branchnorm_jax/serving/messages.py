@@ -30,7 +30,7 @@ def parse(body: bytes, serve: ServeConfig, decode: DecodeConfig, languages: Lang
     """Parses the JSON body of a request.
 
     Example: {"text": ["one", "two"], "nbest": 2, "alignments": true, "target_lang": "de"}. Fields other than "text" are
-    optional; their defaults come from `decode`. Raises `UserError` for an invalid body.
+    optional; their defaults come from `decode`. Another one is "source_lang". Raises `UserError` for an invalid body.
     """
     try:
         given = json.loads(body.decode("utf-8"))
@@ -41,9 +41,11 @@ def parse(body: bytes, serve: ServeConfig, decode: DecodeConfig, languages: Lang
     if not isinstance(given, dict) or "text" not in given:
         raise UserError('the body must be an object with a field text: {"text": "..."}')
     text, nbest = given.pop("text"), given.pop("nbest", decode.nbest)
-    alignments, target_lang = given.pop("alignments", decode.alignments), given.pop("target_lang", decode.target_lang)
+    alignments = given.pop("alignments", decode.alignments)
+    named = {name: given.pop(name, getattr(decode, name)) for name in ("source_lang", "target_lang")}
     if given:
-        raise UserError(f"unknown field {next(iter(given))[:40]!r}; fields are text, nbest, alignments, target_lang")
+        fields = ", ".join(("text", "nbest", "alignments", *named))
+        raise UserError(f"unknown field {next(iter(given))[:40]!r}; fields are {fields}")
     lines = [text] if isinstance(text, str) else text
     if not isinstance(lines, list) or not all(isinstance(line, str) for line in lines):
         raise UserError("text must be a string or a list of strings")
@@ -63,9 +65,10 @@ def parse(body: bytes, serve: ServeConfig, decode: DecodeConfig, languages: Lang
         raise UserError(f"nbest must be a whole number from 1 to {decode.beam_size} (decode.beam_size)")
     if type(alignments) is not bool:
         raise UserError("alignments must be true or false")
-    if not isinstance(target_lang, str) or not target_lang.isascii():
-        raise UserError("target_lang must be a string such as de")
-    texts, tags = languages.split_tags(lines, target_lang)
+    for name, lang in named.items():
+        if not isinstance(lang, str) or not lang.isascii():
+            raise UserError(f"{name} must be a string such as de")
+    texts, tags = languages.split_tags(lines, named["target_lang"], source=named["source_lang"])
     return TranslationRequest(tuple(texts), tuple(tags), nbest, alignments)
 
 

@@ -135,7 +135,7 @@ def write(folder: Path, pattern: str, pair: str, copies: int = 40) -> None:
             path.write_text("\n".join(SENTENCES[lang] * copies) + "\n", encoding="utf-8")
 
 
-@pytest.mark.parametrize("tags", ["source", "target", "both"])
+@pytest.mark.parametrize("tags", ["source", "target", "both", "each"])
 def test_tags_come_before_the_tagged_side(tmp_path: Path, tags: str) -> None:
     write(tmp_path, "{pair}/{split}.{lang}", "de-en")
     write(tmp_path, "{pair}/{split}.{lang}", "en-fr", 20)
@@ -150,7 +150,8 @@ def test_tags_come_before_the_tagged_side(tmp_path: Path, tags: str) -> None:
         pairs = list(read_pairs(direction, "train"))
         for side, line in zip(("source", "target"), pairs[0], strict=True):
             tokens = store.gather(side, np.array([0]))
-            tag = [pieces.index(f">>{direction.target_lang}<<")] if tags in (side, "both") else []
+            lang = direction.source_lang if (tags, side) == ("each", "source") else direction.target_lang
+            tag = [pieces.index(f">>{lang}<<")] if tags in (side, "both", "each") else []
             assert tokens.tolist() == tag + corpus.tokenizer.encode_source([line])[0]
     assert pieces[3:6] == [f">>{lang}<<" for lang in corpus.tokenizer.languages] == [">>de<<", ">>en<<", ">>fr<<"]
     # Text is never encoded as a tag, and a tag is never printed.
@@ -177,7 +178,9 @@ def test_languages_without_a_tag_are_rejected(tmp_path: Path) -> None:
     config = _small(DataConfig(source="text", path=str(tmp_path), pairs="en-de"))
     corpus = prepare(config, tmp_path / "run", print)
     with pytest.raises(UserError, match="not trained to translate to 'fr'; its languages are de"):
-        corpus.tokenizer.tags(config, "fr")
+        corpus.tokenizer.tags(config, "en", "fr")
+    with pytest.raises(UserError, match="not trained to translate from 'en'; its languages are de"):
+        corpus.tokenizer.tags(dataclasses.replace(config, tags="each"), "en", "de")
 
 
 def _small(config: DataConfig) -> DataConfig:

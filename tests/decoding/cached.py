@@ -17,7 +17,7 @@ def cached_logits(
 ) -> jax.Array:
     """Returns the logits [B, Q, T, V] of Q equal hypotheses, each of which attends to its own slots."""
     batch, length = inputs_BT.shape
-    memory, table = model.encode(params, source_BS, alpha), model.positions(length)
+    memory, table = model.encode(params, source_BS, alpha), model.positions(params, "decoder", length)
     slot, own = jnp.arange(length * hypotheses), jnp.arange(hypotheses)[:, None]
 
     def one(cache: Any, position: jax.Array) -> tuple[Any, jax.Array]:

@@ -12,7 +12,8 @@ from branchnorm_jax.decoding.engine import coarse
 from branchnorm_jax.decoding.languages import Languages
 from branchnorm_jax.decoding.translate import Sentence, Translator
 from branchnorm_jax.errors import UserError
-from branchnorm_jax.options import DataConfig, DecodeConfig, ModelConfig
+from branchnorm_jax.options import DataConfig, DecodeConfig, ModelConfig, ServeConfig
+from branchnorm_jax.serving.messages import parse
 from branchnorm_jax.training.network import make_model
 from tests.decoding.test_translate import ALPHA, LINES, WORDS
 
@@ -20,7 +21,8 @@ Case = tuple[Translator, dict, Languages, DataConfig]
 
 
 @pytest.fixture(
-    scope="module", params=["target", *(pytest.param(tags, marks=pytest.mark.slow) for tags in ("source", "both"))]
+    scope="module",
+    params=["target", *(pytest.param(tags, marks=pytest.mark.slow) for tags in ("source", "both", "each"))],
 )
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
     data = DataConfig(vocab_size=34, pairs="en-de+fr,de+fr-en", tags=request.param)
@@ -33,9 +35,10 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return Translator(model, tokenizer, decode), params, Languages(data, tokenizer), data
 
 
-def test_scores_include_tags_and_output_omits_them(case: Case) -> None:
+def test_scores_and_output_omit_tags(case: Case) -> None:
     translator, params, languages, data = case
-    lines, tags = languages.split_tags([f">>{lang}<< {line}" for line in LINES[:4] for lang in ("de", "fr")], "")
+    tagged = [f">>{lang}<< {line}" for line in LINES[:4] for lang in ("de", "fr")]
+    lines, tags = languages.split_tags(tagged, "", source="en")
     assert lines == [line for line in LINES[:4] for _ in range(2)]
     sources = translator.tokenizer.encode_source(lines)
     translations = translator.translate(params, ALPHA, lines, tags=tags, attention=True)
@@ -53,7 +56,7 @@ def test_scores_include_tags_and_output_omits_them(case: Case) -> None:
         tags, sources, translations, expected, attentions, strict=True
     ):
         best, start = each[0], len(tag.target)
-        assert best.log_prob == pytest.approx(log_probs.sum(), abs=1e-4)
+        assert best.log_prob == pytest.approx(log_probs[start:].sum(), abs=1e-4)
         assert [log_prob for _, log_prob in best.pieces] == pytest.approx(log_probs[start:].tolist(), abs=1e-4)
         assert len(best.pieces) == len(best.tokens)
         assert ">>" not in best.text
@@ -76,13 +79,13 @@ def test_warm_up_with_tags_prevents_later_compilation(case: Case) -> None:
     server = dataclasses.replace(translator, config=config, rounding=coarse)
     compiled: list[str] = []
     jax.monitoring.register_event_duration_secs_listener(lambda event, *_, **__: compiled.append(event))
-    server.warm_up(params, ALPHA, 16, server.tokenizer.tags(data, "de"))
+    server.warm_up(params, ALPHA, 16, server.tokenizer.tags(data, "en", "de"))
     assert any("backend_compile" in event for event in compiled)
     compiled.clear()
     lines = [*LINES, " ".join(WORDS[:7])]
     sources = server.tokenizer.encode_source(lines)
     assert max(map(len, sources)) <= 16
-    tags = languages.split_tags(lines, "fr")[1]
+    tags = languages.split_tags(lines, "fr", source="en")[1]
     translations = server.translate(params, ALPHA, lines, tags=tags)
     sentences = [Sentence(ids, number, tag) for number, (ids, tag) in enumerate(zip(sources, tags, strict=True))]
     server.with_attention(params, ALPHA, sentences, translations)
@@ -96,14 +99,14 @@ def test_min_length_does_not_count_the_tag(case: Case, shortest: int) -> None:
     params = jax.tree.map(jnp.zeros_like, params)
     config = dataclasses.replace(translator.config, beam_size=1, nbest=1, min_length=shortest, length_penalty=0.0)
     short = dataclasses.replace(translator, config=config)
-    lines, tags = languages.split_tags([">>de<< " + LINES[0]], "")
+    lines, tags = languages.split_tags([">>de<< " + LINES[0]], "", source="en")
     ((translation,),) = short.translate(params, ALPHA, lines, tags=tags)
     assert len(translation.tokens) == shortest + 1
 
 
 def test_empty_lines_need_no_tag_and_tabs_are_kept(case: Case) -> None:
     _, _, languages, _ = case
-    texts, tags = languages.split_tags(["", "  ", ">>de<<\tzwei", ">>de<<  x"], "")
+    texts, tags = languages.split_tags(["", "  ", ">>de<<\tzwei", ">>de<<  x"], "", source="en")
     assert texts == ["", "  ", "\tzwei", "x"]
     assert len(tags) == 4
 
@@ -117,7 +120,7 @@ def test_supported_and_unsupported_languages(case: Case) -> None:
         (">>pl<< x", "de", "'pl'"),
     ):
         with pytest.raises(UserError, match=f"line 3: .*{message}"):
-            languages.split_tags([line], default, 3)
+            languages.split_tags([line], default, 3, "en")
     # A model without tags rejects languages that it was not trained for.
     one = Languages(dataclasses.replace(data, pairs="de+fr-en", tags="none"), languages.tokenizer)
     assert one.split_tags([">>en<< x", "y"], "") == (["x", "y"], [NO_TAGS, NO_TAGS])
@@ -127,3 +130,27 @@ def test_supported_and_unsupported_languages(case: Case) -> None:
     assert bilingual.split_tags([">>en<< x"], "de") == ([">>en<< x"], [Tags()])
     with pytest.raises(UserError, match="translates to de, not to fr"):
         bilingual.split_tags(["x"], "fr")
+
+
+def test_the_source_language_has_a_tag_of_its_own(case: Case) -> None:
+    """With data.tags=each, the source begins with its own language. Other models do not need to know it."""
+    translator, _, _, data = case
+    languages = Languages(dataclasses.replace(data, tags="each"), translator.tokenizer)
+    pieces = translator.tokenizer.source_pieces
+    german, english = ((pieces.index(f">>{lang}<<"),) for lang in ("de", "en"))
+    assert languages.split_tags(["x", ">>de<< x"], "en", source="de") == (
+        ["x", "x"],
+        [(german, english), (german, german)],
+    )
+    with pytest.raises(UserError, match="no source language; set source_lang to one of de, en, fr"):
+        languages.split_tags(["x"], "en")
+    with pytest.raises(UserError, match="translate from de, en, fr, not from 'pl'"):
+        languages.split_tags(["x"], "en", source="pl")
+    single = Languages(dataclasses.replace(data, tags="each", pairs="de-en"), translator.tokenizer)
+    assert single.split_tags(["x"], "") == (["x"], [(german, english)])
+    body = b'{"text": "x", "source_lang": "de", "target_lang": "en"}'
+    assert parse(body, ServeConfig(), DecodeConfig(), languages).tags == ((german, english),)
+    with pytest.raises(UserError, match="source_lang must be a string"):
+        parse(body.replace(b'"de"', b"1"), ServeConfig(), DecodeConfig(), languages)
+    others = Languages(dataclasses.replace(data, tags="source"), translator.tokenizer)
+    assert others.split_tags(["x"], "en")[1] == others.split_tags(["x"], "en", source="de")[1] == [(english, ())]

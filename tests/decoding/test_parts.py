@@ -134,7 +134,8 @@ class Copying(Translator):
 
 
 def copying(tokenizer: Tokenizer, max_length: int = 64, **decode: Any) -> Copying:
-    return Copying(None, tokenizer, DecodeConfig(**decode), data=DataConfig(max_length=max_length))  # type: ignore[arg-type]
+    model: Any = SimpleNamespace(unused=(), config=SimpleNamespace(longest=None))
+    return Copying(model, tokenizer, DecodeConfig(**decode), data=DataConfig(max_length=max_length))
 
 
 def test_documents_come_back_whole_and_in_order(tokenizer: Tokenizer) -> None:
@@ -221,7 +222,6 @@ def test_terms_are_required_in_their_own_part_and_given_phrases_prevent_splittin
             return [[self._copy(sentence, 1)] for sentence in sentences]
 
     fields = {field.name: getattr(copying(tokenizer), field.name) for field in dataclasses.fields(Copying)}
-    fields["model"] = SimpleNamespace(unused=())
     fields["glossary"] = Glossary(any_case={("seven",): "sieben"}, longest=1)
     text = "It is seven. " + "It is nine. " * 40
     Watching(**fields).translate_lines({}, ALPHA, [Line(text, 1), Line(text, 2, required=Required(phrases=["neun"]))])

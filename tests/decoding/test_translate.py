@@ -15,7 +15,8 @@ from branchnorm_jax.data.tokenizer import Tokenizer, train_tokenizer
 from branchnorm_jax.decoding import engine as engines
 from branchnorm_jax.decoding.engine import coarse, interleave, padded_length, padded_lengths, rounded
 from branchnorm_jax.decoding.results import pharaoh
-from branchnorm_jax.decoding.translate import Sentence, Translator
+from branchnorm_jax.decoding.translate import Line, Required, Sentence, Translator
+from branchnorm_jax.errors import UserError
 from branchnorm_jax.model.transformer import Transformer
 from branchnorm_jax.options import DataConfig, DecodeConfig, ModelConfig
 from branchnorm_jax.tokens import EOS
@@ -191,6 +192,27 @@ def test_long_lines_are_cut_with_a_warning(translator: tuple[Translator, dict]) 
     for hypothesis, expected in zip(translations[1], short.translate(params, ALPHA, [cut])[0], strict=True):
         assert hypothesis.text == expected.text
         assert hypothesis.score == pytest.approx(expected.score, abs=1e-5)
+
+
+def test_learned_positions_limit_the_length(translator: tuple[Translator, dict]) -> None:
+    """Sources are cut, translations end in time, and no token gets the position of another one."""
+    engine, _ = translator
+    warnings: list[str] = []
+    config = dataclasses.replace(engine.model.config, positions="learned", max_positions=8)
+    decode = dataclasses.replace(engine.config, max_length_b=20, min_length=20, split="none")
+    model = dataclasses.replace(engine.model, config=config)
+    short = dataclasses.replace(engine, model=model, config=decode, warn=warnings.append)
+    params = jax.tree.map(lambda leaf: 2.0 * leaf, jax.jit(model.init)(jax.random.key(1)))
+    ((best, *_),) = short.translate(params, ALPHA, [" ".join(WORDS)])
+    assert len(warnings) == 1 and warnings[0].endswith("to 7 tokens")
+    assert len(best.tokens) == 8
+    source = short.parts([Line(" ".join(WORDS), 1)])[0][0].source
+    expected = short.token_log_probs(params, ALPHA, [source], [best.tokens])[0]
+    np.testing.assert_allclose([log_prob for _, log_prob in best.pieces], expected, atol=1e-4)
+    with pytest.raises(UserError, match=r"longer than the 8 positions of the model \(model.max_positions\)"):
+        short.score(params, ALPHA, [("red", " ".join(WORDS))])
+    with pytest.raises(UserError, match="longer than the 8 positions"):
+        short.translate(params, ALPHA, ["red"], required=[Required(" ".join(WORDS))])
 
 
 def test_scores_are_sums_of_teacher_forced_log_probabilities(translator: tuple[Translator, dict]) -> None:

@@ -72,6 +72,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "tables apart": dict(shared_embeddings="none"),
     "gelu and a bias": dict(activation="gelu", output_bias=True),
     "fairseq's positions": dict(positions="fairseq"),
+    "learned positions, norm of the embeddings": dict(positions="learned", max_positions=20, embedding_norm=True),
     "fixed norms of words": dict(embedding="fixnorm", shared_embeddings="decoder"),
 }
 

@@ -96,6 +96,84 @@ def marian(
     return source
 
 
+def m2m100(folder: Path, *, nllb: bool = False, safe: bool = True, **options: Any) -> None:
+    """Writes a random M2M100 model as those of M2M-100 or NLLB are stored."""
+    import torch
+    from transformers import M2M100Config, M2M100ForConditionalGeneration, NllbTokenizer
+
+    folder.mkdir(exist_ok=True)
+    pieces = train_spm(folder / "sentencepiece.bpe.model", " . ".join(SENTENCES.values()), 60, model_type="bpe")
+    if nllb:
+        # The class adds no languages to a SentencePiece model, so they come after <mask> here.
+        tokenizer = NllbTokenizer.from_pretrained(folder, extra_special_tokens=["eng_Latn", "deu_Latn", "fra_Latn"])
+        tokenizer.save_pretrained(folder)
+        size = len(tokenizer)
+    else:
+        # As there: the order of vocab.json is another one than that of the SentencePiece model.
+        ids = {piece: index for index, piece in enumerate(["<s>", "<pad>", "</s>", "<unk>", *pieces[:2:-1]])}
+        (folder / "vocab.json").write_text(json.dumps(ids), encoding="utf-8")
+        size = len(ids) + 100
+    settings: dict[str, Any] = dict(
+        vocab_size=size + 8,
+        d_model=16,
+        encoder_layers=2,
+        decoder_layers=3,
+        encoder_attention_heads=4,
+        decoder_attention_heads=4,
+        encoder_ffn_dim=24,
+        decoder_ffn_dim=24,
+        init_std=0.3,
+        max_position_embeddings=64,
+    )
+    torch.manual_seed(0)
+    save(M2M100ForConditionalGeneration(M2M100Config(**settings | options)), folder, safe, 2.5 if nllb else 4.5)
+
+
+def mbart50(folder: Path, *, safe: bool = True, **options: Any) -> None:
+    """Writes a random MBart model as those of mBART-50 are stored: without tokenizer.json and a list of languages."""
+    import torch
+    from transformers import MBart50Tokenizer, MBartConfig, MBartForConditionalGeneration
+
+    folder.mkdir(exist_ok=True)
+    train_spm(folder / "sentencepiece.bpe.model", " . ".join(SENTENCES.values()), 60)
+    settings: dict[str, Any] = dict(
+        vocab_size=len(MBart50Tokenizer.from_pretrained(folder)),
+        d_model=16,
+        encoder_layers=2,
+        decoder_layers=3,
+        encoder_attention_heads=4,
+        decoder_attention_heads=4,
+        encoder_ffn_dim=24,
+        decoder_ffn_dim=24,
+        init_std=0.3,
+        max_position_embeddings=64,
+        scale_embedding=True,
+        decoder_start_token_id=2,
+    )
+    torch.manual_seed(0)
+    save(MBartForConditionalGeneration(MBartConfig(**settings | options)), folder, safe, 0.0)
+
+
+def save(model: Any, folder: Path, safe: bool = True, raised: float = 2.5) -> None:
+    """Gives norms and biases random values, and writes the model to one file of either kind.
+
+    The logit of EOS is raised by about `raised`, so that some translations end before their limit.
+    """
+    import torch
+
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name or name.endswith("bias"):
+                parameter.add_(0.2 * torch.randn_like(parameter))
+        eos = model.model.shared.weight[model.config.eos_token_id]
+        model.model.decoder.layer_norm.bias.add_(raised * eos / (eos @ eos))
+    if safe:
+        model.save_pretrained(folder)
+    else:
+        model.config.save_pretrained(folder)
+        torch.save(model.state_dict(), folder / "pytorch_model.bin")
+
+
 def marian_npz(folder: Path, *, joint: bool = False, pre_norm: bool = False, tables: str = "all") -> Any:
     """Writes a random model under Marian's own names; returns the same model as a module of PyTorch.
 

@@ -51,7 +51,9 @@ def outputs(model: Transformer, params: Any) -> tuple[np.ndarray, np.ndarray]:
 def embedded(model: Transformer, params: Any, stack: str, tokens: jax.Array) -> jax.Array:
     """Returns the input of a stack, [B, T, D]."""
     segments = source_segments(tokens) if stack == "encoder" else target_segments(tokens)
-    return model.embed_tokens(params, stack, tokens, model.positions(tokens.shape[1])[segments.positions])
+    return model.embed_tokens(
+        params, stack, tokens, model.positions(params, stack, tokens.shape[1])[segments.positions]
+    )
 
 
 def register(monkeypatch: pytest.MonkeyPatch, recipe: Recipe) -> str:

@@ -256,10 +256,17 @@ def test_dropout_depends_on_its_key_and_is_off_without_one() -> None:
     assert not np.allclose(drawn[0], plain)
 
 
-@pytest.mark.parametrize("method", ["branchnorm", "pre_ln"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(method="branchnorm"),
+        dict(method="pre_ln"),
+        dict(method="pre_ln", positions="learned", max_positions=6, embedding_norm=True),
+    ],
+)
 @pytest.mark.parametrize("unstacked", [False, True])
-def test_decoding_with_a_cache_equals_teacher_forcing(method: str, unstacked: bool) -> None:
-    model = small(method=method)
+def test_decoding_with_a_cache_equals_teacher_forcing(options: dict[str, Any], unstacked: bool) -> None:
+    model = small(**options)
     params, alpha = randomised(init(model, KEY), 0.1), jnp.float32(0.6)
     forced = forward(model, params, SOURCE, TARGET, alpha)
     params = unstack_decoder(model, params) if unstacked else params
@@ -312,6 +319,18 @@ def test_sinusoids_equal_fairseq_and_marian() -> None:
     np.testing.assert_allclose(marian[0], [0, 0, 0, 0, 1, 1, 1, 1])
     np.testing.assert_allclose(marian[5, 1], np.sin(5 / 10000 ** (2 / 8)), rtol=1e-6)
     np.testing.assert_allclose(marian[5, 6], np.cos(5 / 10000 ** (4 / 8)), rtol=1e-6)
+
+
+def test_learned_positions_begin_as_in_fairseq() -> None:
+    """A table for each stack, from a normal distribution with the standard deviation of word embeddings."""
+    tables = init(small(positions="learned", max_positions=1000), KEY)["embedding"]
+    encoder, decoder = (np.asarray(tables[f"{stack}_positions"]) for stack in ("encoder", "decoder"))
+    for table in (encoder, decoder):
+        assert table.shape == (1000, 32)
+        assert table.std() == pytest.approx(32**-0.5, rel=0.03)
+        assert abs(table.mean()) < 5 * 32**-0.5 / table.size**0.5
+        assert (np.abs(table).max(1) > 0).all()
+    assert abs(np.corrcoef(encoder.ravel(), decoder.ravel())[0, 1]) < 0.03
 
 
 def test_layer_norm_equals_pytorch_far_from_zero() -> None:

@@ -71,7 +71,7 @@ def test_branch_cosine_and_sparsity_of_the_encoder() -> None:
     before, _, metrics, model = one_update(CONFIG)
     exact = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), before.params)
     mask = np.asarray(BATCH.source != 0)[:, None]
-    positions = model.positions(6)[source_segments(BATCH.source).positions]
+    positions = model.positions(before.params, "encoder", 6)[source_segments(BATCH.source).positions]
     x = np.asarray(model.embed_tokens(before.params, "encoder", BATCH.source, positions), np.float64)
     for index in range(3):
         p = jax.tree.map(lambda leaf, index=index: leaf[index], exact["encoder"])

@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 
 from branchnorm_jax.errors import UserError
+from branchnorm_jax.export.fold import SUBLAYERS
 from branchnorm_jax.importing import bart
 from branchnorm_jax.importing.imported import Imported, Side, Values
 from branchnorm_jax.importing.pieces import make_side, parse
 from branchnorm_jax.importing.tensors import Tensors, load_torch
-from branchnorm_jax.model.recipe import STACKS
 from branchnorm_jax.options import DecodeConfig, ModelConfig
 
 BEST = "checkpoint_best.pt"
@@ -80,7 +80,7 @@ def read_folder(folder: Path) -> Imported:
     model = _network(options, config)
     params = bart.stacks(weights, model)
     params["embedding"], shared, unused = bart.embedding(weights, model.width, config, *sides)
-    for stack in STACKS:
+    for stack in SUBLAYERS:
         if model.positions == "learned":
             rows = weights.take(f"model.{stack}.embed_positions.weight", OFFSET + model.max_positions, model.width)
             params["embedding"][f"{stack}_positions"] = rows[OFFSET:]

@@ -69,10 +69,10 @@ class Values:
     """Options in a file, with checks of their types. Every fault is one line with the path of the file."""
 
     def __init__(self, path: Path, values: Mapping[str, Any]) -> None:
-        self.path, self._values = path, values
+        self.path, self.values = path, values
 
     def __contains__(self, name: str) -> bool:
-        return self._values.get(name) is not None
+        return self.values.get(name) is not None
 
     def get(self, name: str, kind: type[T], default: T | None = None) -> T:
         """Returns an option as `kind`, which is bool, str, int, float or list.
@@ -80,7 +80,7 @@ class Values:
         Raises:
           UserError: if it is missing without a default, or has another type.
         """
-        value = self._values.get(name)
+        value = self.values.get(name)
         if value is None:
             if default is None:
                 raise UserError(f"{self.path}: {name} is missing")

@@ -1,7 +1,8 @@
 """Weights of other toolkits as NumPy arrays, from safetensors or PyTorch files. No code of a file is run."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
@@ -68,19 +69,32 @@ def _safetensors(path: Path) -> Iterator[tuple[str, np.ndarray]]:
         raise UserError(f"{path}: cannot be read ({_first_line(error)})") from error
 
 
-def _torch(path: Path) -> Iterator[tuple[str, np.ndarray]]:
+def load_torch(path: Path, types: Sequence[Any] = ()) -> Any:
+    """Reads a file of PyTorch without running code of it. `types`: what it may contain beside weights.
+
+    Raises:
+      UserError: if PyTorch is not installed, or if the file is damaged or contains something else.
+    """
     try:
         import torch
     except ImportError as error:
         raise UserError(f"import: {error}; run `pip install torch`, or convert {path.name} to {SAFE}") from error
     try:
-        weights = torch.load(path, map_location="cpu", weights_only=True)
-        yield from ((name, tensor.float().numpy()) for name, tensor in weights.items())
+        with torch.serialization.safe_globals(list(types)):
+            return torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
         # torch reports damaged files and forbidden pickles by errors of many types, some of several lines.
         raise UserError(
             f"{path}: cannot be read as plain weights, because it is damaged or contains code ({type(error).__name__})"
         ) from error
+
+
+def _torch(path: Path) -> Iterator[tuple[str, np.ndarray]]:
+    weights = load_torch(path)
+    try:
+        yield from ((name, tensor.float().numpy()) for name, tensor in weights.items())
+    except (AttributeError, TypeError) as error:
+        raise UserError(f"{path}: does not contain weights by name") from error
 
 
 def _first_line(error: Exception) -> str:

@@ -15,7 +15,7 @@ from branchnorm_jax.decoding.translate import Translator
 from branchnorm_jax.errors import UserError, some
 from branchnorm_jax.export import huggingface
 from branchnorm_jax.files import atomic_directory, write_atomically
-from branchnorm_jax.importing import marian, marian_npz, multilingual
+from branchnorm_jax.importing import fairseq, marian, marian_npz, multilingual
 from branchnorm_jax.importing.imported import Imported, read_json
 from branchnorm_jax.model.coefficients import uniform
 from branchnorm_jax.model.transformer import Transformer
@@ -29,8 +29,8 @@ from branchnorm_jax.workdir import Workdir
 FAMILIES = {"marian": marian.read_folder, "m2m_100": multilingual.read_folder, "mbart": multilingual.read_folder}
 """model_type in config.json -> function that reads the folder."""
 
-NPZ = "marian's npz"
-"""What messages call the format of `marian_npz`, which has no config.json."""
+FILES = {".npz": ("marian's npz", marian_npz.read_folder), ".pt": ("fairseq", fairseq.read_folder)}
+"""Suffix of a file in a folder without config.json -> name of the format, and function that reads the folder."""
 
 
 def import_(config: Config, workdir: Workdir) -> None:
@@ -58,8 +58,8 @@ def import_(config: Config, workdir: Workdir) -> None:
         tokenizer = _write_vocabulary(Path(temporary), found)
     model = make_model(config.model, tokenizer)
     difference = None
-    if config.import_.check_sentences and kind == NPZ:
-        logs.say("not compared with Marian, which cannot be called from Python: compare some translations yourself")
+    if config.import_.check_sentences and kind not in FAMILIES:
+        logs.say(f"not compared with {kind}, which cannot be called here: compare some translations yourself")
     elif config.import_.check_sentences:
         difference = _check(config, model, tokenizer, found)
     workdir.create()
@@ -86,9 +86,13 @@ def import_(config: Config, workdir: Workdir) -> None:
 def _read(folder: Path) -> tuple[str, Imported]:
     """Reads a folder; returns its format and the model."""
     if not (folder / "config.json").is_file():
-        if next(folder.glob("*.npz"), None) is None:
-            raise UserError(f"import.path={folder}: expected a folder with config.json, or with Marian's .npz file")
-        return NPZ, marian_npz.read_folder(folder)
+        for suffix, (name, read_folder) in FILES.items():
+            if next(folder.glob(f"*{suffix}"), None) is not None:
+                return name, read_folder(folder)
+        raise UserError(
+            f"import.path={folder}: expected a folder with config.json, with Marian's .npz file, or with a .pt file of "
+            "fairseq"
+        )
     kind = read_json(folder / "config.json").get("model_type")
     if kind not in FAMILIES:
         raise UserError(f"{folder / 'config.json'}: model_type={kind} is not supported, only {', '.join(FAMILIES)}")

@@ -1,5 +1,6 @@
 """Small random models in the formats of other toolkits, made with their own classes."""
 
+import argparse
 import itertools
 import json
 import re
@@ -251,3 +252,74 @@ def marian_npz(folder: Path, *, joint: bool = False, pre_norm: bool = False, tab
         f"models:\n  - model.npz\nvocabs: {json.dumps(vocabularies)}\nbeam-size: 6\nnormalize: 1\n"
     )
     return model
+
+
+def fairseq(folder: Path, *, pre_norm: bool = False, apart: bool = False, hydra: bool = False, **options: Any) -> Any:
+    """Writes a random model under fairseq's names; returns the same model as a module of PyTorch.
+
+    The classes of `transformers` are ports of fairseq's: FSMT of its Post-LN Transformer, and M2M100 of the Pre-LN one.
+
+    Args:
+      folder: the folder.
+      pre_norm: the norms come before the branches.
+      apart: two vocabularies, without shared tables; only with Post-LN.
+      hydra: the options are where fairseq has them since version 0.10.
+      options: further options of fairseq, which change nothing in the returned model.
+    """
+    import torch
+    from transformers import FSMTConfig, FSMTForConditionalGeneration, M2M100Config, M2M100ForConditionalGeneration
+
+    folder.mkdir(exist_ok=True)
+    texts = dict(zip(("en", "de"), SENTENCES.values(), strict=True))
+    texts = texts if apart else dict.fromkeys(texts, " . ".join(texts.values()))
+    sizes = {}
+    for lang, text in texts.items():
+        pieces = train_spm(folder / (f"spm.{lang}.model" if apart else "spm.model"), text, 36)
+        listed = [f"{piece} {1000 - index}" for index, piece in enumerate(pieces[:2:-1])]
+        fill = -(len(listed) + 4) % 8
+        listed += [f"madeupword{index:04} 0" for index in range(fill)]
+        (folder / f"dict.{lang}.txt").write_text("\n".join(listed) + "\n", encoding="utf-8")
+        sizes[lang] = len(listed) + 4
+    both: dict[str, Any] = dict(
+        d_model=16, encoder_layers=2, decoder_layers=3, encoder_attention_heads=4, decoder_attention_heads=4,
+        encoder_ffn_dim=24, decoder_ffn_dim=24, init_std=0.3, max_position_embeddings=64, scale_embedding=True,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    if pre_norm:
+        model: Any = M2M100ForConditionalGeneration(M2M100Config(vocab_size=sizes["en"], **both))
+    else:
+        langs: dict[str, Any] = dict(langs=["en", "de"], src_vocab_size=sizes["en"], tgt_vocab_size=sizes["de"])
+        model = FSMTForConditionalGeneration(FSMTConfig(tie_word_embeddings=False, **langs, **both))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name or name.endswith("bias"):
+                parameter.add_(0.2 * torch.randn_like(parameter))
+        if not (pre_norm or apart):
+            model.model.decoder.embed_tokens.weight[:] = model.model.encoder.embed_tokens.weight
+            model.model.decoder.output_projection.weight[:] = model.model.encoder.embed_tokens.weight
+    state = {
+        name.removeprefix("model."): tensor.clone()
+        for name, tensor in model.state_dict().items()
+        if "embed_positions" not in name and "shared" not in name and "lm_head" not in name
+    }
+    if pre_norm:
+        table = model.model.shared.weight.detach().clone()
+        names = "encoder.embed_tokens", "decoder.embed_tokens", "decoder.output_projection"
+        state |= {f"{name}.weight": table for name in names}
+    for stack in ("encoder", "decoder"):
+        state |= {f"{stack}.version": torch.tensor([3.0]), f"{stack}.embed_positions._float_tensor": torch.zeros(1)}
+    network = dict(
+        encoder_embed_dim=16, encoder_ffn_embed_dim=24, encoder_layers=2, encoder_attention_heads=4,
+        decoder_embed_dim=16, decoder_ffn_embed_dim=24, decoder_layers=3, decoder_attention_heads=4,
+        encoder_normalize_before=pre_norm, decoder_normalize_before=pre_norm, encoder_learned_pos=False,
+        decoder_learned_pos=False, activation_fn="relu", dropout=0.3, share_all_embeddings=not apart,
+        share_decoder_input_output_embed=False, adaptive_softmax_cutoff=None, no_token_positional_embeddings=False,
+        max_source_positions=64, max_target_positions=64,
+    ) | options  # fmt: skip
+    task = dict(source_lang="en", target_lang="de")
+    made: dict[str, Any] = {"args": argparse.Namespace(**task, **network)}
+    if hydra:
+        made = {"args": None, "cfg": {"model": argparse.Namespace(**network), "task": task}}
+    record = {"extra_state": {"val_loss": np.float64(3.5), "epoch": 4}, "last_optimizer_state": None}
+    torch.save({"model": state, **made, **record}, folder / "checkpoint_best.pt")
+    return model.eval()

@@ -40,19 +40,31 @@ class ModelConfig:
     ffn_width: int = option(
         2048, "hidden dimension of the feed-forward sub-layers", unit="features", minimum=1, common=True
     )
-    heads: int = option(8, "attention heads; must divide width", minimum=1, common=True)
-    activation: str = option("relu", "feed-forward activation", choices=("relu", "gelu", "swish", "swiglu"))
+    heads: int = option(8, "attention heads; must divide width unless head_width is set", minimum=1, common=True)
+    head_width: int = option(0, "width of each attention head; 0: width / heads", unit="features", minimum=0)
+    activation: str = option(
+        "relu",
+        "feed-forward activation; gated: swiglu, and geglu_tanh with GELU's tanh approximation (T5 v1.1)",
+        choices=("relu", "gelu", "swish", "swiglu", "geglu_tanh"),
+    )
+    biases: bool = option(True, "the matrices have biases, unless the method has none; T5 has none")
     shared_embeddings: str = option(
         "all",
-        "which embedding tables are shared: source, target and output (all), target and output (decoder), or none",
-        choices=("all", "decoder", "none"),
+        "which embedding tables are shared: source, target and output (all), target and output (decoder), source and "
+        "target (inputs), or none",
+        choices=("all", "decoder", "inputs", "none"),
     )
     positions: str = option(
         "marian",
         "sinusoids: marian (10000^(-2j/d) from position 0, as in Hugging Face's Marian), tensor2tensor "
-        "(10000^(-j/(d/2-1)) from position 0, as in Marian itself) or fairseq (the same from position 2)",
-        choices=("marian", "tensor2tensor", "fairseq"),
+        "(10000^(-j/(d/2-1)) from position 0, as in Marian itself) or fairseq (the same from position 2); relative: as "
+        "in T5, a learned bias of self-attention for each head and distance",
+        choices=("marian", "tensor2tensor", "fairseq", "relative"),
     )
+    relative_buckets: int = option(
+        32, "relative: learned numbers per head; even, the encoder has half of them for each side", minimum=4
+    )
+    relative_distance: int = option(128, "relative: all larger distances share a number", unit="tokens", minimum=3)
     dropout: float = option(
         0.1, "dropout of the embeddings and of every branch", unit="probability", minimum=0, maximum=0.99, common=True
     )
@@ -121,8 +133,9 @@ class ModelConfig:
     )
     decoder_start: str = option(
         "eos",
-        "the embedding of the decoder's first input: that of EOS (eos), or zeros (zero: Marian)",
-        choices=("eos", "zero"),
+        "the embedding of the decoder's first input: that of EOS (eos), of padding (pad: T5) or of the unknown piece "
+        "(unk: MADLAD-400), or zeros (zero: Marian)",
+        choices=("eos", "pad", "unk", "zero"),
     )
     output_bias: bool = option(False, "learn a bias of the output logits")
     mask_unused: bool = option(
@@ -168,6 +181,16 @@ class ModelConfig:
         minimum=0,
         free=True,
     )
+
+    @property
+    def key_width(self) -> int:
+        """K: the width of each attention head."""
+        return self.head_width or self.width // self.heads
+
+    @property
+    def gated(self) -> bool:
+        """Whether the feed-forward sub-layers have a gate, a third matrix."""
+        return self.activation in ("swiglu", "geglu_tanh")
 
 
 def parse_depth(text: str) -> tuple[int, int] | None:
@@ -228,7 +251,7 @@ class DataConfig:
         8000, "SentencePiece vocabulary, special symbols included", unit="pieces", minimum=16, common=True
     )
     vocab_type: str = option("unigram", "type of the SentencePiece model", choices=("unigram", "bpe"))
-    shared_vocab: bool = option(True, "one vocabulary for both languages; needed for shared_embeddings=all")
+    shared_vocab: bool = option(True, "one vocabulary for both languages; needed for shared_embeddings=all and inputs")
     byte_fallback: bool = option(False, "spell unknown characters as bytes instead of <unk>")
     source_normalization: str = option(
         "nmt_nfkc",
@@ -705,7 +728,9 @@ class ExportConfig:
 class ImportConfig:
     """Import of models that other toolkits trained."""
 
-    path: str = option("", "import: folder of a Marian model, as Hugging Face stores it or of Marian itself", free=True)
+    path: str = option(
+        "", "import: folder of a Marian or T5 model, as Hugging Face stores it, or of Marian itself", free=True
+    )
     check_sentences: int = option(
         20,
         "number of random sentences on which the log-probabilities are compared with the other library, if it is "

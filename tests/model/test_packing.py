@@ -30,9 +30,14 @@ def batch(rows: list[np.ndarray], shape: Shape) -> Batch:
     return Batch(*map(jnp.asarray, fill_rows(Text(LENGTHS), rows, shape)))
 
 
-@pytest.mark.parametrize("method", ["branchnorm", pytest.param("dlcl_post", marks=pytest.mark.slow)])
-def test_packing_does_not_change_loss_and_gradient(method: str) -> None:
-    model = Transformer(dataclasses.replace(SMALL, method=method), 20, 20)
+RELATIVE: dict[str, Any] = dict(method="pre_ln", positions="relative", relative_buckets=6, relative_distance=5)
+
+
+@pytest.mark.parametrize(
+    "options", [dict(method="branchnorm"), RELATIVE, pytest.param(dict(method="dlcl_post"), marks=pytest.mark.slow)]
+)
+def test_packing_does_not_change_loss_and_gradient(options: dict[str, Any]) -> None:
+    model = Transformer(dataclasses.replace(SMALL, **options), 20, 20)
     params = jax.tree.map(
         lambda leaf: leaf + 0.1 * jax.random.normal(jax.random.key(leaf.size), leaf.shape),
         model.init(jax.random.key(0)),

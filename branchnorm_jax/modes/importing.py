@@ -14,7 +14,7 @@ from branchnorm_jax.decoding.translate import Translator
 from branchnorm_jax.errors import UserError
 from branchnorm_jax.export import huggingface
 from branchnorm_jax.files import atomic_directory, write_atomically
-from branchnorm_jax.importing import marian, marian_npz
+from branchnorm_jax.importing import marian, marian_npz, t5
 from branchnorm_jax.importing.imported import Imported, read_json
 from branchnorm_jax.model.coefficients import uniform
 from branchnorm_jax.model.transformer import Transformer
@@ -25,7 +25,7 @@ from branchnorm_jax.training.checkpoint import Checkpoints
 from branchnorm_jax.training.network import make_model
 from branchnorm_jax.workdir import Workdir
 
-FAMILIES = {"marian": marian.read_folder}
+FAMILIES = {"marian": marian.read_folder, "t5": t5.read_folder, "mt5": t5.read_folder}
 """model_type in config.json -> function that reads the folder."""
 
 NPZ = "marian's npz"

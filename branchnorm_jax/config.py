@@ -18,7 +18,7 @@ from typing import Any
 import ml_collections
 
 from branchnorm_jax.errors import UserError
-from branchnorm_jax.options import Config, fields, parse_depth, sections
+from branchnorm_jax.options import Config, ModelConfig, fields, parse_depth, sections
 
 
 class Section(ml_collections.ConfigDict):
@@ -226,7 +226,7 @@ def _validate(config: Config) -> None:
                 f"config: train.rollback_updates={train.rollback_updates} is too large for train.keep_last="
                 f"{train.keep_last} checkpoints, one every {train.checkpoint_every} updates; raise train.keep_last"
             )
-    if model.width % model.heads:
+    if model.width % model.heads and not model.head_width:
         raise UserError(f"config: model.heads={model.heads} does not divide model.width={model.width}")
     if model.width % 2:
         raise UserError(f"config: model.width={model.width} must be even (sinusoidal positions come in pairs)")
@@ -245,8 +245,10 @@ def _validate(config: Config) -> None:
         raise UserError(f"config: {needs}; or set best_metric=loss")
     if train.best_metric == "comet" and not config.evaluate.comet:
         raise UserError("config: train.best_metric=comet needs evaluate.comet, a model such as Unbabel/wmt22-comet-da")
-    if model.shared_embeddings == "all" and not data.shared_vocab:
-        raise UserError("config: model.shared_embeddings=all needs data.shared_vocab=True; use decoder or none")
+    if (shared := model.shared_embeddings) in ("all", "inputs") and not data.shared_vocab:
+        raise UserError(f"config: model.shared_embeddings={shared} needs data.shared_vocab=True; use decoder or none")
+    if model.positions == "relative":
+        _validate_relative(model)
     if data.subword_samples and data.vocab_type != "unigram":
         raise UserError("config: data.subword_samples needs the probabilities of data.vocab_type=unigram")
     _validate_directions(config)
@@ -274,6 +276,19 @@ def _validate(config: Config) -> None:
     for split in config.evaluate.split_names:
         if split not in ("valid", "test"):
             raise UserError(f"config: evaluate.splits contains {split!r}; use valid and test, comma-separated")
+
+
+def _validate_relative(model: ModelConfig) -> None:
+    """Checks the options of relative positions. Raises `UserError` if they are invalid."""
+    if model.relative_buckets % 2:
+        raise UserError(f"config: model.relative_buckets={model.relative_buckets} must be even")
+    if model.relative_distance <= model.relative_buckets // 2:
+        raise UserError(
+            f"config: model.relative_distance={model.relative_distance} must be more than half of "
+            f"model.relative_buckets={model.relative_buckets}"
+        )
+    if model.kernels == "interpret":
+        raise UserError("config: model.kernels=interpret: the kernels have no relative positions; use auto or plain")
 
 
 def _validate_directions(config: Config) -> None:

@@ -40,23 +40,35 @@ class ModelConfig:
     ffn_width: int = option(
         2048, "hidden dimension of the feed-forward sub-layers", unit="features", minimum=1, common=True
     )
-    heads: int = option(8, "attention heads; must divide width", minimum=1, common=True)
-    activation: str = option("relu", "feed-forward activation", choices=("relu", "gelu", "swish", "swiglu"))
+    heads: int = option(8, "attention heads; must divide width unless head_width is set", minimum=1, common=True)
+    head_width: int = option(0, "width of each attention head; 0: width / heads", unit="features", minimum=0)
+    activation: str = option(
+        "relu",
+        "feed-forward activation; gated: swiglu, and geglu_tanh with GELU's tanh approximation (T5 v1.1)",
+        choices=("relu", "gelu", "swish", "swiglu", "geglu_tanh"),
+    )
+    biases: bool = option(True, "the matrices have biases, unless the method has none; T5 has none")
     shared_embeddings: str = option(
         "all",
-        "which embedding tables are shared: source, target and output (all), target and output (decoder), or none",
-        choices=("all", "decoder", "none"),
+        "which embedding tables are shared: source, target and output (all), target and output (decoder), source and "
+        "target (inputs), or none",
+        choices=("all", "decoder", "inputs", "none"),
     )
     positions: str = option(
         "marian",
         "sinusoids: marian (10000^(-2j/d) from position 0, as in Hugging Face's Marian), tensor2tensor "
-        "(10000^(-j/(d/2-1)) from position 0, as in Marian itself) or fairseq (the same from position 2); or a learned "
-        "table for each stack (learned: BART, mBART)",
-        choices=("marian", "tensor2tensor", "fairseq", "learned"),
+        "(10000^(-j/(d/2-1)) from position 0, as in Marian itself) or fairseq (the same from position 2); learned: a "
+        "table for each stack, as in BART and mBART; relative: a learned bias of self-attention for each head and "
+        "distance, as in T5",
+        choices=("marian", "tensor2tensor", "fairseq", "learned", "relative"),
     )
     max_positions: int = option(
         1024, "positions=learned: length of the longest sentence, language tag included", unit="tokens", minimum=4
     )
+    relative_buckets: int = option(
+        32, "relative: learned numbers per head; even, the encoder has half of them for each side", minimum=4
+    )
+    relative_distance: int = option(128, "relative: all larger distances share a number", unit="tokens", minimum=3)
     embedding_norm: bool = option(False, "a norm follows the embeddings of each stack, as in BART and mBART")
     dropout: float = option(
         0.1, "dropout of the embeddings and of every branch", unit="probability", minimum=0, maximum=0.99, common=True
@@ -126,8 +138,9 @@ class ModelConfig:
     )
     decoder_start: str = option(
         "eos",
-        "the embedding of the decoder's first input: that of EOS (eos), or zeros (zero: Marian)",
-        choices=("eos", "zero"),
+        "the embedding of the decoder's first input: that of EOS (eos), of padding (pad: T5) or of the unknown piece "
+        "(unk: MADLAD-400), or zeros (zero: Marian)",
+        choices=("eos", "pad", "unk", "zero"),
     )
     output_bias: bool = option(False, "learn a bias of the output logits")
     mask_unused: bool = option(
@@ -178,6 +191,16 @@ class ModelConfig:
     def longest(self) -> int | None:
         """Length of the longest sentence in tokens, with EOS and language tag; None if there is no limit."""
         return self.max_positions if self.positions == "learned" else None
+
+    @property
+    def key_width(self) -> int:
+        """K: the width of each attention head."""
+        return self.head_width or self.width // self.heads
+
+    @property
+    def gated(self) -> bool:
+        """Whether the feed-forward sub-layers have a gate, a third matrix."""
+        return self.activation in ("swiglu", "geglu_tanh")
 
 
 def parse_depth(text: str) -> tuple[int, int] | None:
@@ -240,7 +263,7 @@ class DataConfig:
         8000, "SentencePiece vocabulary, special symbols included", unit="pieces", minimum=16, common=True
     )
     vocab_type: str = option("unigram", "type of the SentencePiece model", choices=("unigram", "bpe"))
-    shared_vocab: bool = option(True, "one vocabulary for both languages; needed for shared_embeddings=all")
+    shared_vocab: bool = option(True, "one vocabulary for both languages; needed for shared_embeddings=all and inputs")
     byte_fallback: bool = option(False, "spell unknown characters as bytes instead of <unk>")
     source_normalization: str = option(
         "nmt_nfkc",
@@ -774,7 +797,9 @@ class ImportConfig:
     """Import of models that other toolkits trained."""
 
     path: str = option(
-        "", "import: folder of a model of Marian, or of Hugging Face (Marian, M2M-100, NLLB, mBART-50)", free=True
+        "",
+        "import: folder of a model of Marian or fairseq, or of Hugging Face (Marian, M2M-100, NLLB, mBART-50, T5)",
+        free=True,
     )
     check_sentences: int = option(
         20,

@@ -185,6 +185,13 @@ def test_either_steps_or_epochs_is_required():
         ({"model": {"width": 64, "heads": 7}}, ["model.heads=7", "does not divide", "model.width=64"]),
         ({"model": {"width": 65, "heads": 5}}, ["model.width=65", "even"]),
         ({"data": {"shared_vocab": False}}, ["model.shared_embeddings=all", "data.shared_vocab=True"]),
+        (
+            {"data": {"shared_vocab": False}, "model": {"shared_embeddings": "inputs"}},
+            ["model.shared_embeddings=inputs", "data.shared_vocab=True"],
+        ),
+        ({"model": {"positions": "relative", "relative_buckets": 31}}, ["model.relative_buckets=31", "even"]),
+        ({"model": {"positions": "relative", "relative_distance": 16}}, ["relative_distance=16", "half"]),
+        ({"model": {"positions": "relative", "kernels": "interpret"}}, ["model.kernels=interpret", "auto or plain"]),
         ({"data": {"source_lang": "de"}}, ["source_lang", "target_lang", "'de'"]),
         ({"data": {"pairs": "en"}}, ["data.pairs='en'", "'en-en' is not a pair"]),
         ({"data": {"pairs": "en-"}}, ["data.pairs", "not a pair"]),
@@ -215,6 +222,7 @@ def test_incompatible_options_are_rejected(values, parts):
     "values",
     [
         {"data": {"shared_vocab": False}, "model": {"shared_embeddings": "decoder"}},
+        {"model": {"width": 64, "heads": 7, "head_width": 8}},
         {"train": {"eval_bleu_sentences": 0, "best_metric": "loss"}},
         {"train": {"eval_bleu_sentences": 0, "keep_best": 0}},
         {"decode": {"nbest": 4}, "evaluate": {"splits": "valid,test"}},

@@ -52,12 +52,12 @@ def forward_flops(config: Config, source_length: float, target_length: float, vo
       vocabulary: size of the target vocabulary.
     """
     m = config.model
-    d, f = m.width, m.ffn_width
-    feed_forward = (6 if m.activation == "swiglu" else 4) * d * f
-    scores = 4 * d
+    d, f, a = m.width, m.ffn_width, m.heads * m.key_width
+    feed_forward = (6 if m.gated else 4) * d * f
+    scores = 4 * a
     return {
-        "encoder": m.encoder_layers * (8 * d * d + feed_forward + scores * source_length),
-        "decoder": m.decoder_layers * (16 * d * d + feed_forward + scores * (target_length / 2 + source_length)),
+        "encoder": m.encoder_layers * (8 * d * a + feed_forward + scores * source_length),
+        "decoder": m.decoder_layers * (16 * d * a + feed_forward + scores * (target_length / 2 + source_length)),
         "output": 2 * d * vocabulary,
     }
 
@@ -66,8 +66,8 @@ def recomputed_flops(config: Config, forward: dict[str, float], source_length: f
     """Returns the FLOPs recomputed per pair of tokens; see the table of `run_stack`."""
     m = config.model
     if m.remat == "save_branches":
-        hidden = (4 if m.activation == "swiglu" else 2) * m.width * m.ffn_width
-        scores = 2 * m.width
+        hidden = (4 if m.gated else 2) * m.width * m.ffn_width
+        scores = 2 * m.heads * m.key_width
         encoder = m.encoder_layers * (hidden + scores * source_length)
         return encoder + m.decoder_layers * (hidden + scores * (target_length / 2 + source_length))
     return {"none": 0, "full": 1, "nested": 2}[m.remat] * (forward["encoder"] + forward["decoder"])

@@ -80,6 +80,8 @@ def reduced(config: Config) -> Config:
     shape: dict[str, Any] = dict(
         width=width, ffn_width=max(1, m.ffn_width * width // m.width), heads=heads, dtype="float32"
     )
+    if m.head_width:
+        shape["head_width"] = max(1, m.heads * m.head_width * width // (m.width * heads))
     # "nested" needs the least memory, and all choices compute the same numbers.
     narrow = dataclasses.replace(m, **shape, remat="nested", group=0)
     # The noam schedule is proportional to D^-1/2, so compensate for the smaller width.

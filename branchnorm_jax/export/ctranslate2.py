@@ -8,11 +8,12 @@ import numpy as np
 
 from branchnorm_jax.errors import UserError
 from branchnorm_jax.export.fold import SUBLAYERS, Plain
-from branchnorm_jax.model.embedding import sinusoids
+from branchnorm_jax.model.embedding import STARTS, sinusoids
 from branchnorm_jax.model.recipe import STACKS
 from branchnorm_jax.options import DecodeConfig, ModelConfig
+from branchnorm_jax.tokens import EOS
 
-SPECIAL = {"unk_token": "<unk>", "bos_token": "</s>", "eos_token": "</s>", "decoder_start_token": "</s>"}
+SPECIAL = {"unk_token": "<unk>", "bos_token": "</s>", "eos_token": "</s>"}
 
 
 def imported() -> Any:
@@ -75,6 +76,7 @@ def write(
         register(pieces)
     for name, token in SPECIAL.items():
         setattr(spec.config, name, token)
+    spec.config.decoder_start_token = vocabularies[1][STARTS.get(config.decoder_start, EOS)]
     spec.config.add_source_eos = True
     spec.config.layer_norm_epsilon = 1e-5
     spec.validate()

@@ -65,6 +65,8 @@ def obstacle(model: Transformer) -> str:
         "its sub-layers' inputs are scaled": r.pre_scale is not None,
         "it is Pre-LN, and its skip connections have factors": r.pre and r.skip != Weight(),
         "it is Post-LN, and a norm follows its last layer": r.post and r.final != "",
+        "its positions are relative": c.positions == "relative",
+        "its attention heads are not model.width / model.heads wide": c.heads * c.key_width != c.width,
         f"its norms are {c.norm}": c.norm != "layer_norm",
         f"its activation is {c.activation}": c.activation not in ("relu", "gelu", "swish"),
     }
@@ -91,6 +93,8 @@ def fold(model: Transformer, params: Any, alpha: Alpha) -> Plain:
         factors_of = sublayer_factors(recipe, model.depth, stack, alpha, tree)
         factors = {name: factors_of(name) for name in SUBLAYERS[stack]}
         plain = {name: tree[name] for name in SUBLAYERS[stack]}
+        for matrix in (each for name in SUBLAYERS[stack] for each in plain[name].values()):
+            matrix.setdefault("bias", np.zeros_like(matrix["kernel"][:, 0]))
         plain |= {f"{name}_norm": tree[f"{name}_{kind}_norm"] for name in SUBLAYERS[stack]}
         scales[stack] = _fold_stack(plain, factors, SUBLAYERS[stack], c.width)
         layers[stack] = jax.tree.map(lambda leaf: leaf.astype(np.float32), plain)

@@ -10,6 +10,7 @@ from safetensors.numpy import save_file
 
 from branchnorm_jax.errors import UserError
 from branchnorm_jax.export.fold import SUBLAYERS, UNUSED_BIAS, Plain, without_embedding_scale
+from branchnorm_jax.model.embedding import STARTS
 from branchnorm_jax.options import DecodeConfig, ModelConfig
 from branchnorm_jax.tokens import EOS, PAD, UNK
 
@@ -63,7 +64,7 @@ def write(
       longest: maximum sequence length of the exported model.
     """
     plain = without_embedding_scale(plain)
-    start = EOS
+    start = STARTS.get(config.decoder_start, EOS)
     if config.decoder_start == "zero":
         start = PAD
         if plain.tables["target"][PAD].any():
@@ -95,7 +96,7 @@ def _weights(plain: Plain) -> dict[str, np.ndarray]:
     """Returns the parameters under the names of MarianMTModel; its matrices are [d_out, d_in]."""
     source, target, output = (plain.tables[name] for name in ("source", "target", "output"))
     weights = {"final_logits_bias": plain.bias[None]}
-    if source is target:
+    if source is target is output:
         weights["model.shared.weight"] = target
     else:
         weights |= {"model.encoder.embed_tokens.weight": source, "model.decoder.embed_tokens.weight": target}
@@ -122,7 +123,8 @@ def _model_config(plain: Plain, config: ModelConfig, start: int, longest: int) -
         "architectures": ["MarianMTModel"],
         "vocab_size": len(source),
         "decoder_vocab_size": len(target),
-        "share_encoder_decoder_embeddings": source is target,
+        # With an output table of its own, `transformers` does not find a table that the sides share.
+        "share_encoder_decoder_embeddings": source is target is output,
         "tie_word_embeddings": output is target,
         "d_model": config.width,
         "encoder_layers": config.encoder_layers,
@@ -180,10 +182,13 @@ def log_probs(folder: Path, sources: Sequence[list[int]], targets: Sequence[list
     except ImportError as error:
         raise UserError(f"{error}; run `pip install torch transformers`") from error
     model = AutoModelForSeq2SeqLM.from_pretrained(folder, dtype=torch.float32).eval()
+    starts = model.config.decoder_start_token_id, model.generation_config.decoder_start_token_id
+    # T5 models without this option start from padding.
+    start = next((token for token in starts if token is not None), model.config.pad_token_id)
     results = []
     with torch.no_grad():
         for source, target in zip(sources, targets, strict=True):
-            inputs = torch.tensor([[model.config.decoder_start_token_id, *target[:-1]]])
+            inputs = torch.tensor([[start, *target[:-1]]])
             logits = model(input_ids=torch.tensor([source]), decoder_input_ids=inputs).logits
             picked = logits.log_softmax(-1)[0].gather(1, torch.tensor(target)[:, None])
             results.append(picked[:, 0].numpy())

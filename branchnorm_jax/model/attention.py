@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from branchnorm_jax.axes import kernels
+from branchnorm_jax.errors import UserError
 from branchnorm_jax.model import fused_attention, fused_attention_tpu
 from branchnorm_jax.model.declared import declared
 from branchnorm_jax.model.dropout import dropout
@@ -28,27 +29,33 @@ def attend(
     mask_BTS: jax.Array,
     rate: float = 0.0,
     key: jax.Array | None = None,
+    bias_BHTS: jax.Array | None = None,
 ) -> jax.Array:
-    """Dropout(softmax(q k^T / sqrt(K))) v, scores and softmax in float32.
+    """Dropout(softmax(q k^T / sqrt(K) + bias)) v, scores and softmax in float32.
 
     Args:
       q_BTHK: queries; k_BSHK, v_BSHK: keys and values.
       mask_BTS: True where query t attends to key s; axes of size 1 broadcast.
       rate: dropout rate of the attention weights.
       key: random key; None switches dropout off.
+      bias_BHTS: float32, axes of size 1 broadcast; None means 0.
 
     Returns:
       [B, T, H, K] in the values' dtype.
     """
-    probabilities_BHTS = dropout(probabilities(q_BTHK, k_BSHK, mask_BTS), rate, key).astype(v_BSHK.dtype)
+    probabilities_BHTS = probabilities(q_BTHK, k_BSHK, mask_BTS, bias_BHTS)
+    probabilities_BHTS = dropout(probabilities_BHTS, rate, key).astype(v_BSHK.dtype)
     return jnp.einsum("bhts,bshk->bthk", probabilities_BHTS, v_BSHK)
 
 
-def probabilities(q_BTHK: jax.Array, k_BSHK: jax.Array, mask_BTS: jax.Array) -> jax.Array:
-    """Returns the attention weights softmax(q k^T / sqrt(K)), float32 [B, H, T, S]. Arguments as in `attend`."""
+def probabilities(
+    q_BTHK: jax.Array, k_BSHK: jax.Array, mask_BTS: jax.Array, bias_BHTS: jax.Array | None = None
+) -> jax.Array:
+    """Returns the attention weights of `attend` before dropout, float32 [B, H, T, S]."""
     q_BTHK = q_BTHK * q_BTHK.shape[-1] ** -0.5
     exact = jnp.promote_types(q_BTHK.dtype, jnp.float32)
     scores_BHTS = jnp.einsum("bthk,bshk->bhts", q_BTHK, k_BSHK, preferred_element_type=exact)
+    scores_BHTS = scores_BHTS if bias_BHTS is None else scores_BHTS + bias_BHTS
     return softmax(jnp.where(mask_BTS[:, None], scores_BHTS, MASKED))
 
 
@@ -92,7 +99,11 @@ class KVCache(NamedTuple):
 
 
 def attend_cached(
-    q_BQHK: jax.Array, cached: KVCache, mask_BQS: jax.Array, own: tuple[jax.Array, jax.Array] | None = None
+    q_BQHK: jax.Array,
+    cached: KVCache,
+    mask_BQS: jax.Array,
+    own: tuple[jax.Array, jax.Array] | None = None,
+    bias_BHQS: jax.Array | None = None,
 ) -> jax.Array:
     """Computes the attention of the Q hypotheses of a sentence to their shared keys and values.
 
@@ -102,6 +113,7 @@ def attend_cached(
       mask_BQS: True where a hypothesis attends; axes of size 1 broadcast.
       own: the key and the value of each hypothesis's current token, [B, Q, H, K] each. No other hypothesis attends to
         them.
+      bias_BHQS: added to the scores, last to those of the current tokens; float32, axes of size 1 broadcast.
 
     Returns:
       [B, Q, H, K] in the values' dtype.
@@ -114,6 +126,8 @@ def attend_cached(
     if own is not None:
         own_BHQ1 = jnp.einsum("bqhk,bqhk->bhq", q_BQHK, own[0], preferred_element_type=exact)[..., None]
         scores_BHQS = jnp.concatenate([scores_BHQS, own_BHQ1], axis=-1)
+    if bias_BHQS is not None:
+        scores_BHQS += bias_BHQS
     probabilities_BHQS = jax.nn.softmax(scores_BHQS).astype(v_BHSK.dtype)
     # For an output [B, Q, H, K], `einsum` would swap the operands, and XLA's product is then far slower on CPUs.
     out_BHQK = jnp.einsum("bhqs,bhsk->bhqk", probabilities_BHQS[..., : mask_BQS.shape[-1]], v_BHSK)
@@ -124,7 +138,7 @@ def attend_cached(
 
 
 class Attention(nn.Module):
-    """Projections q, k, v, o [D, D] around `attend`. The module's name is the sub-layer, self or cross.
+    """Projections q, k, v [D, H K] and o [H K, D] around `attend`. The module's name is the sub-layer, self or cross.
 
     Options of the recipe: a norm before o (`Recipe.inner_norm`: Sub-LN), and a learned factor per head, which
     multiplies the head before o, or the head's share of the features after o (`Recipe.head_scale`: NormFormer).
@@ -140,12 +154,15 @@ class Attention(nn.Module):
         if sublayer in recipe.inner_norm:
             self.inner_norm = Norm(config.norm, "heads")
         if sublayer in recipe.head_scale:
+            if recipe.head_scale_last and config.width % config.heads:
+                raise UserError(
+                    f"config: model.method={config.method} needs model.heads that divide model.width={config.width}"
+                )
             self.head_scale = self.param("head_scale", declared(nn.initializers.ones, "heads"), (config.heads,))
 
     def _heads(self, x: jax.Array) -> jax.Array:
-        """[..., D] -> [..., H, K]."""
-        heads, width = self.config.heads, self.config.width
-        return x.reshape(*x.shape[:-1], heads, width // heads)
+        """[..., H K] -> [..., H, K]."""
+        return x.reshape(*x.shape[:-1], self.config.heads, -1)
 
     def keys_values(self, memory_BSD: jax.Array) -> KeysValues:
         """Returns keys and values of the encoder's output or, in self-attention, of x: [B, S, H, K] each."""
@@ -158,9 +175,13 @@ class Attention(nn.Module):
         memory_BSD: jax.Array,
         mask_BTS: jax.Array,
         key: jax.Array | None = None,
+        bias_BHTS: jax.Array | None = None,
     ) -> jax.Array:
-        """Computes attention from x to the memory, which is x itself in self-attention: [B, T, D] -> [B, T, D]."""
-        rate, platform = self.config.attention_dropout, kernels(self.config.kernels)
+        """Computes attention from x to the memory, which is x itself in self-attention: [B, T, D] -> [B, T, D].
+
+        The fused kernels add no bias, so with one they are not used.
+        """
+        rate, platform = self.config.attention_dropout, kernels(self.config.kernels) if bias_BHTS is None else ""
         shapes = self._shapes(x_BTD, memory_BSD)
         if platform in ("gpu", "cpu") and fused_attention.supported(*shapes):
             q_k_v = self._joined(x_BTD, memory_BSD)
@@ -169,13 +190,13 @@ class Attention(nn.Module):
         keys_values = self.keys_values(memory_BSD)
         if platform == "tpu" and fused_attention_tpu.supported(*shapes):
             return self._out(fused_attention_tpu.fused_attend(q_BTHK, *keys_values, mask_BTS, rate, key))
-        return self._out(attend(q_BTHK, *keys_values, mask_BTS, rate, key))
+        return self._out(attend(q_BTHK, *keys_values, mask_BTS, rate, key, bias_BHTS))
 
     def _shapes(self, x_BTD: jax.Array, memory_BSD: jax.Array) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
         """Returns the shapes of the queries and of the keys."""
         c = self.config
         x, memory = (
-            jax.ShapeDtypeStruct((*given.shape[:2], c.heads, c.width // c.heads), jnp.dtype(c.dtype))
+            jax.ShapeDtypeStruct((*given.shape[:2], c.heads, c.key_width), jnp.dtype(c.dtype))
             for given in (x_BTD, memory_BSD)
         )
         return x, memory
@@ -187,7 +208,7 @@ class Attention(nn.Module):
 
         def project(x: jax.Array, matrices: tuple[Linear, ...]) -> jax.Array:
             y = checkpoint_name(joined(x, matrices), "projection")
-            return self._heads(y.reshape(*y.shape[:-1], len(matrices), self.config.width))
+            return self._heads(y.reshape(*y.shape[:-1], len(matrices), -1))
 
         return tuple(project(*part) for part in parts)
 
@@ -201,9 +222,10 @@ class Attention(nn.Module):
         cached: KVCache,
         mask_BQS: jax.Array,
         own: tuple[jax.Array, jax.Array] | None = None,
+        bias_BHQS: jax.Array | None = None,
     ) -> jax.Array:
         """Runs one decoding step of Q hypotheses, see `attend_cached`: [B, Q, D] -> [B, Q, D]."""
-        return self._out(attend_cached(self._heads(self.q(x_BQD)), cached, mask_BQS, own))
+        return self._out(attend_cached(self._heads(self.q(x_BQD)), cached, mask_BQS, own, bias_BHQS))
 
     def _out(self, out_BTHK: jax.Array) -> jax.Array:
         """Applies the output projection: [B, T, H, K] -> [B, T, D]."""
@@ -216,7 +238,7 @@ class Attention(nn.Module):
         out_BTHK = checkpoint_name(out_BTHK, "context")
         if scaled and not recipe.head_scale_last:
             out_BTHK = scale(out_BTHK)
-        out_BTD = out_BTHK.reshape(*out_BTHK.shape[:-2], self.config.width)
+        out_BTD = out_BTHK.reshape(*out_BTHK.shape[:-2], -1)
         out_BTD = self.o(self.inner_norm(out_BTD) if self.name in recipe.inner_norm else out_BTD)
         if scaled and recipe.head_scale_last:
             out_BTD = scale(self._heads(out_BTD)).reshape(out_BTD.shape)

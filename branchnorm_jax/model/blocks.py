@@ -139,15 +139,20 @@ class EncoderBlock(Block):
     """Self-attention, then feed-forward."""
 
     @nn.compact
-    def __call__(self, stream: Stream, layer: LayerInput, mask_BTS: jax.Array) -> tuple[Stream, None]:
-        """Runs one layer. mask_BTS [B, S, S] is True where a query attends: at the real tokens of its sentence."""
+    def __call__(
+        self, stream: Stream, layer: LayerInput, mask_BTS: jax.Array, bias: jax.Array | None = None
+    ) -> tuple[Stream, None]:
+        """Runs one layer. mask_BTS [B, S, S] is True where a query attends: at the real tokens of its sentence.
+
+        `bias` is added to the scores, see `relative.bias`.
+        """
         stream, layer, bottom = self._begin(stream, layer)
         attention = Attention(self.config, self.recipe, name="self")
         feed_forward = FeedForward(self.config, self.recipe, name="ffn")
 
         def self_attention(z: jax.Array) -> jax.Array:
             key = site_key(layer.key, Site.SELF_PROBABILITIES)
-            return attention(z, z, mask_BTS, key)
+            return attention(z, z, mask_BTS, key, bias)
 
         stream = self._residual("self", stream, self_attention, layer, Site.SELF_BRANCH)
         ffn_key = site_key(layer.key, Site.FFN_ACTIVATION)
@@ -165,6 +170,7 @@ class DecoderBlock(Block):
         memory_BSD: jax.Array | None,
         self_mask: jax.Array,
         cross_mask: jax.Array,
+        bias: jax.Array | None = None,
         cache: Cache | None = None,
     ) -> tuple[Stream, KeysValues | None]:
         """Runs one layer on whole targets (`cache` is None), or on one step of several hypotheses per sentence.
@@ -175,6 +181,7 @@ class DecoderBlock(Block):
           memory_BSD: the encoder's output; None with a cache.
           self_mask: True where a query attends to a target token, [B, T, T], or to a slot of the cache, [B, Q, N].
           cross_mask: True where a query attends to a source token, [B, T, S] or [B, 1, S].
+          bias: added to the scores of self-attention, see `relative.bias` and, with a cache, `relative.cached_bias`.
           cache: this layer's `Cache`, without the current tokens.
 
         Returns:
@@ -189,9 +196,9 @@ class DecoderBlock(Block):
 
         def attend_self(z: jax.Array) -> jax.Array:
             if cache is None:
-                return self_attention(z, z, self_mask, site_key(layer.key, Site.SELF_PROBABILITIES))
+                return self_attention(z, z, self_mask, site_key(layer.key, Site.SELF_PROBABILITIES), bias)
             new.append(self_attention.keys_values(z))
-            return self_attention.decode(z, cache.self, self_mask, new[0])
+            return self_attention.decode(z, cache.self, self_mask, new[0], bias)
 
         def attend_cross(z: jax.Array) -> jax.Array:
             if cache is not None:
@@ -211,7 +218,7 @@ class DecoderBlock(Block):
         if cache is None:
             return stream, None
         c, (rows, length, _) = self.config, stream.x.shape
-        return stream, new[0] if new else (jnp.zeros((rows, length, c.heads, c.width // c.heads), c.dtype),) * 2
+        return stream, new[0] if new else (jnp.zeros((rows, length, c.heads, c.key_width), c.dtype),) * 2
 
 
 def make_block(config: ModelConfig, recipe: Recipe, stack: str, inactive: bool = False) -> EncoderBlock | DecoderBlock:

@@ -25,7 +25,7 @@ Caches = Cache | list[Cache]
 
 def empty(config: ModelConfig, dtype: jnp.dtype, rows: int, slots: int) -> KVCache:
     """Returns an empty cache for all decoder layers, with `slots` slots for each of `rows` sentences."""
-    shape, size = (config.decoder_layers, rows, config.heads), config.width // config.heads
+    shape, size = (config.decoder_layers, rows, config.heads), config.key_width
     return KVCache(jnp.zeros((*shape, size, slots), dtype), jnp.zeros((*shape, slots, size), dtype))
 
 

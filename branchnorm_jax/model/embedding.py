@@ -58,6 +58,10 @@ def fix_norm(table_VD: jax.Array) -> jax.Array:
     return table_VD * jax.lax.rsqrt(jnp.maximum(squares, 1e-24))
 
 
+STARTS = {"pad": PAD, "unk": UNK}
+"""`model.decoder_start` -> the token that replaces EOS in the decoder's input."""
+
+
 def drop_words(tokens_BT: jax.Array, rate: float, key: jax.Array | None, tags: int = 0) -> jax.Array:
     """Applies word dropout: each word becomes UNK with probability `rate`. Does nothing if `key` is None.
 

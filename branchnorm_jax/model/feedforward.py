@@ -1,5 +1,8 @@
 """Position-wise feed-forward sub-layer."""
 
+import functools
+from collections.abc import Callable
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -12,9 +15,15 @@ from branchnorm_jax.model.recipe import Recipe
 from branchnorm_jax.model.taps import watched_rows
 from branchnorm_jax.options import ModelConfig
 
+GATES: dict[str, Callable[[jax.Array], jax.Array]] = {
+    "swiglu": jax.nn.silu,
+    "geglu_tanh": functools.partial(jax.nn.gelu, approximate=True),
+}
+"""Gated activations -> the function of the gate."""
+
 
 class FeedForward(nn.Module):
-    """fc2(Dropout(act(fc1 x))); with activation "swiglu", fc2(Dropout(silu(gate x) * fc1 x)) (Shazeer, 2020).
+    """fc2(Dropout(act(fc1 x))); with a gated activation, fc2(Dropout(act(gate x) * fc1 x)) (Shazeer, 2020).
 
     Options of the recipe: a norm before fc2 (`Recipe.inner_norm`: Sub-LN, NormFormer), and learned scalars that are
     subtracted before and after the activation (`Recipe.shifts`: Fixup).
@@ -37,8 +46,8 @@ class FeedForward(nn.Module):
             return h - self.param(name, declared(nn.initializers.zeros), ()).astype(h.dtype)
 
         h_BTF = shifted(matrix("fc1")(x_BTD), "shift_in")
-        if c.activation == "swiglu":
-            h_BTF = h_BTF * jax.nn.silu(matrix("gate")(x_BTD))
+        if c.gated:
+            h_BTF = h_BTF * GATES[c.activation](matrix("gate")(x_BTD))
         elif c.activation == "swish":
             h_BTF = jax.nn.silu(h_BTF)
         elif c.activation == "gelu":

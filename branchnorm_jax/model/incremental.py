@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from branchnorm_jax.model import relative
 from branchnorm_jax.model.attention import BITS, Attention, KVCache
 from branchnorm_jax.model.cache import Cache, Caches, empty, to_cache, write_tokens
 from branchnorm_jax.model.coefficients import Alpha
@@ -26,7 +27,9 @@ class CurrentTokens(NamedTuple):
     seen_BQN: jax.Array
     """True at the slots that hold the earlier tokens of each hypothesis."""
     slot: jax.Array
-    """The current tokens are written to Q consecutive slots, starting here."""
+    """The current tokens are written to Q consecutive slots, starting here.
+
+    The slots are a ring: each step writes the Q slots after those of the step before."""
 
 
 def unstack_decoder(model: Transformer, params: Params) -> Params:
@@ -87,9 +90,13 @@ def step(
       alpha: alpha_t.
     """
     x_BQD = model.embed_tokens(params, "decoder", current.ids_BQ, current.positions_B1D)
+    bias = None
+    if model.config.positions == "relative":
+        sizes = current.seen_BQN.shape[-1], current.ids_BQ.shape[1]
+        bias = relative.cached_bias(model.config, params[relative.table_name("decoder")], *sizes, current.slot)
 
     def arguments(layer_cache: Cache) -> tuple[Any, ...]:
-        return None, current.seen_BQN, source_mask_B1S, layer_cache
+        return None, current.seen_BQN, source_mask_B1S, bias, layer_cache
 
     inputs = model.layer_inputs("decoder", alpha)
     x_BQD, new = model.run_layers(params, "decoder", x_BQD, inputs, arguments, caches)

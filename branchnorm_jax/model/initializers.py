@@ -50,7 +50,7 @@ def zeros(key: jax.Array, shape: tuple[int, ...], d_in: int, d_out: int) -> jax.
 
 
 class Base(NamedTuple):
-    """Initialisers of kernels and biases by matrix name: q, k, v, o, fc1, fc2 (and gate for SwiGLU, drawn as fc1)."""
+    """Initialisers of kernels and biases by matrix name: q, k, v, o, fc1, fc2 (and gate, drawn as fc1)."""
 
     kernel: Mapping[str, Initializer]
     bias: Mapping[str, Initializer]

@@ -92,11 +92,11 @@ def linear(config: ModelConfig, recipe: Recipe, sublayer: str, matrix: str) -> L
     base = get_base(config.init or recipe.init)
     axes = MATRICES[matrix]
     return Linear(
-        config.ffn_width if axes[1] == "ffn" else config.width,
+        {"ffn": config.ffn_width, "heads": config.heads * config.key_width, "embed": config.width}[axes[1]],
         axes,
         jnp.dtype(config.dtype),
         base.kernel[matrix],
-        base.bias[matrix] if recipe.biases else None,
+        base.bias[matrix] if recipe.biases and config.biases else None,
         recipe.gain_of(sublayer, matrix),
         name=matrix,
     )

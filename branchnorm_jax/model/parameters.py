@@ -1,12 +1,13 @@
 """The parameter tree of a Transformer:
 
-    embedding/{shared | source, target[, output]}   [V, D]
+    embedding/{shared | source, target}[, output]   [V, D]
     embedding/bias                                   [V], added to the logits if model.output_bias is set
     embedding/{encoder,decoder}_positions            [P, D], if model.positions=learned
     encoder/{self/{q,k,v,o}, ffn/{fc1,fc2}, ...}     [L, ...] per leaf: axis 0 is the layer
     decoder/{self, cross, ffn, ...}                  [L, ...]
     {encoder,decoder}_norm                           [D], if the method ends its stacks with a norm; Fixup: scalars
     {encoder,decoder}_{embedding_norm,combination}   only in a few methods, or with model.embedding_norm
+    {encoder,decoder}_relative                       [buckets, H], if model.positions=relative
 
 The recipe scales the base distribution of the matrices by a gain, and sets the initial values of learned weights.
 """
@@ -24,6 +25,7 @@ from branchnorm_jax.model.declared import Declared, map_declared
 from branchnorm_jax.model.embedding import TABLE_AXES, draw_positions, draw_table
 from branchnorm_jax.model.norms import declare_norm, final_kind
 from branchnorm_jax.model.recipe import ONE, STACKS, Depth, Recipe
+from branchnorm_jax.model.relative import declare_table, table_name
 from branchnorm_jax.options import ModelConfig
 
 Params = dict[str, Any]
@@ -34,10 +36,12 @@ def declare_parameters(
 ) -> dict[str, Any]:
     """Returns the parameter tree. Each leaf is a `Declared` with the initial value after the gain."""
     depth = Depth(config.encoder_layers, config.decoder_layers)
-    embedding_key, *stack_keys = (jax.random.fold_in(key, index) for index in range(3))
-    params = {"embedding": declare_embedding(config, recipe, source_vocab, target_vocab, embedding_key)}
-    for stack, stack_key, layers in zip(STACKS, stack_keys, depth, strict=True):
+    embedding_key, *keys = (jax.random.fold_in(key, index) for index in range(5))
+    params: dict[str, Any] = {"embedding": declare_embedding(config, recipe, source_vocab, target_vocab, embedding_key)}
+    for stack, stack_key, table_key, layers in zip(STACKS, keys[:2], keys[2:], depth, strict=True):
         params[stack] = declare_stack(config, recipe, depth, stack, stack_key)
+        if config.positions == "relative":
+            params[table_name(stack)] = declare_table(config, table_key)
         if recipe.embedding_norm:
             params[f"{stack}_embedding_norm"] = declare_norm(config.norm, config.width)
         if recipe.combines:
@@ -57,6 +61,7 @@ def declare_embedding(
     rows = {
         "all": {"shared": source_vocab},
         "decoder": {"source": source_vocab, "target": target_vocab},
+        "inputs": {"shared": source_vocab, "output": target_vocab},
         "none": {"source": source_vocab, "target": target_vocab, "output": target_vocab},
     }[config.shared_embeddings]
     tables = {}

@@ -11,12 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from branchnorm_jax.axes import gather
+from branchnorm_jax.model import relative
 from branchnorm_jax.model.blocks import Block, LayerInput, Stream, make_block, watched
 from branchnorm_jax.model.coefficients import Alpha, resolve
 from branchnorm_jax.model.combination import combined
 from branchnorm_jax.model.declared import map_declared
 from branchnorm_jax.model.dropout import dropout
-from branchnorm_jax.model.embedding import TABLE_AXES, drop_words, embed, fix_norm, sinusoids
+from branchnorm_jax.model.embedding import STARTS, TABLE_AXES, drop_words, embed, fix_norm, sinusoids
 from branchnorm_jax.model.growth import starts_closed
 from branchnorm_jax.model.methods import get_recipe
 from branchnorm_jax.model.norms import apply_norm, final_kind
@@ -145,6 +146,9 @@ class Transformer:
         arguments: tuple[Any, ...] = (mask_BTT,)
         if memory is not None:
             arguments = memory[0], mask_BTT & causal_mask(tokens_BT.shape[1]), same_sentence(segments, memory[1])
+        if self.config.positions == "relative":
+            table = params[relative.table_name(stack)]
+            arguments += (relative.bias(self.config, table, stack, tokens_BT.shape[1]),)
         positions_BTD = self.positions(params, stack, tokens_BT.shape[1])[segments.positions]
         x_BTD = self.embed_tokens(params, stack, tokens_BT, positions_BTD, key)
         inputs = self.layer_inputs(stack, alpha, key, taps)
@@ -207,12 +211,14 @@ class Transformer:
         return self.run_tokens(params, "decoder", inputs_BT, target, memory, alpha, taps=Taps(attention=weights_M))[1]
 
     def positions(self, params: Params, stack: str, length: int) -> jax.Array:
-        """Returns the position embeddings of a stack, float32 [length, D].
+        """Returns the position embeddings of a stack, float32 [length, D]; zeros if positions are relative.
 
         There are at most `config.longest`. Only padding has positions beyond; indexing gives it the last one.
         """
         if self.config.positions == "learned":
             return params["embedding"][f"{stack}_positions"][:length]
+        if self.config.positions == "relative":
+            return jnp.zeros((length, self.config.width))
         return jnp.asarray(sinusoids(length, self.config.width, self.config.positions))
 
     # Parts
@@ -326,7 +332,7 @@ class Transformer:
 
     def _table(self, params: Params, side: str) -> jax.Array:
         tables = params["embedding"]
-        table = tables.get("shared", tables.get(side, tables.get("target")))
+        table = tables.get(side, tables.get("shared", tables.get("target")))
         return fix_norm(table) if self.config.embedding == "fixnorm" else table
 
     def embed_tokens(
@@ -336,6 +342,8 @@ class Transformer:
         c, side = self.config, "source" if stack == "encoder" else "target"
         key = _fold(key, 0)
         tokens_BT = drop_words(tokens_BT, c.word_dropout, _fold(key, 1), self.tags)
+        if stack == "decoder" and c.decoder_start in STARTS:
+            tokens_BT = jnp.where(tokens_BT == EOS, STARTS[c.decoder_start], tokens_BT)
         x_BTD = embed(tokens_BT, self._table(params, side), positions)
         if stack == "decoder" and c.decoder_start == "zero":
             x_BTD = jnp.where((tokens_BT == EOS)[..., None], positions, x_BTD)

@@ -15,7 +15,7 @@ from branchnorm_jax.decoding.translate import Translator
 from branchnorm_jax.errors import UserError, some
 from branchnorm_jax.export import huggingface
 from branchnorm_jax.files import atomic_directory, write_atomically
-from branchnorm_jax.importing import fairseq, marian, marian_npz, multilingual
+from branchnorm_jax.importing import fairseq, marian, marian_npz, multilingual, t5
 from branchnorm_jax.importing.imported import Imported, read_json
 from branchnorm_jax.model.coefficients import uniform
 from branchnorm_jax.model.transformer import Transformer
@@ -26,7 +26,11 @@ from branchnorm_jax.training.checkpoint import Checkpoints
 from branchnorm_jax.training.network import make_model
 from branchnorm_jax.workdir import Workdir
 
-FAMILIES = {"marian": marian.read_folder, "m2m_100": multilingual.read_folder, "mbart": multilingual.read_folder}
+FAMILIES = {
+    "marian": marian.read_folder,
+    **dict.fromkeys(("m2m_100", "mbart"), multilingual.read_folder),
+    **dict.fromkeys(("t5", "mt5"), t5.read_folder),
+}
 """model_type in config.json -> function that reads the folder."""
 
 FILES = {".npz": ("marian's npz", marian_npz.read_folder), ".pt": ("fairseq", fairseq.read_folder)}

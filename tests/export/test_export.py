@@ -73,6 +73,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "gelu and a bias": dict(activation="gelu", output_bias=True),
     "fairseq's positions": dict(positions="fairseq"),
     "learned positions, norm of the embeddings": dict(positions="learned", max_positions=20, embedding_norm=True),
+    "starts from padding, without biases": dict(decoder_start="pad", biases=False, shared_embeddings="inputs"),
+    "starts from the unknown piece": dict(decoder_start="unk"),
     "fixed norms of words": dict(embedding="fixnorm", shared_embeddings="decoder"),
 }
 
@@ -94,6 +96,7 @@ def test_model_options_are_exported(options: dict[str, Any], tmp_path: Path) -> 
     [
         ("branchnorm", "none"),
         ("deepnorm", "all"),
+        ("post_ln", "inputs"),
         *(pytest.param(*case, marks=pytest.mark.slow) for case in (("branchnorm", "decoder"), ("rezero_ln", "all"))),
     ],
 )
@@ -152,7 +155,13 @@ def test_methods_that_cannot_be_exported_give_a_reason() -> None:
     for method in METHODS:
         obstacle = fold.obstacle(Transformer(dataclasses.replace(SMALL, method=method), WORDS, WORDS))
         assert bool(obstacle) != (method in FOLDABLE), method
-    cases: list[tuple[dict[str, Any], str]] = [({"norm": "rms_norm"}, "rms_norm"), ({"activation": "swiglu"}, "swiglu")]
+    cases: list[tuple[dict[str, Any], str]] = [
+        ({"norm": "rms_norm"}, "rms_norm"),
+        ({"activation": "swiglu"}, "swiglu"),
+        ({"activation": "geglu_tanh"}, "geglu_tanh"),
+        ({"positions": "relative"}, "relative"),
+        ({"head_width": 6}, "model.width / model.heads wide"),
+    ]
     for changes, word in cases:
         assert word in fold.obstacle(Transformer(dataclasses.replace(SMALL, **changes), WORDS, WORDS))
 

@@ -323,3 +323,66 @@ def fairseq(folder: Path, *, pre_norm: bool = False, apart: bool = False, hydra:
     record = {"extra_state": {"val_loss": np.float64(3.5), "epoch": 4}, "last_optimizer_state": None}
     torch.save({"model": state, **made, **record}, folder / "checkpoint_best.pt")
     return model.eval()
+
+
+def t5(
+    folder: Path, *, old: bool = False, apart: bool = True, safe: bool = True, kind: str = "t5", **options: Any
+) -> Any:
+    """Writes a random model of the T5 family; returns it.
+
+    Args:
+      folder: the folder.
+      old: config.json has the options of older versions of `transformers`.
+      apart: the output has a table of its own, as in T5 v1.1 and mT5.
+      safe: the weights are in safetensors, not in a file of PyTorch.
+      kind: model_type.
+      options: of its configuration.
+    """
+    import torch
+    import transformers
+
+    folder.mkdir(exist_ok=True)
+    special: dict[str, Any] = dict(pad_id=0, eos_id=1, unk_id=2, bos_id=-1)
+    text = " . ".join(SENTENCES.values()) + " translate English to German : "
+    pieces = train_spm(folder / "spiece.model", text, 60, **special, user_defined_symbols=["<2de>", "<2fr>"])
+    tokenizer = {"tokenizer_class": "T5Tokenizer", "extra_ids": 5}
+    (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer))
+    torch.manual_seed(0)
+    settings: dict[str, Any] = dict(
+        vocab_size=len(pieces) + 8,
+        d_model=16,
+        d_kv=6,
+        d_ff=24,
+        num_layers=2,
+        num_decoder_layers=3,
+        num_heads=4,
+        feed_forward_proj="gated-gelu" if apart else "relu",
+        tie_word_embeddings=not apart,
+        decoder_start_token_id=0,
+        relative_attention_num_buckets=8,
+        relative_attention_max_distance=20,
+        initializer_factor=1.0,
+    )
+    names = {"t5": ("T5Config", "T5ForConditionalGeneration"), "mt5": ("MT5Config", "MT5ForConditionalGeneration")}
+    make_config, make_model = (getattr(transformers, name) for name in names[kind])
+    model = make_model(make_config(**settings | options)).eval()
+    if apart:
+        model.lm_head.weight = torch.nn.Parameter(0.3 * torch.randn(model.lm_head.weight.shape))
+        model.lm_head.weight.data[1] *= 2  # some translations end before their limit
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "layer_norm" in name:
+                parameter.add_(0.2 * torch.randn_like(parameter))
+            if "relative_attention_bias" in name:
+                parameter.normal_()
+    if safe:
+        model.save_pretrained(folder)
+    else:
+        model.config.save_pretrained(folder)
+        torch.save(model.state_dict(), folder / "pytorch_model.bin")
+    if old:
+        path = folder / "config.json"
+        values = json.loads(path.read_text()) | {"tie_word_embeddings": not apart}
+        values.pop("scale_decoder_outputs", None)
+        path.write_text(json.dumps(values))
+    return model

@@ -33,9 +33,12 @@ def batch(rows: list[np.ndarray], shape: Shape) -> Batch:
 LEARNED: dict[str, Any] = dict(method="pre_ln", positions="learned", max_positions=6, embedding_norm=True)
 """There are as many positions as the longest sentence needs. Packed rows are longer."""
 
+RELATIVE: dict[str, Any] = dict(method="pre_ln", positions="relative", relative_buckets=6, relative_distance=5)
+
 
 @pytest.mark.parametrize(
-    "options", [dict(method="branchnorm"), LEARNED, pytest.param(dict(method="dlcl_post"), marks=pytest.mark.slow)]
+    "options",
+    [dict(method="branchnorm"), LEARNED, RELATIVE, pytest.param(dict(method="dlcl_post"), marks=pytest.mark.slow)],
 )
 def test_packing_does_not_change_loss_and_gradient(options: dict[str, Any]) -> None:
     model = Transformer(dataclasses.replace(SMALL, **options), 20, 20)

@@ -48,6 +48,7 @@ def train(model: ModelConfig, train: TrainConfig) -> tuple[TrainState, Metrics]:
         ("branchnorm", "adamw", "nested", {"group": 2, "alpha_order": "bottom_up", "shared_embeddings": "none"}),
         ("branchnorm", "adamw", "full", {}),
         ("pre_ln", "lamb", "nested", {}),
+        ("pre_ln", "adamw", "full", {"positions": "relative", "head_width": 6, "decoder_start": "pad"}),
         ("admin", "radam", "full", {"carry_dtype": "float16"}),
         ("residual_dual", "adagrad", "full", {"alpha_schedule": "adaptive"}),
     ],

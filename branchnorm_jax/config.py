@@ -18,7 +18,7 @@ from typing import Any
 import ml_collections
 
 from branchnorm_jax.errors import UserError
-from branchnorm_jax.options import Config, ModelConfig, fields, parse_depth, sections
+from branchnorm_jax.options import Config, fields, parse_depth, sections
 
 
 class Section(ml_collections.ConfigDict):
@@ -215,7 +215,47 @@ def _checked(name: str, field: dataclasses.Field[Any], value: Any) -> Any:
 
 def _validate(config: Config) -> None:
     """Checks the rules that involve several options. Raises `UserError` if one is broken."""
-    model, data, train = config.model, config.data, config.train
+    _validate_model(config)
+    _validate_train(config)
+    _validate_directions(config)
+    _validate_decode(config)
+    if config.data.subword_samples and config.data.vocab_type != "unigram":
+        raise UserError("config: data.subword_samples needs the probabilities of data.vocab_type=unigram")
+    for split in config.evaluate.split_names:
+        if split not in ("valid", "test"):
+            raise UserError(f"config: evaluate.splits contains {split!r}; use valid and test, comma-separated")
+
+
+def _validate_model(config: Config) -> None:
+    """Checks the options of the network. Raises `UserError` if they are invalid."""
+    model, data = config.model, config.data
+    if model.width % model.heads and not model.head_width:
+        raise UserError(f"config: model.heads={model.heads} does not divide model.width={model.width}")
+    if model.width % 2:
+        raise UserError(f"config: model.width={model.width} must be even (sinusoidal positions come in pairs)")
+    if model.longest and data.max_length > model.longest:
+        raise UserError(
+            f"config: data.max_length={data.max_length} is more than model.max_positions={model.max_positions}, the "
+            "longest sentence of a model with learned positions"
+        )
+    if (shared := model.shared_embeddings) in ("all", "inputs") and not data.shared_vocab:
+        raise UserError(f"config: model.shared_embeddings={shared} needs data.shared_vocab=True; use decoder or none")
+    if model.positions != "relative":
+        return
+    if model.relative_buckets % 2:
+        raise UserError(f"config: model.relative_buckets={model.relative_buckets} must be even")
+    if model.relative_distance <= model.relative_buckets // 2:
+        raise UserError(
+            f"config: model.relative_distance={model.relative_distance} must be more than half of "
+            f"model.relative_buckets={model.relative_buckets}"
+        )
+    if model.kernels == "interpret":
+        raise UserError("config: model.kernels=interpret: the kernels have no relative positions; use auto or plain")
+
+
+def _validate_train(config: Config) -> None:
+    """Checks the options of training. Raises `UserError` if they are invalid."""
+    train = config.train
     if train.update_in_backward:
         _validate_update_in_backward(config)
     if "rollback" in (train.nonfinite, train.spike):
@@ -226,15 +266,6 @@ def _validate(config: Config) -> None:
                 f"config: train.rollback_updates={train.rollback_updates} is too large for train.keep_last="
                 f"{train.keep_last} checkpoints, one every {train.checkpoint_every} updates; raise train.keep_last"
             )
-    if model.width % model.heads and not model.head_width:
-        raise UserError(f"config: model.heads={model.heads} does not divide model.width={model.width}")
-    if model.width % 2:
-        raise UserError(f"config: model.width={model.width} must be even (sinusoidal positions come in pairs)")
-    if model.longest and data.max_length > model.longest:
-        raise UserError(
-            f"config: data.max_length={data.max_length} is more than model.max_positions={model.max_positions}, the "
-            "longest sentence of a model with learned positions"
-        )
     if bool(train.steps) == bool(train.epochs):
         raise UserError(
             f"config: set either train.steps or train.epochs and leave the other 0 "
@@ -245,50 +276,30 @@ def _validate(config: Config) -> None:
         raise UserError(f"config: {needs}; or set best_metric=loss")
     if train.best_metric == "comet" and not config.evaluate.comet:
         raise UserError("config: train.best_metric=comet needs evaluate.comet, a model such as Unbabel/wmt22-comet-da")
-    if (shared := model.shared_embeddings) in ("all", "inputs") and not data.shared_vocab:
-        raise UserError(f"config: model.shared_embeddings={shared} needs data.shared_vocab=True; use decoder or none")
-    if model.positions == "relative":
-        _validate_relative(model)
-    if data.subword_samples and data.vocab_type != "unigram":
-        raise UserError("config: data.subword_samples needs the probabilities of data.vocab_type=unigram")
-    _validate_directions(config)
-    if data.row_multiple % train.accumulation:
+    if config.data.row_multiple % train.accumulation:
         raise UserError(
-            f"config: train.accumulation={train.accumulation} does not divide data.row_multiple={data.row_multiple}"
+            f"config: train.accumulation={train.accumulation} does not divide data.row_multiple="
+            f"{config.data.row_multiple}"
         )
-    if config.decode.nbest > config.decode.beam_size:
-        raise UserError(
-            f"config: decode.nbest={config.decode.nbest} is more than decode.beam_size={config.decode.beam_size}"
-        )
-    if config.decode.constraints and config.decode.target_prefix:
+
+
+def _validate_decode(config: Config) -> None:
+    """Checks the options of translation. Raises `UserError` if they are invalid."""
+    decode, depth = config.decode, config.model.decoder_layers
+    if decode.nbest > decode.beam_size:
+        raise UserError(f"config: decode.nbest={decode.nbest} is more than decode.beam_size={decode.beam_size}")
+    if decode.constraints and decode.target_prefix:
         raise UserError(
             "config: decode.constraints and decode.target_prefix both read fields behind the source; set one"
         )
-    if config.decode.temperature and (config.decode.constraints or config.decode.glossary):
+    if decode.temperature and (decode.constraints or decode.glossary):
         raise UserError("config: decode.glossary and decode.constraints need beam search; set decode.temperature=0")
-    if not config.decode.temperature and (config.decode.top_k or config.decode.top_p < 1):
+    if not decode.temperature and (decode.top_k or decode.top_p < 1):
         raise UserError("config: decode.top_k and decode.top_p need sampling; set decode.temperature, for example to 1")
-    if config.decode.alignment_layer > model.decoder_layers:
+    if decode.alignment_layer > depth:
         raise UserError(
-            f"config: decode.alignment_layer={config.decode.alignment_layer} is more than model.decoder_layers="
-            f"{model.decoder_layers}"
+            f"config: decode.alignment_layer={decode.alignment_layer} is more than model.decoder_layers={depth}"
         )
-    for split in config.evaluate.split_names:
-        if split not in ("valid", "test"):
-            raise UserError(f"config: evaluate.splits contains {split!r}; use valid and test, comma-separated")
-
-
-def _validate_relative(model: ModelConfig) -> None:
-    """Checks the options of relative positions. Raises `UserError` if they are invalid."""
-    if model.relative_buckets % 2:
-        raise UserError(f"config: model.relative_buckets={model.relative_buckets} must be even")
-    if model.relative_distance <= model.relative_buckets // 2:
-        raise UserError(
-            f"config: model.relative_distance={model.relative_distance} must be more than half of "
-            f"model.relative_buckets={model.relative_buckets}"
-        )
-    if model.kernels == "interpret":
-        raise UserError("config: model.kernels=interpret: the kernels have no relative positions; use auto or plain")
 
 
 def _validate_directions(config: Config) -> None:

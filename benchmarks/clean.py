@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.measure import save
-from branchnorm_jax.data.corpus import Pair
 from branchnorm_jax.data.filters import CHUNK, load_filters, rejections
+from branchnorm_jax.data.formats import Pair
 from branchnorm_jax.data.quality import foreign
 from branchnorm_jax.options import DataConfig
 

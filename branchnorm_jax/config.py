@@ -290,7 +290,7 @@ def _validate_decode(config: Config) -> None:
         raise UserError(f"config: decode.nbest={decode.nbest} is more than decode.beam_size={decode.beam_size}")
     if decode.constraints and decode.target_prefix:
         raise UserError(
-            "config: decode.constraints and decode.target_prefix both read fields behind the source; set one"
+            "config: decode.constraints and decode.target_prefix both read fields after the source; set one"
         )
     if decode.temperature and (decode.constraints or decode.glossary):
         raise UserError("config: decode.glossary and decode.constraints need beam search; set decode.temperature=0")

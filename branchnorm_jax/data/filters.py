@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from branchnorm_jax.data.corpus import Pair
+from branchnorm_jax.data.formats import Pair
 from branchnorm_jax.errors import UserError, needs_extra
 from branchnorm_jax.options import DataConfig
 
@@ -60,8 +60,10 @@ def rejections(filters: Sequence[Filter], pairs: Sequence[Pair]) -> list[str]:
     for one in filters:
         try:
             accepted = list(one.filter.decisions([pairs[index] for index in left])) if left else []
+        except UserError:
+            raise
         except Exception as error:
-            raise UserError(f"clean.filters: {one.name} failed: {' '.join(str(error).split())}") from error
+            raise UserError(f"{one.name} failed: {' '.join(str(error).split())}") from error
         for index, good in zip(left, accepted, strict=True):
             names[index] = "" if good else one.name
         left = [index for index in left if not names[index]]

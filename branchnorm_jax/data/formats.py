@@ -18,7 +18,7 @@ Pair = tuple[str, str]
 def pairs_in(path: Path | UPath, languages: Pair) -> Iterator[Pair]:
     """Streams the sentence pairs of a file, in constant memory.
 
-    A unit that lacks a language has an empty text on that side. A line break inside a text becomes a space.
+    A unit that lacks one of the languages is left out: it is no pair. A line break inside a text becomes a space.
 
     Args:
       path: the file; its suffix selects the format, see `FORMATS`.
@@ -27,17 +27,17 @@ def pairs_in(path: Path | UPath, languages: Pair) -> Iterator[Pair]:
     Raises:
       UserError: during iteration, if the file cannot be read, or if no unit has both languages.
     """
-    count, complete, known = 0, False, dict[str, None]()
+    lacking, complete, known = 0, False, dict[str, None]()
     for texts in FORMATS[format_of(path.name)](path, languages):
-        count += 1
-        known |= dict.fromkeys(texts)
-        codes = [code_of(language, tuple(texts)) for language in languages]
-        source, target = (_one_line("" if code is None else texts[code]) for code in codes)
-        complete |= None not in codes
-        yield source, target
-    if count and not complete:
+        source, target = (code_of(language, tuple(texts)) for language in languages)
+        if source is None or target is None:
+            lacking, known = lacking + 1, known | dict.fromkeys(texts)
+            continue
+        complete = True
+        yield _one_line(texts[source]), _one_line(texts[target])
+    if lacking and not complete:
         raise UserError(
-            f"{path}: none of {count:,} units has both {' and '.join(languages)}; the languages are "
+            f"{path}: none of {lacking:,} units has both {' and '.join(languages)}; the languages are "
             f"{', '.join(known) or 'missing'}; change data.source_lang and data.target_lang"
         )
 

@@ -13,6 +13,7 @@ import numpy as np
 from babel.core import get_global
 from babel.localedata import locale_identifiers
 
+from branchnorm_jax.data.codes import base
 from branchnorm_jax.data.formats import Pair
 
 FAULTS = {
@@ -54,7 +55,8 @@ CHUNK = 8192
 
 SCRIPTS = {
     **{"Hans": ("CJK",), "Hant": ("CJK",), "Jpan": ("CJK", "HIRAGANA", "KATAKANA"), "Kore": ("HANGUL", "CJK")},
-    **{"Beng": ("BENGALI",), "Orya": ("ORIYA",)},
+    **{"Beng": ("BENGALI",), "Orya": ("ORIYA",), "Cans": ("CANADIAN",), "Nkoo": ("NKO",), "Mtei": ("MEETEI",)},
+    **{"Lisu": ("LISU",), "Lana": ("TAI",), "Plrd": ("MIAO",), "Hani": ("CJK",)},
 }
 """ISO 15924 code -> scripts in the words of Unicode, where they differ from the English name of the code."""
 
@@ -90,12 +92,12 @@ def scripts_of(language: str) -> list[frozenset[str]]:
 
     The list is empty if Babel does not know the language.
     """
-    base, *rest = re.split("[-_]", language)
-    likely = get_global("likely_subtags").get(base, "").split("_")
-    others = [part for name in locale_identifiers() if name.startswith(f"{base}_") for part in name.split("_")]
+    own, rest = base(language), re.split("[-_]", language)[1:]
+    likely = get_global("likely_subtags").get(own, "").split("_")
+    others = [part for name in locale_identifiers() if name.startswith(f"{own}_") for part in name.split("_")]
     names = babel.Locale("en").scripts
     codes = dict.fromkeys(code for code in (*rest, *likely, *others) if code in names)
-    return list(dict.fromkeys(frozenset(SCRIPTS.get(code, (names[code].upper(),))) for code in codes))
+    return list(dict.fromkeys(frozenset(SCRIPTS.get(code, names[code].upper().split()[:1])) for code in codes))
 
 
 def usual(pairs: Iterable[Pair], languages: tuple[str, str] = ("", "")) -> Usual:
@@ -110,7 +112,7 @@ def usual(pairs: Iterable[Pair], languages: tuple[str, str] = ("", "")) -> Usual
     for counts, language in zip(letters, languages, strict=True):
         common = frozenset(name for name, n in counts.items() if n >= COMMON * counts.total())
         main, *others = scripts_of(language) or [common]
-        expected.append(main.union(*(script for script in others if script & common)))
+        expected.append(main.union(*(names for names in others if names & common)))
     return Usual((lengths[1] + 1) / (lengths[0] + 1), (expected[0], expected[1]))
 
 
@@ -169,6 +171,8 @@ def keys(pair: Pair) -> set[int]:
 
 def overlap(pair: Pair, others: Container[int]) -> list[str]:
     """Returns the fault of a pair that another split has, too; `others` are `keys` of the pairs of that split."""
+    if not all(pair):
+        return []
     return ["held_out"] if hash(pair) in others else ["held_out_source"] if hash(pair[0]) in others else []
 
 
@@ -180,7 +184,7 @@ def foreign(pair: Pair, languages: tuple[str, str]) -> list[str]:
     rank = _identifier()
     for text, language in zip(pair, languages, strict=True):
         log_probs = {name: log_prob for name, log_prob in rank(text) if name != "zxx"}  # zxx: no language
-        own = log_probs.get(re.split("[-_]", language)[0])
+        own = log_probs.get(base(language))
         if own is not None and max(log_probs.values()) - own > MARGIN:
             return ["language"]
     return []
@@ -193,10 +197,10 @@ class Report:
         self.pairs = 0
         self.faults: dict[str, dict[str, Any]] = {}
 
-    def add(self, pair: Pair, faults: Iterable[str]) -> None:
+    def add(self, pair: Pair, found: Iterable[str]) -> None:
         """Counts the next pair of the corpus."""
         self.pairs += 1
-        for name in faults:
+        for name in found:
             source, target = (text if len(text) <= SHOWN else f"{text[:SHOWN]}..." for text in pair)
             example = {"pairs": 0, "line": self.pairs, "source": source, "target": target}
             self.faults.setdefault(name, example)["pairs"] += 1

@@ -2,38 +2,34 @@
 
 import itertools
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from branchnorm_jax.data.corpus import corpus_key, read_pairs
+from branchnorm_jax.data.formats import Pair
 from branchnorm_jax.data.quality import SAMPLE, Report, describe, inspect, keys, overlap, usual
 from branchnorm_jax.errors import UserError
 from branchnorm_jax.files import write_atomically
 from branchnorm_jax.options import DataConfig
 
-HELD_OUT = "valid", "test"
 
-
-def report(config: DataConfig, directory: Path, label: str, say: Callable[[str], None]) -> dict[str, Any]:
+def report(
+    config: DataConfig, directory: Path, held_out: Sequence[str], label: str, say: Callable[[str], None]
+) -> dict[str, Any]:
     """Inspects the splits of a language pair, once; prints one line per fault, with the first pair that has it.
 
     Args:
       config: specifies the corpus.
       directory: folder of `report.json`, which is reused while the text is the same.
+      held_out: the other splits to inspect; one that cannot be read is left out, and the reason is said.
       label: what to append to the name of the split in the lines.
       say: called with each line.
 
     Returns:
       Split -> `pairs` (their number) and `faults`, see `quality.Report.faults`.
     """
-    texts: dict[str, Any] = {"train": corpus_key(config, "train")}
-    missing = {}
-    for split in HELD_OUT:
-        try:
-            texts[split] = corpus_key(config, split)
-        except UserError as error:
-            missing[split] = str(error)
+    texts = {split: _key(config, split) for split in ("train", *held_out)}
     path = directory / "report.json"
     try:
         known = json.loads(path.read_text(encoding="utf-8"))
@@ -41,13 +37,17 @@ def report(config: DataConfig, directory: Path, label: str, say: Callable[[str],
             return known["splits"]
     except (OSError, ValueError, KeyError, TypeError):  # missing or damaged
         pass
-    found = inspected(config, [split for split in HELD_OUT if split in texts])
+    others: dict[str, list[Pair]] = {}
+    for split in held_out:
+        try:
+            others[split] = list(read_pairs(config, split))
+        except UserError as error:
+            say(f"no {split} text{label}: {error}")
+    found = inspected(config, others)
     for split, one in found.items():
         for name, example in one.faults.items():
             first = f"first line {example['line']}: {example['source']} | {example['target']}"
             say(f"{split}{label}: {describe(name, example['pairs'])}, {first}")
-    for split, reason in missing.items():
-        say(f"no {split} text{label}: {reason}")
     if found["train"].faults:
         say("--mode=clean lists faulty training pairs, and writes a copy without them to train on in a new workdir")
     splits = {split: vars(one) for split, one in found.items()}
@@ -56,10 +56,17 @@ def report(config: DataConfig, directory: Path, label: str, say: Callable[[str],
     return splits
 
 
-def inspected(config: DataConfig, held_out: list[str]) -> dict[str, Report]:
-    """Reads the training text and the splits `held_out`; returns their faults. Keeps the latter splits in memory."""
+def _key(config: DataConfig, split: str) -> dict[str, Any] | None:
+    """Returns `corpus_key`, or None if the text is missing."""
+    try:
+        return corpus_key(config, split)
+    except UserError:
+        return None
+
+
+def inspected(config: DataConfig, others: Mapping[str, Sequence[Pair]]) -> dict[str, Report]:
+    """Reads the training text; returns its faults and those of the other splits."""
     expected = usual(itertools.islice(read_pairs(config, "train"), SAMPLE), (config.source_lang, config.target_lang))
-    others = {split: list(read_pairs(config, split)) for split in held_out}
     wanted = set[int]().union(*map(keys, itertools.chain.from_iterable(others.values())))
     reports, common = {"train": Report()}, set[int]()
     for pair, found in inspect(read_pairs(config, "train"), expected):

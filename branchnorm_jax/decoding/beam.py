@@ -72,7 +72,7 @@ class Live(NamedTuple):
 
 
 class Given(NamedTuple):
-    """What the translations of new sentences must be like. Each field has one value per new sentence; see `Search`."""
+    """The requirements of new sentences. Each field has one value per new sentence; see `Search`."""
 
     limit: Any
     number: Any = 0
@@ -179,14 +179,15 @@ def begin(search: Search, rows: jax.Array, given: Given, config: DecodeConfig) -
 
     # The K hypotheses of a new sentence are identical, so beam search starts from one of them; sampling uses all.
     active = (jnp.arange(config.beam_size) == 0) | (config.temperature > 0)
-    finished = search.finished
+    finished, phrases = search.finished, put(search.phrases, given.phrases)
     return search._replace(
         start=put(search.start, search.clock),
         limit=put(search.limit, given.limit),
         tags=put(search.tags, given.tags),
         live=search.live._replace(
             log_probs=put(search.live.log_probs, jnp.where(active, 0.0, -jnp.inf)),
-            complete=put(search.live.complete, False),
+            # Padding is complete from the start, so that no word seems to have just ended.
+            complete=put(search.live.complete, False) | (phrases == constraints.NONE).all(-1)[:, None],
         ),
         finished=finished._replace(
             tokens=put(finished.tokens, PAD),
@@ -198,7 +199,7 @@ def begin(search: Search, rows: jax.Array, given: Given, config: DecodeConfig) -
         number=put(search.number, given.number),
         prefix=put(search.prefix, given.prefix),
         nbest=put(search.nbest, config.nbest if given.nbest is None else given.nbest),
-        phrases=put(search.phrases, given.phrases),
+        phrases=phrases,
     )
 
 

@@ -1,10 +1,10 @@
 """Lexical constraints: phrases that the translation of a sentence must contain, each as whole words.
 
 The candidates of a step are divided into banks by the number of phrase tokens that they contain, and the banks get
-equal shares of the beam. So candidates compete with those that have paid for as much of the phrases as they have. This
-is dynamic beam allocation (Post and Vilar, 2018, "Fast Lexically Constrained Decoding with Dynamic Beam Allocation for
-Neural Machine Translation"). Which phrases are begun can be seen from the last tokens, so the search keeps only which
-ones are complete.
+equal shares of the beam. So a candidate competes only with candidates that contain the same number of phrase tokens.
+This is dynamic beam allocation (Post and Vilar, 2018, "Fast Lexically Constrained Decoding with Dynamic Beam Allocation
+for Neural Machine Translation"). Which phrases are begun can be seen from the last tokens, so the search keeps only
+which ones are complete.
 
 Axes: B sentences, K hypotheses, C phrases of a sentence, P tokens of a phrase, N candidates of a hypothesis.
 """

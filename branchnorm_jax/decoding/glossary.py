@@ -1,20 +1,24 @@
 """Glossaries: translations that terms of the source must have, and phrases as token ids."""
 
 import hashlib
-import re
 import unicodedata
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+import regex
+
 from branchnorm_jax.data.tokenizer import Tokenizer
+from branchnorm_jax.decoding.scripts import UNSPACED
 from branchnorm_jax.errors import UserError
+from branchnorm_jax.files import read_lines
 from branchnorm_jax.tokens import UNK
 
-UNSPACED = "\u0e00-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff\U00020000-\U0003ffff"
-"""Ranges of the scripts without spaces between words: Thai, Lao, Tibetan, Burmese, Khmer, Japanese and Chinese."""
+WORD = regex.compile(rf"[{UNSPACED}]|[\w--[{UNSPACED}]]+|[^\w\s]", regex.V1)
+"""Words, punctuation marks, and characters of scripts without spaces. Python's own \\w excludes vowel signs."""
 
-WORD = re.compile(rf"[{UNSPACED}]|[^\W{UNSPACED}]+|[^\w\s]")
+INSIDE = regex.compile(rf"[\w--[{UNSPACED}]]|<0x", regex.V1)
+"""Start of pieces that continue a word: letters and bytes of letters."""
 
 SPACE = "▁"
 """SentencePiece's mark of a space, at the start of a word."""
@@ -35,7 +39,7 @@ class Glossary(NamedTuple):
     def translations(self, line: str) -> list[str]:
         """Returns the translations of the terms in a source line, each once.
 
-        From left to right, the longest term that begins at a word is taken, and the search goes on behind it.
+        From left to right, the longest term that begins at a word is taken, and the search continues after it.
         """
         found, words, place = [], _words(line), 0
         while place < len(words):
@@ -58,12 +62,7 @@ def read_glossary(path: Path) -> Glossary:
     Raises:
       UserError: if the file cannot be read, a line has other fields, or a term has two translations.
     """
-    try:
-        content = path.read_bytes()
-        lines = content.decode("utf-8-sig").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
-        raise UserError(f"decode.glossary={path}: cannot be read ({reason})") from error
+    lines = read_lines(path)
     as_written: dict[tuple[str, ...], str] = {}
     any_case: dict[tuple[str, ...], str] = {}
     for number, line in enumerate(lines, start=1):
@@ -77,7 +76,7 @@ def read_glossary(path: Path) -> Glossary:
         if terms.setdefault(words, rest[0]) != rest[0]:
             raise UserError(f"{path}, line {number}: {term!r} already has the translation {terms[words]!r}")
     longest = max(map(len, (*as_written, *any_case)), default=0)
-    return Glossary(as_written, any_case, longest, hashlib.sha256(content).hexdigest())
+    return Glossary(as_written, any_case, longest, hashlib.sha256("\n".join(lines).encode()).hexdigest())
 
 
 def encode_phrase(tokenizer: Tokenizer, phrase: str, unused: Collection[int]) -> list[int]:
@@ -93,7 +92,7 @@ def encode_phrase(tokenizer: Tokenizer, phrase: str, unused: Collection[int]) ->
     """
     ids = tokenizer.encode_target([phrase])[0][:-1]
     first = tokenizer.target_pieces_of(ids[:1])
-    if re.match(rf"[{UNSPACED}]", phrase) and first[0].startswith(SPACE):
+    if regex.match(rf"[{UNSPACED}]", phrase) and first[0].startswith(SPACE):
         rest = tokenizer.target_processor.piece_to_id(first[0].removeprefix(SPACE))
         ids = ids[1:] if first[0] == SPACE else [ids[0] if rest == UNK else rest, *ids[1:]]
     if not ids or UNK in ids or not set(unused).isdisjoint(ids):
@@ -103,8 +102,7 @@ def encode_phrase(tokenizer: Tokenizer, phrase: str, unused: Collection[int]) ->
 
 def word_starts(pieces: Sequence[str]) -> tuple[bool, ...]:
     """Returns whether each piece does not continue a word."""
-    inside = re.compile(rf"[^\W{UNSPACED}]")
-    return tuple(inside.match(piece) is None for piece in pieces)
+    return tuple(INSIDE.match(piece) is None for piece in pieces)
 
 
 def _words(text: str) -> list[str]:

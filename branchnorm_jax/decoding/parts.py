@@ -7,17 +7,18 @@ from typing import NamedTuple
 
 import sentencex
 
+from branchnorm_jax.data.codes import base
 from branchnorm_jax.data.tokenizer import Tokenizer
+from branchnorm_jax.decoding.scripts import CHINESE_OR_JAPANESE, UNSPACED
 from branchnorm_jax.tokens import EOS
 
 _WORD = re.compile(r"\S+\s*")
 
-_CHINESE_OR_JAPANESE = r"\u3000-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\uff00-\uff9f\U00020000-\U0003ffff"
-_SENTENCES_TOUCH = re.compile(f"[{_CHINESE_OR_JAPANESE}]")
+_SENTENCES_TOUCH = re.compile(f"[{CHINESE_OR_JAPANESE}]")
 """Characters of languages that write no space between sentences."""
 
-_WORDS_TOUCH = re.compile(rf"[{_CHINESE_OR_JAPANESE}\u0e00-\u0fff\u1000-\u109f\u1780-\u17ff]")
-"""Characters of languages that write no space between words: also Thai, Lao, Tibetan, Burmese, Khmer."""
+_WORDS_TOUCH = re.compile(f"[{UNSPACED}]")
+"""Characters of languages that write no space between words."""
 
 
 class Part(NamedTuple):
@@ -26,11 +27,11 @@ class Part(NamedTuple):
     source: list[int]
     """Token ids, EOS last."""
     text: str = ""
-    """The text; of a word that is cut, the first part has all of it."""
+    """The source text. If a word is cut, its first part has the whole word, and the others have none."""
     inside: bool = False
     """Whether the part begins inside a word."""
     warning: str = ""
-    """What was lost, in words."""
+    """Describes the source text that was cut off; empty if none was."""
 
 
 def split(text: str, tokenizer: Tokenizer, limit: int, language: str = "") -> list[Part]:
@@ -38,7 +39,7 @@ def split(text: str, tokenizer: Tokenizer, limit: int, language: str = "") -> li
 
     A sentence that does not fit is split at white space, and a word that does not fit between its pieces. The parts
     together have all of the text; only white space between two parts is in neither. A part never has several sentences,
-    because models of single sentences leave out most of the others.
+    because a model that was trained on single sentences translates only one of several.
 
     Args:
       text: any text.
@@ -64,7 +65,7 @@ def _sentences(text: str, language: str) -> list[str]:
     """Returns the sentences of a text, each with the white space that follows it."""
     # sentencex loses some line breaks, and fails at some initials with a no-break space.
     plain = re.sub(r"\s", " ", text)
-    found = sentencex.segment(re.split("[_-]", language)[0], plain)
+    found = sentencex.segment(base(language), plain)
     if "".join(found) != plain:  # Versions before 1.0.20 lost text.
         return [text]
     ends = list(itertools.accumulate(map(len, found)))

@@ -27,7 +27,7 @@ class Translation(NamedTuple):
     parts: tuple["Translation", ...] = ()
     """If the line was split, the translations of its parts."""
     warning: str = ""
-    """What was lost of the source, in words."""
+    """Describes the source text that was cut off; empty if none was."""
 
     @property
     def blocks(self) -> list[np.ndarray]:

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from branchnorm_jax.data.tokenizer import NO_TAGS, Tags, Tokenizer
+from branchnorm_jax.data.tokenizer import NO_TAGS, TAG, Tags, Tokenizer
 from branchnorm_jax.decoding.beam import Hypotheses
 from branchnorm_jax.decoding.engine import Engine, Query, Weights, coarse, pad, padded_length, padded_lengths, rounded
 from branchnorm_jax.decoding.glossary import NO_TERMS, Glossary, encode_phrase, word_starts
@@ -45,7 +45,7 @@ class Line(NamedTuple):
     number: int
     """Line number; seeds the samples."""
     tags: Tags = NO_TAGS
-    """Tags that select the target language of a multilingual model."""
+    """Its language tags."""
     required: Required = Required()
     """What the translation must contain, beside the terms of the glossary."""
     nbest: int = 1
@@ -62,13 +62,24 @@ class Sentence(NamedTuple):
     number: int
     """Seeds the samples of this sentence."""
     tags: Tags = NO_TAGS
-    """Tags that select the target language of a multilingual model."""
+    """Its language tags."""
     prefix: Sequence[int] = ()
     """Token ids that the translation starts with, without EOS."""
     nbest: int = 1
     """Number of translations requested."""
     phrases: Sequence[Sequence[int]] = ()
     """Token ids of phrases that the translation contains."""
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether the translation is empty, without a search."""
+        return len(self.source) == 1 and not self.prefix and not self.phrases
+
+    @property
+    def query(self) -> Query:
+        """The sentence with its tags, for the engine."""
+        source, prefix = [*self.tags.source, *self.source], [*self.tags.target, *self.prefix]
+        return Query(source, self.number, prefix, self.nbest, len(self.tags.target), self.phrases)
 
 
 class Member(NamedTuple):
@@ -158,8 +169,12 @@ class Translator:
         They are the translations of the terms of the glossary that occur in the text, and those of `required`. Raises
         `UserError` if the model cannot write one of them.
         """
-        texts = dict.fromkeys([*self.glossary.translations(text), *required.phrases])
-        return [encode_phrase(self.tokenizer, each, self.model.unused) for each in texts]
+        return [self.encoded(each) for each in dict.fromkeys([*self.glossary.translations(text), *required.phrases])]
+
+    @functools.cached_property
+    def encoded(self) -> Callable[[str], list[int]]:
+        """Returns a function that returns the token ids of a phrase; see `glossary.encode_phrase`."""
+        return functools.cache(functools.partial(encode_phrase, self.tokenizer, unused=self.model.unused))
 
     def translate_lines(
         self,
@@ -211,6 +226,12 @@ class Translator:
         return self.longest if self.config.split == "none" else min(self.longest, self.data.max_length)
 
     @functools.cached_property
+    def source_lang(self) -> str:
+        """The source language, or "" if the model has several."""
+        sources = self.data.sources
+        return sources[0] if len(sources) == 1 else ""
+
+    @functools.cached_property
     def longest(self) -> int:
         """Maximum number of tokens of a line, EOS included, that can be translated as a whole."""
         # A language tag may come on top.
@@ -222,8 +243,10 @@ class Translator:
         With `decode.split=sentences`, every line is split. A line with required phrases is never split, but cut,
         because nothing says which part a phrase belongs to.
         """
-        languages = {direction.source_lang for direction in self.data.directions()}
-        language = languages.pop() if len(languages) == 1 else ""
+
+        def language(line: Line) -> str:
+            tag = TAG.fullmatch("".join(self.tokenizer.source_pieces_of([*line.tags.source])))
+            return tag[1] if tag and self.data.tags == "each" else self.source_lang
 
         def fitting(line: Line, ids: list[int]) -> list[Part]:
             whole = self.config.split == "none" or bool(line.required.phrases)
@@ -231,8 +254,10 @@ class Translator:
             if len(ids) <= limit and (whole or self.config.split != "sentences"):
                 return [Part(ids, line.text)]
             if whole:
-                return [Part([*ids[: limit - 1], EOS], line.text, warning=f"cut from {len(ids)} to {limit} tokens")]
-            return split(line.text, self.tokenizer, limit, language)
+                kept = ids[: limit - 1]
+                text = self.tokenizer.source_processor.decode(kept)
+                return [Part([*kept, EOS], text, warning=f"cut from {len(ids)} to {limit} tokens")]
+            return split(line.text, self.tokenizer, limit, language(line))
 
         return list(map(fitting, lines, self.tokenizer.encode_source([line.text for line in lines])))
 
@@ -248,16 +273,11 @@ class Translator:
         Gives no warnings and computes no attention weights.
         """
         results = [[Translation("", 0.0, 0.0, source=(*each.source,))] * each.nbest for each in sentences]
-        # A source of only EOS without a prefix is not searched; its translation is empty.
-        indices = [index for index, each in enumerate(sentences) if len(each.source) > 1 or each.prefix]
         self._check_lengths([*sentence.tags.target, *sentence.prefix, EOS] for sentence in sentences)
-        for index in {*range(len(sentences))} - {*indices}:
-            finished(index)
-        queries = {
-            index: Query([*tags.source, *source], number, [*tags.target, *prefix], nbest, len(tags.target), phrases)
-            for index in indices
-            for source, number, tags, prefix, nbest, phrases in [sentences[index]]
-        }
+        queries = {index: each.query for index, each in enumerate(sentences) if not each.is_empty}
+        for index in range(len(sentences)):
+            if index not in queries:
+                finished(index)
         for engine, group in self._by_engine(queries):
             for place, hypotheses in engine.search(self._weights(params, alpha), [queries[index] for index in group]):
                 index, sentence = group[place], sentences[group[place]]

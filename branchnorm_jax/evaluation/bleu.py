@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 import sacremoses
 from sacrebleu.metrics import BLEU, CHRF, TER
 
+from branchnorm_jax.data.codes import base
 from branchnorm_jax.errors import UserError
 
 # Moses does not segment these languages, so its "tokens" would be whole sentences.
@@ -63,7 +64,7 @@ def scores(hypotheses: Sequence[str], references: Sequence[str], target_lang: st
         *(_score(name, metric, hypotheses, references) for name, metric in metrics(target_lang).items()),
         _multi_bleu("multi_bleu", hypothesis_tokens, reference_tokens, tokens),
     ]
-    if _language(target_lang) == "de":
+    if base(target_lang) == "de":
         hypothesis_parts, reference_parts = compound_split(hypothesis_tokens), compound_split(reference_tokens)
         results.append(
             _multi_bleu("compound_split_bleu", hypothesis_parts, reference_parts, f"{tokens}+compound-split")
@@ -81,7 +82,7 @@ def mean_of(each: Sequence[Sequence[Score]]) -> list[Score]:
 
 def metrics(target_lang: str) -> dict[str, BLEU | CHRF | TER]:
     """Returns sacreBLEU's metrics for raw text, by name. Lower TER is better."""
-    unspaced = _language(target_lang) in UNSPACED
+    unspaced = base(target_lang) in UNSPACED
     return {
         "bleu": sacrebleu_metric(target_lang),
         "chrf": CHRF(),
@@ -109,9 +110,9 @@ def sacrebleu_metric(target_lang: str) -> BLEU:
       UserError: if the segmenter, an optional package, is not installed.
     """
     try:
-        return BLEU(trg_lang=_language(target_lang))
+        return BLEU(trg_lang=base(target_lang))
     except (ImportError, RuntimeError) as error:  # sacreBLEU imports the segmenters of ja and ko lazily
-        package = f"sacrebleu[{_language(target_lang)}]"
+        package = f"sacrebleu[{base(target_lang)}]"
         raise UserError(f"BLEU of {target_lang!r} needs a word segmenter: pip install '{package}'") from error
 
 
@@ -122,18 +123,18 @@ def tokenize(lines: Sequence[str], target_lang: str) -> list[str]:
     Escapes map tokens one to one and therefore do not change the score. Chinese, Japanese and Korean are segmented by
     sacreBLEU instead.
     """
-    if _language(target_lang) in UNSPACED:
+    if base(target_lang) in UNSPACED:
         segmenter = sacrebleu_metric(target_lang).tokenizer
         return [segmenter(line) for line in lines]
-    moses = sacremoses.MosesTokenizer(lang=_language(target_lang))
+    moses = sacremoses.MosesTokenizer(lang=base(target_lang))
     return [moses.tokenize(line, return_str=True, escape=False) for line in lines]
 
 
 def tokenizer_name(target_lang: str) -> str:
     """Returns the name of the tokeniser of this language, for signatures."""
-    if _language(target_lang) in UNSPACED:
+    if base(target_lang) in UNSPACED:
         return str(sacrebleu_metric(target_lang).tokenizer.signature())
-    return f"moses-{_language(target_lang)}-sacremoses-{sacremoses.__version__}"
+    return f"moses-{base(target_lang)}-sacremoses-{sacremoses.__version__}"
 
 
 def compound_split(lines: Sequence[str]) -> list[str]:
@@ -158,11 +159,6 @@ def _multi_bleu(name: str, hypotheses: Sequence[str], references: Sequence[str],
     metric = BLEU(tokenize="none", smooth_method="none", force=True)
     score = metric.corpus_score(hypotheses, [references]).score
     return Score(name, score, str(metric.get_signature()).replace("tok:none", f"tok:{tokens}"))
-
-
-def _language(tag: str) -> str:
-    """Returns the language of a tag: "pt" for "pt-BR" or "pt_BR"."""
-    return re.split("[-_]", tag)[0].lower()
 
 
 def _check(hypotheses: Sequence[str], references: Sequence[str]) -> None:

@@ -1,9 +1,9 @@
 """Language accuracy: how often a multilingual model translates to the requested language."""
 
 import importlib.metadata
-import re
 from collections.abc import Iterable, Sequence
 
+from branchnorm_jax.data.codes import base
 from branchnorm_jax.evaluation.bleu import Measure, Score
 
 
@@ -19,9 +19,6 @@ def right_language(target_lang: str, languages: Iterable[str]) -> Measure:
         knows. The signature lists them.
     """
     import py3langid
-
-    def base(lang: str) -> str:
-        return re.split("[-_]", lang)[0].lower()
 
     py3langid.set_languages(None)
     known = {lang for lang, _ in py3langid.rank("")}

@@ -1,6 +1,6 @@
-"""What the models of BART's family have in common in the format of Hugging Face: options, tables and layers.
+"""Options, tables and layers of the models of BART's family, under Hugging Face's names.
 
-`marian.py` and `multilingual.py` read the rest.
+`marian.py`, `multilingual.py` and `fairseq.py` read the rest.
 """
 
 from pathlib import Path
@@ -18,10 +18,19 @@ from branchnorm_jax.options import DecodeConfig, ModelConfig
 ACTIVATIONS = {"relu": "relu", "gelu": "gelu", "swish": "swish", "silu": "swish"}
 """Names of activations in config.json -> `model.activation`."""
 
-SHARED, SOURCE, TARGET, OUTPUT = (
-    *("model.shared.weight", "model.encoder.embed_tokens.weight", "model.decoder.embed_tokens.weight"),
-    "lm_head.weight",
-)
+SHARED = "model.shared.weight"
+SOURCE = "model.encoder.embed_tokens.weight"
+TARGET = "model.decoder.embed_tokens.weight"
+OUTPUT = "lm_head.weight"
+
+FIRST = ("<s>", "<pad>", "</s>", "<unk>")
+"""The first pieces of fairseq's vocabularies."""
+
+SPECIAL = ["<pad>", "</s>", "<unk>"]
+"""Its pieces for PAD, EOS and UNK."""
+
+OFFSET = 2
+"""Row of the first position in a table of learned positions: after that of <pad>, whose id is 1."""
 
 
 def network(config: Values, **family: Any) -> ModelConfig:
@@ -113,6 +122,16 @@ def stacks(weights: Tensors, model: ModelConfig) -> dict[str, Any]:
     if model.method == "pre_ln":
         params |= {f"{stack}_norm": norm(weights, f"model.{stack}.layer_norm", model.width) for stack in SUBLAYERS}
     return params
+
+
+def add_positions(weights: Tensors, model: ModelConfig, params: dict[str, Any]) -> None:
+    """Adds learned positions and the norms after the embeddings to the parameters, if the model has them."""
+    for stack in SUBLAYERS:
+        if model.positions == "learned":
+            rows = weights.take(f"model.{stack}.embed_positions.weight", OFFSET + model.max_positions, model.width)
+            params["embedding"][f"{stack}_positions"] = rows[OFFSET:]
+        if model.embedding_norm:
+            params[f"{stack}_embedding_norm"] = norm(weights, f"model.{stack}.layernorm_embedding", model.width)
 
 
 def norm(weights: Tensors, name: str, width: int) -> dict[str, np.ndarray]:

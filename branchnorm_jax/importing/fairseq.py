@@ -14,6 +14,7 @@ import numpy as np
 
 from branchnorm_jax.errors import UserError
 from branchnorm_jax.export.fold import SUBLAYERS
+from branchnorm_jax.files import read_lines
 from branchnorm_jax.importing import bart
 from branchnorm_jax.importing.imported import Imported, Side, Values
 from branchnorm_jax.importing.pieces import make_side, parse
@@ -21,14 +22,6 @@ from branchnorm_jax.importing.tensors import Tensors, load_torch
 from branchnorm_jax.options import DecodeConfig, ModelConfig
 
 BEST = "checkpoint_best.pt"
-
-FIRST = ("<s>", "<pad>", "</s>", "<unk>")
-"""Pieces that every dictionary begins with; they are not in its file."""
-
-SPECIAL = ["<pad>", "</s>", "<unk>"]
-
-OFFSET = 2
-"""Row of the first position in a table of learned positions: behind that of <pad>, whose id is 1."""
 
 RENAMED = {
     "encoder_embed_dim": "d_model",
@@ -48,14 +41,14 @@ SAME = {
 """Options that must have the value of another one, if they are there."""
 
 UNSUPPORTED = (
-    *(
-        "adaptive_input",
-        "character_embeddings",
-        "cross_self_attention",
-        "no_cross_attention",
-        "adaptive_softmax_cutoff",
-    ),
-    *("no_token_positional_embeddings", "no_decoder_final_norm", "base_layers"),
+    "adaptive_input",
+    "adaptive_softmax_cutoff",
+    "base_layers",
+    "character_embeddings",
+    "cross_self_attention",
+    "no_cross_attention",
+    "no_decoder_final_norm",
+    "no_token_positional_embeddings",
 )
 """Options that must be false, zero or missing."""
 
@@ -80,12 +73,8 @@ def read_folder(folder: Path) -> Imported:
     model = _network(options, config)
     params = bart.stacks(weights, model)
     params["embedding"], shared, unused = bart.embedding(weights, model.width, config, *sides)
+    bart.add_positions(weights, model, params)
     for stack in SUBLAYERS:
-        if model.positions == "learned":
-            rows = weights.take(f"model.{stack}.embed_positions.weight", OFFSET + model.max_positions, model.width)
-            params["embedding"][f"{stack}_positions"] = rows[OFFSET:]
-        if model.embedding_norm:
-            params[f"{stack}_embedding_norm"] = bart.norm(weights, f"model.{stack}.layernorm_embedding", model.width)
         # Which sinusoids there are, and the version of the format.
         weights.drop(f"model.{stack}.embed_positions._float_tensor", f"model.{stack}.version")
     weights.finish()
@@ -177,13 +166,8 @@ def _name(theirs: str) -> str:
 
 def _dictionary(path: Path) -> dict[str, int]:
     """Reads the ids of the pieces, one line "piece count" each, in the order of the lines."""
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
-        raise UserError(f"{path}: cannot be read ({reason})") from error
-    ids = {piece: index for index, piece in enumerate(FIRST)}
-    for number, line in enumerate(lines, start=1):
+    ids = {piece: index for index, piece in enumerate(bart.FIRST)}
+    for number, line in enumerate(read_lines(path), start=1):
         piece, _, count = line.removesuffix(" #fairseq:overwrite").rpartition(" ")
         if not piece or not count.isdecimal():
             raise UserError(f"{path}, line {number}: expected a piece and its count")
@@ -199,8 +183,8 @@ def _sides(folder: Path, languages: tuple[str, ...], dictionaries: list[dict[str
     shared = dictionaries[0] == dictionaries[1]
     sides = []
     for index, (model, ids) in enumerate(zip(models, dictionaries, strict=True)):
-        control = {piece for piece in ids if piece == FIRST[0] or piece.startswith("madeupword")}
-        sides.append(make_side(model, ids, SPECIAL, models if shared else [model], bool(index), control))
+        control = {piece for piece in ids if piece == bart.FIRST[0] or piece.startswith("madeupword")}
+        sides.append(make_side(model, ids, bart.SPECIAL, models if shared else [model], bool(index), control))
     return sides
 
 

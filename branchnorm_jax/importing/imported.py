@@ -75,7 +75,7 @@ class Values:
         return self.values.get(name) is not None
 
     def get(self, name: str, kind: type[T], default: T | None = None) -> T:
-        """Returns an option as `kind`, which is bool, str, int, float or list.
+        """Returns an option as `kind`, which is bool, str, int, float, list or dict.
 
         Raises:
           UserError: if it is missing without a default, or has another type.

@@ -27,13 +27,6 @@ FORCED = "forced_bos_token_id"
 SPECIAL = {"pad_token_id": "<pad>", "eos_token_id": "</s>", "decoder_start_token_id": "</s>"}
 """Options of config.json -> the pieces that they must name."""
 
-FIRST = ("<s>", "<pad>", "</s>", "<unk>")
-"""The first pieces of fairseq's vocabularies. Positions begin with the id after that of <pad>. The pieces of a
-SentencePiece model follow, without its own first three."""
-
-OFFSET = 2
-"""Row of the first position in a table of learned positions."""
-
 FIXED = {
     "normalize_before": True,
     "normalize_embedding": True,
@@ -79,14 +72,8 @@ def read_folder(folder: Path) -> Imported:
     weights = read(folder)
     params = bart.stacks(weights, model)
     params["embedding"], shared, unused = bart.embedding(weights, model.width, config, source, target)
-    for stack in SUBLAYERS:
-        name = f"model.{stack}.embed_positions.weight"
-        if mbart:
-            rows = weights.take(name, OFFSET + model.max_positions, model.width)[OFFSET:]
-            params["embedding"][f"{stack}_positions"] = rows
-            params[f"{stack}_embedding_norm"] = bart.norm(weights, f"model.{stack}.layernorm_embedding", model.width)
-        else:
-            weights.drop(f"{name}s")  # sinusoids
+    bart.add_positions(weights, model, params)
+    weights.drop(*(f"model.{stack}.embed_positions.weights" for stack in SUBLAYERS))  # sinusoids
     weights.finish()
     return Imported(
         model=dataclasses.replace(model, shared_embeddings=shared, output_bias="bias" in params["embedding"]),
@@ -122,14 +109,13 @@ def _side(folder: Path, config: Values, tokenizer: Values, target: bool) -> Side
         raise UserError(f"{folder}: the vocabulary has ids up to {max(ids.values())}, but the model has {size} pieces")
     # fairseq fills its vocabularies up.
     unnamed = {f"madeupword{index:04}": index for index in set(range(size)) - {*ids.values()}}
-    if [ids.get(piece) for piece in FIRST] != [*range(len(FIRST))]:
-        raise UserError(f"{folder}: the first pieces of the vocabulary must be {', '.join(FIRST)}")
+    if [ids.get(piece) for piece in bart.FIRST] != [*range(len(bart.FIRST))]:
+        raise UserError(f"{folder}: the first pieces of the vocabulary must be {', '.join(bart.FIRST)}")
     for name, piece in SPECIAL.items():
         if config.get(name, int) != ids[piece]:
             raise UserError(f"{config.path}: {name} must be {ids[piece]}, the id of {piece}")
     tagged = {f">>{languages[piece]}<<" if piece in languages else piece: index for piece, index in ids.items()}
-    pieces = [*dict.fromkeys(SPECIAL.values()), "<unk>"]
-    return make_side(model, tagged | unnamed, pieces, [model], target, control | unnamed.keys())
+    return make_side(model, tagged | unnamed, bart.SPECIAL, [model], target, control | unnamed.keys())
 
 
 def _ids(
@@ -148,7 +134,7 @@ def _ids(
     else:
         if [each.piece for each in model.pieces[:3]] != ["<unk>", "<s>", "</s>"]:
             raise UserError(f"{folder / SPM}: its first pieces are not <unk>, <s> and </s>")
-        ids = {piece: index for index, piece in enumerate((*FIRST, *(each.piece for each in model.pieces[3:])))}
+        ids = {piece: index for index, piece in enumerate((*bart.FIRST, *(each.piece for each in model.pieces[3:])))}
         more = _added(folder, tokenizer)
         if not any(map(LANGUAGE.fullmatch, more)):
             more = {piece: index for index, piece in enumerate((*standard, "<mask>"), start=len(ids))}

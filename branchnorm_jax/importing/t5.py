@@ -77,7 +77,9 @@ def read_folder(folder: Path) -> Imported:
     return Imported(
         model=model,
         decode=DecodeConfig(
-            beam_size=generation.get("num_beams", int, 1), length_penalty=generation.get("length_penalty", float, 1.0)
+            beam_size=generation.get("num_beams", int, 1),
+            length_penalty=generation.get("length_penalty", float, 1.0),
+            split="none",  # only the first part would begin with the task
         ),
         source_lang="",
         target_lang="",

@@ -6,7 +6,7 @@ import itertools
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -50,15 +50,25 @@ def clean(config: Config, workdir: Workdir) -> None:
         raise UserError(
             f"clean.path={folder}: this is the text itself; choose another folder, or the uncleaned data.path"
         )
-    pairs = {frozenset((one.source_lang, one.target_lang)): one for one in reversed(data.directions())}
     with atomic_directory(folder) as temporary:
-        for one in reversed(pairs.values()):
+        for one in texts(data):
             filters = load_filters(c.filters, one) if c.filters else []
             filters += [Filter("source_gain", SourceGain(config, one))] if c.score_with else []
             clean_pair(c, one, filters, temporary / one.pair if data.pairs else temporary)
     where = "; to train on it: --config.data.files={pair}/{split}.{lang}" if data.pairs else ""
     logs.say(f"wrote {folder}; removed.tsv lists the removed pairs{where}")
     print(folder)
+
+
+def texts(data: DataConfig) -> Iterable[DataConfig]:
+    """Returns the directions of the corpus, without those that have the text of an earlier one in the other order."""
+    found: dict[str, DataConfig] = {}
+    for one in data.directions():
+        key = corpus_key(one, "train")
+        key["languages"] = sorted(key["languages"])
+        key["files"] = sorted(map(str, itertools.chain(*key.get("files", []))))
+        found.setdefault(json.dumps(key), one)
+    return found.values()
 
 
 def clean_pair(c: CleanConfig, data: DataConfig, filters: list[Filter], folder: Path) -> None:
@@ -79,7 +89,7 @@ def clean_pair(c: CleanConfig, data: DataConfig, filters: list[Filter], folder: 
         logs.say(f"{data.pair}: removed {describe(name, number)}")
     logs.say(f"{data.pair}: kept {counts['kept']:,} of {total:,} pairs")
     if not counts["kept"]:
-        raise UserError("no pair is left; see clean.drop and clean.filters")
+        raise UserError("no pair is left; see clean.drop, clean.filters and clean.score_with")
     numbers = {"read": total, "kept": counts["kept"], "unescaped": counts["unescaped"], "removed": removed}
     (folder / "clean.json").write_text(json.dumps(numbers, indent=2) + "\n", encoding="utf-8")
 
@@ -92,30 +102,36 @@ def copy_split(data: DataConfig, split: str, folder: Path) -> set[int]:
         logs.say(f"no {split} text: {error}")
         return set()
     pairs = list(read_pairs(data, split))
+    # Training pairs are compared without entities, if clean.unescape replaces them.
+    compared = itertools.chain(pairs, map(unescaped, pairs))
     for side, language in enumerate((data.source_lang, data.target_lang)):
         text = "".join(f"{pair[side]}\n" for pair in pairs)
         (folder / f"{split}.{language}").write_text(text, encoding="utf-8", newline="\n")
-    return set[int]().union(*map(keys, pairs))
+    return set[int]().union(*map(keys, compared))
+
+
+def unescaped(pair: Pair) -> Pair:
+    """Returns a pair with characters in the place of entities."""
+    plain = tuple(map(html.unescape, pair))
+    if plain == pair:
+        return pair
+    source, target = (_BREAKS.sub(" ", text).strip() for text in plain)
+    return source, target
 
 
 def judged(c: CleanConfig, data: DataConfig, held_out: set[int], counts: Counter[str]) -> Iterator[Judged]:
     """Yields the training pairs with their faults of `clean.drop`; counts those that were `unescaped`."""
 
-    def read() -> Iterator[Pair]:
-        return map(unescaped, read_pairs(data, "train")) if c.unescape else read_pairs(data, "train")
-
-    def unescaped(pair: Pair) -> Pair:
-        plain = tuple(map(html.unescape, pair))
-        if plain == pair:
-            return pair
-        counts["unescaped"] += 1
-        source, target = (_BREAKS.sub(" ", text).strip() for text in plain)
-        return source, target
+    def plain(pairs: Iterable[Pair]) -> Iterator[Pair]:
+        for pair in pairs:
+            new = unescaped(pair)
+            counts["unescaped"] += new != pair
+            yield new
 
     languages = data.source_lang, data.target_lang
-    expected = usual(itertools.islice(read(), SAMPLE), languages)
-    counts.clear()
-    for pair, found in inspect(read(), expected):
+    expected = usual(itertools.islice(read_pairs(data, "train"), SAMPLE), languages)
+    pairs = read_pairs(data, "train")
+    for pair, found in inspect(plain(pairs) if c.unescape else pairs, expected):
         reasons = [name for name in (*found, *overlap(pair, held_out)) if name in c.dropped]
         yield pair, reasons or (foreign(pair, languages) if "language" in c.dropped else [])
 

@@ -14,7 +14,7 @@ import jax
 import numpy as np
 
 from branchnorm_jax.data.tokenizer import Tokenizer
-from branchnorm_jax.decoding.glossary import NO_TERMS, Glossary, encode_phrase, read_glossary
+from branchnorm_jax.decoding.glossary import NO_TERMS, Glossary, read_glossary
 from branchnorm_jax.decoding.results import Translation
 from branchnorm_jax.decoding.translate import Member, Translator
 from branchnorm_jax.errors import MismatchError, UserError
@@ -84,7 +84,7 @@ def checked_glossary(config: Config, translator: Translator) -> Glossary:
     glossary = read_glossary(Path(config.decode.glossary))
     for translation in (*glossary.as_written.values(), *glossary.any_case.values()):
         try:
-            encode_phrase(translator.tokenizer, translation, translator.model.unused)
+            translator.encoded(translation)
         except UserError as error:
             raise UserError(f"decode.glossary={config.decode.glossary}: {error}") from error
     return glossary

@@ -1,5 +1,6 @@
 """Validation of a state: the loss on the validation sets, the BLEU score of translations, and the source gain."""
 
+import functools
 import json
 import statistics
 from collections.abc import Sequence
@@ -12,7 +13,7 @@ from branchnorm_jax.data.batches import BatchPlan
 from branchnorm_jax.data.corpus import read_pairs
 from branchnorm_jax.data.prepare import Corpus
 from branchnorm_jax.decoding.translate import Translator
-from branchnorm_jax.evaluation.bleu import corpus_scores
+from branchnorm_jax.evaluation.bleu import Measure, corpus_scores
 from branchnorm_jax.evaluation.comet import load_comet
 from branchnorm_jax.model import growth
 from branchnorm_jax.model.coefficients import Alpha
@@ -39,8 +40,10 @@ class Validator:
         """Prepares validation. `plans` has one batch plan for each direction in `corpus.validated`."""
         self.config, self.rows, self.corpus, self.plans = config, rows, corpus, plans
         self.translator = Translator(model, corpus.tokenizer, config.decode, data=config.data)
-        own = config.train.best_metric == "comet" and hosts.is_first()
-        self.comet = [load_comet(config.evaluate.comet)] if own else []
+        self.comet: list[Measure] = []
+        if config.train.best_metric == "comet":
+            load = functools.partial(load_comet, config.evaluate.comet)
+            self.comet = hosts.first_then_others(lambda: [load()], list, "which loads COMET")
         self.alpha = jax.jit(growth.alpha(config.model))
         self.eval_step = jax.jit(make_eval_step(model, config))
 

@@ -19,6 +19,7 @@ C++\tC++
 北京\tPeking
 New  York\tNeu-York
 caf\u00e9\tKaffeehaus
+कल\tgestern
 """
 
 
@@ -36,6 +37,8 @@ caf\u00e9\tKaffeehaus
         ("New\u00a0York", ["Neu-York"]),
         ("the cafe\u0301", ["Kaffeehaus"]),
         ("", []),
+        ("यह कला है", []),
+        ("कल", ["gestern"]),
     ],
 )
 def test_terms_match_whole_words(tmp_path: Path, line: str, expected: list[str]) -> None:
@@ -62,8 +65,8 @@ def test_faulty_glossaries_are_one_line(tmp_path: Path, content: bytes | None, f
 
 
 def test_word_starts_are_spaces_punctuation_and_scripts_without_spaces() -> None:
-    pieces = ["<pad>", "\u2581Haus", "boot", "\u2581", ",", "7", "京", "é", "ส", "'s"]
-    assert word_starts(pieces) == (True, True, False, True, True, False, True, False, True, True)
+    pieces = ["<pad>", "\u2581Haus", "boot", "\u2581", ",", "7", "京", "é", "ส", "'s", "ी", "<0xC3>"]
+    assert word_starts(pieces) == (True, True, False, True, True, False, True, False, True, True, False, False)
 
 
 def test_phrases_are_in_the_translations(trained: Path, tmp_path: Path) -> None:

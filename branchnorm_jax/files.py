@@ -27,20 +27,6 @@ def lock(file: IO[Any], held: str) -> None:
         pass  # Some network file systems have no locks.
 
 
-def read_lines(path: Path) -> list[str]:
-    """Returns the lines of a small UTF-8 file, in which only a line feed ends a line.
-
-    Raises:
-      UserError: if it cannot be read.
-    """
-    try:
-        text = path.read_bytes().decode("utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
-        raise UserError(f"{path}: cannot be read ({reason})") from error
-    return [line.removesuffix("\r") for line in text.removesuffix("\n").split("\n")] if text else []
-
-
 def write_atomically(path: Path, text: str) -> None:
     """Replaces the content of a file atomically.
 

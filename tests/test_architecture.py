@@ -20,6 +20,7 @@ MAY_IMPORT = {
     "errors": set(),
     "options": set(),
     "tokens": set(),
+    "codes": set(),
     "axes": set(),
     "config": set(),
     "files": set(),
@@ -53,7 +54,7 @@ MAY_IMPORT = {
     },
     "cli": {"modes", "model", "parallel", "config", "workdir"},
 }
-FOR_ALL = {"options", "errors", "tokens"}
+FOR_ALL = {"options", "errors", "tokens", "codes"}
 
 # component -> external packages that it must not import anywhere.
 MUST_NOT_IMPORT = {

@@ -477,6 +477,7 @@ def test_recommended_options_are_printed_used_and_saved(tmp_path: Path) -> None:
     assert again.returncode == 0, again.stderr
 
 
+@pytest.mark.slow
 def test_a_polynomial_decay_ends_with_the_run(tmp_path: Path) -> None:
     options = ("schedule=polynomial", "decay_steps=0", "warmup_steps=4", "steps=12", "eval_every=0")
     done = run_main(*HASTY, *(f"--config.train.{option}" for option in options), f"--workdir={tmp_path}")

@@ -13,7 +13,7 @@ import numpy as np
 from babel.core import get_global
 from babel.localedata import locale_identifiers
 
-from branchnorm_jax.data.codes import base
+from branchnorm_jax.codes import base
 from branchnorm_jax.data.formats import Pair
 
 FAULTS = {

@@ -8,10 +8,10 @@ from typing import NamedTuple
 
 import regex
 
+from branchnorm_jax.data.lines import text_lines
 from branchnorm_jax.data.tokenizer import Tokenizer
 from branchnorm_jax.decoding.scripts import UNSPACED
 from branchnorm_jax.errors import UserError
-from branchnorm_jax.files import read_lines
 from branchnorm_jax.tokens import UNK
 
 WORD = regex.compile(rf"[{UNSPACED}]|[\w--[{UNSPACED}]]+|[^\w\s]", regex.V1)
@@ -62,7 +62,7 @@ def read_glossary(path: Path) -> Glossary:
     Raises:
       UserError: if the file cannot be read, a line has other fields, or a term has two translations.
     """
-    lines = read_lines(path)
+    lines = list(text_lines(path))
     as_written: dict[tuple[str, ...], str] = {}
     any_case: dict[tuple[str, ...], str] = {}
     for number, line in enumerate(lines, start=1):

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import sentencex
 
-from branchnorm_jax.data.codes import base
+from branchnorm_jax.codes import base
 from branchnorm_jax.data.tokenizer import Tokenizer
 from branchnorm_jax.decoding.scripts import CHINESE_OR_JAPANESE, UNSPACED
 from branchnorm_jax.tokens import EOS

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 import sacremoses
 from sacrebleu.metrics import BLEU, CHRF, TER
 
-from branchnorm_jax.data.codes import base
+from branchnorm_jax.codes import base
 from branchnorm_jax.errors import UserError
 
 # Moses does not segment these languages, so its "tokens" would be whole sentences.

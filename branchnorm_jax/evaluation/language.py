@@ -3,7 +3,7 @@
 import importlib.metadata
 from collections.abc import Iterable, Sequence
 
-from branchnorm_jax.data.codes import base
+from branchnorm_jax.codes import base
 from branchnorm_jax.evaluation.bleu import Measure, Score
 
 

@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 
+from branchnorm_jax.data.lines import text_lines
 from branchnorm_jax.errors import UserError
 from branchnorm_jax.export.fold import SUBLAYERS
-from branchnorm_jax.files import read_lines
 from branchnorm_jax.importing import bart
 from branchnorm_jax.importing.imported import Imported, Side, Values
 from branchnorm_jax.importing.pieces import make_side, parse
@@ -167,7 +167,7 @@ def _name(theirs: str) -> str:
 def _dictionary(path: Path) -> dict[str, int]:
     """Reads the ids of the pieces, one line "piece count" each, in the order of the lines."""
     ids = {piece: index for index, piece in enumerate(bart.FIRST)}
-    for number, line in enumerate(read_lines(path), start=1):
+    for number, line in enumerate(text_lines(path), start=1):
         piece, _, count = line.removesuffix(" #fairseq:overwrite").rpartition(" ")
         if not piece or not count.isdecimal():
             raise UserError(f"{path}, line {number}: expected a piece and its count")

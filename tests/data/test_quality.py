@@ -126,7 +126,9 @@ def test_scripts_are_those_of_the_language() -> None:
     assert scripts_of("sr_Latn")[0] == {"LATIN"}
     assert scripts_of("zh-TW") == [{"CJK"}, {"LATIN"}]
     assert scripts_of("ja") == [{"CJK", "HIRAGANA", "KATAKANA"}]
-    assert scripts_of("src") == []
+    assert scripts_of("deu_Latn")[0] == {"LATIN"}
+    assert scripts_of("cr") == [{"CANADIAN"}]
+    assert scripts_of("xyz") == []
     # Most of the Greek side is English.
     mixed = [*CLEAN[:10], *[(source, source) for source, _ in CLEAN[10:90]]]
     assert usual(mixed, ("en", "el")).scripts == EXPECTED.scripts == ({"LATIN"}, {"GREEK"})

@@ -53,7 +53,7 @@ def test_terms_match_whole_words(tmp_path: Path, line: str, expected: list[str])
         (b"one\ttwo\n\none\n", "line 3: expected term<TAB>translation"),
         (b"one\t \n", "line 1: expected"),
         (b"one\ta\nOne\tb\none\tc\n", "line 3: 'one' already has the translation 'a'"),
-        (b"\xff\n", "not UTF-8"),
+        (b"\xff\n", "line 1: not valid UTF-8"),
         (None, "No such file"),
     ],
 )

@@ -110,6 +110,7 @@ def test_searches_find_the_same_tokens(beam_size: int, tmp_path: Path) -> None:
         assert best.text == theirs.decode(tokens, skip_special_tokens=True)
 
 
+@pytest.mark.slow
 def test_export_and_import_change_nothing(tmp_path: Path) -> None:
     """Import, export for Hugging Face, import: the same parameters, bit for bit, and the same translations."""
     examples.marian(tmp_path / "theirs", missing=("r",))
@@ -130,6 +131,7 @@ def test_export_and_import_change_nothing(tmp_path: Path) -> None:
     assert first.stdout == second.stdout != ""
 
 
+@pytest.mark.slow
 def test_tags_become_directions(tmp_path: Path) -> None:
     ids = examples.marian(tmp_path / "theirs", tags=(">>deu<<", ">>fry<<"))
     _imported(tmp_path / "theirs", tmp_path / "ours")

@@ -292,6 +292,8 @@ def _validate_decode(config: Config) -> None:
         raise UserError(
             "config: decode.constraints and decode.target_prefix both read fields after the source; set one"
         )
+    if decode.constraints and decode.split == "sentences":
+        raise UserError("config: decode.constraints: lines with phrases are not split; set decode.split=auto or none")
     if decode.temperature and (decode.constraints or decode.glossary):
         raise UserError("config: decode.glossary and decode.constraints need beam search; set decode.temperature=0")
     if not decode.temperature and (decode.top_k or decode.top_p < 1):

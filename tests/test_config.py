@@ -207,6 +207,7 @@ def test_either_steps_or_epochs_is_required():
             {"decode": {"constraints": True, "target_prefix": True}},
             ["decode.constraints and decode.target_prefix both"],
         ),
+        ({"decode": {"constraints": True, "split": "sentences"}}, ["lines with phrases are not split"]),
         ({"decode": {"glossary": "terms.tsv", "temperature": 1.0}}, ["decode.glossary", "decode.temperature=0"]),
         ({"decode": {"nbest": 5}}, ["decode.nbest=5", "decode.beam_size=4"]),
         ({"decode": {"alignment_layer": 7}}, ["decode.alignment_layer=7", "model.decoder_layers=6"]),

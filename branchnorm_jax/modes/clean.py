@@ -55,8 +55,11 @@ def clean(config: Config, workdir: Workdir) -> None:
             filters = load_filters(c.filters, one) if c.filters else []
             filters += [Filter("source_gain", SourceGain(config, one))] if c.score_with else []
             clean_pair(c, one, filters, temporary / one.pair if data.pairs else temporary)
-    where = "; to train on it: --config.data.files={pair}/{split}.{lang}" if data.pairs else ""
-    logs.say(f"wrote {folder}; removed.tsv lists the removed pairs{where}")
+    files = "{pair}/{split}.{lang}" if data.pairs else "{split}.{lang}"
+    logs.say(
+        f"wrote {folder}; removed.tsv lists the removed pairs; to train on it: --config.data.path={folder} "
+        f"--config.data.files={files}"
+    )
     print(folder)
 
 
@@ -87,6 +90,8 @@ def clean_pair(c: CleanConfig, data: DataConfig, filters: list[Filter], folder: 
     removed = {name: counts[name] for name in (*c.dropped, *(one.name for one in filters)) if counts[name]}
     for name, number in removed.items():
         logs.say(f"{data.pair}: removed {describe(name, number)}")
+    if counts["unescaped"]:
+        logs.say(f"{data.pair}: replaced entities in {counts['unescaped']:,} pairs")
     logs.say(f"{data.pair}: kept {counts['kept']:,} of {total:,} pairs")
     if not counts["kept"]:
         raise UserError("no pair is left; see clean.drop, clean.filters and clean.score_with")

@@ -98,6 +98,8 @@ def translated(
             fields = [line.split("\t") for line in sources]
             sources = [source for source, *_ in fields]
             required = [Required(phrases=[*filter(None, map(str.strip, phrases))]) for _, *phrases in fields]
+            for number, needed in enumerate(required, start=done + 1):
+                check_phrases(trained, needed, f"{config.decode.input or 'stdin'}, line {number}")
         with logs.progress_bar(total or len(lines), done if total else 0, "line", "translate") as bar:
             results = trained.translator.translate(
                 trained.params,
@@ -118,6 +120,15 @@ def translated(
             yield [line for index, found in numbered for line in plain_lines(index, found, config.decode)]
         done += len(lines)
     say_split(split, config.decode, trained.translator.limit)
+
+
+def check_phrases(trained: Trained, required: Required, where: str) -> None:
+    """Raises `UserError` if the model cannot write a phrase."""
+    try:
+        for phrase in required.phrases:
+            trained.translator.encoded(phrase)
+    except UserError as error:
+        raise UserError(f"{where}: {error}") from error
 
 
 def translate_file(config: Config, trained: Trained, source: Path, target: Path) -> None:

@@ -87,7 +87,7 @@ def test_phrases_are_in_the_translations(trained: Path, tmp_path: Path) -> None:
     assert [fields[1:] for fields in found[2:4]] == [line.split(" ||| ")[1:] for line in plain.stdout.splitlines()]
 
 
-def test_phrases_that_the_vocabulary_cannot_write_are_refused(trained: Path, tmp_path: Path) -> None:
+def test_phrases_that_the_vocabulary_cannot_write_are_refused_with_their_line(trained: Path, tmp_path: Path) -> None:
     tokenizer = load_tokenizer(trained / "vocabulary")
     with pytest.raises(UserError, match="cannot write '北京'"):
         encode_phrase(tokenizer, "北京", ())
@@ -103,3 +103,8 @@ def test_phrases_that_the_vocabulary_cannot_write_are_refused(trained: Path, tmp
         .splitlines()[-1]
         .endswith("the model cannot write '北京': its vocabulary lacks pieces of it")
     )
+    done = run_main(
+        f"--workdir={trained}", "--mode=translate", "--config.decode.constraints=True", stdin="one\teins\ntwo\t北京\n"
+    )
+    assert done.returncode == 2
+    assert "stdin, line 2: the model cannot write '北京'" in done.stderr

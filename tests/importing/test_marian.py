@@ -293,6 +293,7 @@ def test_given_options_and_old_files_are_respected(intact: Path, tmp_path: Path)
     assert run.returncode == 2 and "needs --workdir" in run.stderr
 
 
+@pytest.mark.slow
 def test_a_single_tag_is_kept(tmp_path: Path) -> None:
     ids = examples.marian(tmp_path / "theirs", tags=(">>deu<<",))
     _imported(tmp_path / "theirs", tmp_path / "ours")

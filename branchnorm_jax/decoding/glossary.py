@@ -71,8 +71,8 @@ def read_glossary(path: Path) -> Glossary:
         term, *rest = (field.strip() for field in line.split("\t"))
         words = tuple(_words(term))
         if len(rest) != 1 or not words or not rest[0]:
-            fields = len(line.split("\t"))
-            raise UserError(f"{path}, line {number}: expected term<TAB>translation, not {fields} fields")
+            found = f"{1 + len(rest)} fields" if len(rest) != 1 else "an empty one"
+            raise UserError(f"{path}, line {number}: expected term<TAB>translation, not {found}")
         terms = any_case if words == tuple(map(str.lower, words)) else as_written
         if terms.setdefault(words, rest[0]) != rest[0]:
             raise UserError(f"{path}, line {number}: {term!r} already has the translation {terms[words]!r}")

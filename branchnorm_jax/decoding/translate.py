@@ -17,6 +17,7 @@ from branchnorm_jax.decoding.engine import Engine, Query, Weights, coarse, pad, 
 from branchnorm_jax.decoding.glossary import NO_TERMS, Glossary, encode_phrase, word_starts
 from branchnorm_jax.decoding.parts import Part, split
 from branchnorm_jax.decoding.results import Translation, joined
+from branchnorm_jax.decoding.sentences import Line, Required, Sentence
 from branchnorm_jax.errors import UserError
 from branchnorm_jax.model.coefficients import Alpha
 from branchnorm_jax.model.parameters import Params
@@ -27,59 +28,6 @@ from branchnorm_jax.tokens import EOS
 
 MORE = 4
 """The smallest number of hypotheses that phrases add to a beam. It grows by powers of two, so that few are compiled."""
-
-
-class Required(NamedTuple):
-    """What a translation must contain."""
-
-    prefix: str = ""
-    """Its beginning."""
-    phrases: Sequence[str] = ()
-    """Whole words that occur anywhere in it."""
-
-
-class Line(NamedTuple):
-    """A line to translate."""
-
-    text: str
-    number: int
-    """Line number; seeds the samples."""
-    tags: Tags = NO_TAGS
-    """Its language tags."""
-    required: Required = Required()
-    """What the translation must contain, beside the terms of the glossary."""
-    nbest: int = 1
-    """Number of translations requested."""
-    attention: bool = False
-    """Whether attention weights are requested."""
-
-
-class Sentence(NamedTuple):
-    """A tokenised line, or a part of one, to translate."""
-
-    source: Sequence[int]
-    """Token ids, EOS last."""
-    number: int
-    """Seeds the samples of this sentence."""
-    tags: Tags = NO_TAGS
-    """Its language tags."""
-    prefix: Sequence[int] = ()
-    """Token ids that the translation starts with, without EOS."""
-    nbest: int = 1
-    """Number of translations requested."""
-    phrases: Sequence[Sequence[int]] = ()
-    """Token ids of phrases that the translation contains."""
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether the translation is empty, without a search."""
-        return len(self.source) == 1 and not self.prefix and not self.phrases
-
-    @property
-    def query(self) -> Query:
-        """The sentence with its tags, for the engine."""
-        source, prefix = [*self.tags.source, *self.source], [*self.tags.target, *self.prefix]
-        return Query(source, self.number, prefix, self.nbest, len(self.tags.target), self.phrases)
 
 
 class Member(NamedTuple):
@@ -141,7 +89,7 @@ class Translator:
           first_line: number of the first line, used in warnings and to seed samples.
           progress: called with the number of lines that have been finished since the last call.
           required: what the translation of each line must contain, beside the terms of the glossary.
-          tags: tags that select the target language of each line, for a multilingual model.
+          tags: language tags of each line, for a multilingual model.
           attention: whether to compute attention weights.
 
         Raises:

@@ -18,7 +18,7 @@ from branchnorm_jax.export.fold import SUBLAYERS
 from branchnorm_jax.importing import bart
 from branchnorm_jax.importing.imported import Imported, Side, Values
 from branchnorm_jax.importing.pieces import make_side, parse
-from branchnorm_jax.importing.tensors import Tensors, load_torch
+from branchnorm_jax.importing.tensors import Tensors, arrays, load_torch
 from branchnorm_jax.options import DecodeConfig, ModelConfig
 
 BEST = "checkpoint_best.pt"
@@ -69,7 +69,7 @@ def read_folder(folder: Path) -> Imported:
     sides = _sides(folder, languages, dictionaries)
     sizes = {"vocab_size": len(dictionaries[0]), "decoder_vocab_size": len(dictionaries[1])}
     config = Values(path, _renamed(options) | sizes)
-    weights = Tensors(folder, {_name(name): tensor.float().numpy() for name, tensor in checkpoint["model"].items()})
+    weights = Tensors(folder, {_name(name): array for name, array in arrays(path, checkpoint["model"])})
     model = _network(options, config)
     params = bart.stacks(weights, model)
     params["embedding"], shared, unused = bart.embedding(weights, model.width, config, *sides)

@@ -91,6 +91,12 @@ class Values:
             raise UserError(f"{self.path}: {name}={value!r} must be of the type {kind.__name__}")
         return value
 
+    def check_fixed(self, fixed: Mapping[str, bool]) -> None:
+        """Raises `UserError` if an option that may be missing has another value than the only one that is supported."""
+        for name, expected in fixed.items():
+            if self.get(name, bool, expected) != expected:
+                raise UserError(f"{self.path}: {name}={not expected} is not supported, only {expected}")
+
     def same(self, *names: str) -> int:
         """Returns the positive whole number that all these options have. Raises `UserError` if they differ."""
         values = {self.get(name, int) for name in names}

@@ -35,9 +35,7 @@ def read_folder(folder: Path) -> Imported:
     """
     config = read_values(folder / "config.json")
     tokenizer = read_values(folder / "tokenizer_config.json", required=False)
-    for name, expected in FIXED.items():
-        if config.get(name, bool, expected) != expected:
-            raise UserError(f"{config.path}: {name}={not expected} is not supported, only {expected}")
+    config.check_fixed(FIXED)
     start, end = config.get("decoder_start_token_id", int), config.get("eos_token_id", int)
     model = bart.network(config, method="post_ln", decoder_start="eos" if start == end else "zero")
     source, target = _vocabularies(folder, config)

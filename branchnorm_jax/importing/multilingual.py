@@ -59,9 +59,7 @@ def read_folder(folder: Path) -> Imported:
     mbart = values.get("model_type") == "mbart"
     config = Values(folder / "config.json", values if mbart else M2M100 | values)
     tokenizer = read_values(folder / "tokenizer_config.json", required=False)
-    for name, expected in FIXED.items():
-        if config.get(name, bool, expected) != expected:
-            raise UserError(f"{config.path}: {name}={not expected} is not supported, only {expected}")
+    config.check_fixed(FIXED)
     if tokenizer.get("legacy_behaviour", bool, False):
         raise UserError(f"{tokenizer.path}: legacy_behaviour=True, a tag after the end of the source, is not supported")
     family: dict[str, Any] = dict(positions="fairseq")

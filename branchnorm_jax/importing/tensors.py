@@ -89,12 +89,16 @@ def load_torch(path: Path, types: Sequence[Any] = ()) -> Any:
         ) from error
 
 
-def _torch(path: Path) -> Iterator[tuple[str, np.ndarray]]:
-    weights = load_torch(path)
+def arrays(path: Path, weights: Any) -> Iterator[tuple[str, np.ndarray]]:
+    """Yields the weights of a file of PyTorch by name. Raises `UserError` if it contains something else."""
     try:
         yield from ((name, tensor.float().numpy()) for name, tensor in weights.items())
     except (AttributeError, TypeError) as error:
         raise UserError(f"{path}: does not contain weights by name") from error
+
+
+def _torch(path: Path) -> Iterator[tuple[str, np.ndarray]]:
+    return arrays(path, load_torch(path))
 
 
 def _first_line(error: Exception) -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from branchnorm_jax.decoding.languages import Languages
-from branchnorm_jax.decoding.translate import Required
+from branchnorm_jax.decoding.sentences import Required
 from branchnorm_jax.errors import UserError
 from branchnorm_jax.files import lock, write_atomically
 from branchnorm_jax.modes.common import Trained, count_split, lines_ahead, load, read_chunks, say_split

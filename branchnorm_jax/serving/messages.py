@@ -10,7 +10,8 @@ import numpy as np
 from branchnorm_jax.data.tokenizer import Tags, Tokenizer
 from branchnorm_jax.decoding.languages import Languages
 from branchnorm_jax.decoding.results import Translation, block_diagonal
-from branchnorm_jax.decoding.translate import Line, Translator
+from branchnorm_jax.decoding.sentences import Line
+from branchnorm_jax.decoding.translate import Translator
 from branchnorm_jax.errors import UserError
 from branchnorm_jax.model.coefficients import Alpha
 from branchnorm_jax.model.parameters import Params

@@ -1,10 +1,8 @@
 """Files of both sides: TSV, JSON lines and TMX give the same pairs as two text files, or one line that says why not."""
 
-import bz2
 import dataclasses
 import gzip
 import json
-import lzma
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +10,6 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
-import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -20,6 +17,7 @@ from branchnorm_jax.data.corpus import Pair, corpus_key, read_pairs
 from branchnorm_jax.data.formats import format_of, pairs_in
 from branchnorm_jax.errors import UserError
 from branchnorm_jax.options import DataConfig
+from tests.data.test_corpus import COMPRESS
 
 PAIRS = [("a cat", "eine Katze"), ("", "leer"), ("2 < 3 & \"x\" 'y'", "grün\u2028x \x85"), ("ab\u00a0c", "😀")]
 
@@ -55,13 +53,6 @@ WRITERS: dict[str, tuple[str, Callable[[list[Pair], Pair], str]]] = {
     "jsonl": (".jsonl", jsonl),
     "nested": (".jsonl", nested),
     "tmx": (".tmx", tmx),
-}
-COMPRESS: dict[str, Callable[[bytes], bytes]] = {
-    "": bytes,
-    ".gz": gzip.compress,
-    ".zst": zstandard.compress,
-    ".xz": lzma.compress,
-    ".bz2": bz2.compress,
 }
 
 

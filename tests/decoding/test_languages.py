@@ -10,7 +10,8 @@ import pytest
 from branchnorm_jax.data.tokenizer import NO_TAGS, Tags, train_tokenizer
 from branchnorm_jax.decoding.engine import coarse
 from branchnorm_jax.decoding.languages import Languages
-from branchnorm_jax.decoding.translate import Sentence, Translator
+from branchnorm_jax.decoding.sentences import Sentence
+from branchnorm_jax.decoding.translate import Translator
 from branchnorm_jax.errors import UserError
 from branchnorm_jax.options import DataConfig, DecodeConfig, ModelConfig, ServeConfig
 from branchnorm_jax.serving.messages import parse

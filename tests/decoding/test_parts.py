@@ -16,7 +16,8 @@ from branchnorm_jax.data.tokenizer import Tokenizer, train_tokenizer
 from branchnorm_jax.decoding.glossary import Glossary
 from branchnorm_jax.decoding.parts import Part, join, split
 from branchnorm_jax.decoding.results import Translation, block_diagonal, joined, pharaoh
-from branchnorm_jax.decoding.translate import Line, Required, Sentence, Translator
+from branchnorm_jax.decoding.sentences import Line, Required, Sentence
+from branchnorm_jax.decoding.translate import Translator
 from branchnorm_jax.options import DataConfig, DecodeConfig
 from branchnorm_jax.tokens import EOS
 

@@ -15,7 +15,8 @@ from branchnorm_jax.data.tokenizer import Tokenizer, train_tokenizer
 from branchnorm_jax.decoding import engine as engines
 from branchnorm_jax.decoding.engine import coarse, interleave, padded_length, padded_lengths, rounded
 from branchnorm_jax.decoding.results import pharaoh
-from branchnorm_jax.decoding.translate import Line, Required, Sentence, Translator
+from branchnorm_jax.decoding.sentences import Line, Required, Sentence
+from branchnorm_jax.decoding.translate import Translator
 from branchnorm_jax.errors import UserError
 from branchnorm_jax.model.transformer import Transformer
 from branchnorm_jax.options import DataConfig, DecodeConfig, ModelConfig

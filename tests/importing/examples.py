@@ -17,6 +17,13 @@ SENTENCES = {
 }
 
 
+SMALL: dict[str, Any] = dict(
+    d_model=16, encoder_layers=2, decoder_layers=3, encoder_attention_heads=4, decoder_attention_heads=4,
+    encoder_ffn_dim=24, decoder_ffn_dim=24, init_std=0.3, max_position_embeddings=64,
+)  # fmt: skip
+"""Sizes of models of BART's family."""
+
+
 def train_spm(path: Path, text: str, size: int, **options: Any) -> list[str]:
     """Trains a SentencePiece model with its own default ids; returns its pieces."""
     words = text.split()
@@ -65,21 +72,13 @@ def marian(
         vocab_size=len(source),
         decoder_vocab_size=len(target),
         share_encoder_decoder_embeddings=not apart,
-        d_model=16,
-        encoder_layers=2,
-        decoder_layers=3,
-        encoder_attention_heads=4,
-        decoder_attention_heads=4,
-        encoder_ffn_dim=24,
-        decoder_ffn_dim=24,
+        **SMALL,
         activation_function="swish",
         scale_embedding=True,
-        init_std=0.3,
         pad_token_id=source["<pad>"],
         decoder_start_token_id=target["<pad>"],
         eos_token_id=0,
         forced_eos_token_id=0,
-        max_position_embeddings=64,
         num_beams=4,
     )
     model = MarianMTModel(MarianConfig(**settings | options)).eval()
@@ -116,15 +115,7 @@ def m2m100(folder: Path, *, nllb: bool = False, safe: bool = True, **options: An
         size = len(ids) + 100
     settings: dict[str, Any] = dict(
         vocab_size=size + 8,
-        d_model=16,
-        encoder_layers=2,
-        decoder_layers=3,
-        encoder_attention_heads=4,
-        decoder_attention_heads=4,
-        encoder_ffn_dim=24,
-        decoder_ffn_dim=24,
-        init_std=0.3,
-        max_position_embeddings=64,
+        **SMALL,
     )
     torch.manual_seed(0)
     save(M2M100ForConditionalGeneration(M2M100Config(**settings | options)), folder, safe, 2.5 if nllb else 4.5)
@@ -139,15 +130,7 @@ def mbart50(folder: Path, *, safe: bool = True, **options: Any) -> None:
     train_spm(folder / "sentencepiece.bpe.model", " . ".join(SENTENCES.values()), 60)
     settings: dict[str, Any] = dict(
         vocab_size=len(MBart50Tokenizer.from_pretrained(folder)),
-        d_model=16,
-        encoder_layers=2,
-        decoder_layers=3,
-        encoder_attention_heads=4,
-        decoder_attention_heads=4,
-        encoder_ffn_dim=24,
-        decoder_ffn_dim=24,
-        init_std=0.3,
-        max_position_embeddings=64,
+        **SMALL,
         scale_embedding=True,
         decoder_start_token_id=2,
     )
@@ -280,10 +263,7 @@ def fairseq(folder: Path, *, pre_norm: bool = False, apart: bool = False, hydra:
         listed += [f"madeupword{index:04} 0" for index in range(fill)]
         (folder / f"dict.{lang}.txt").write_text("\n".join(listed) + "\n", encoding="utf-8")
         sizes[lang] = len(listed) + 4
-    both: dict[str, Any] = dict(
-        d_model=16, encoder_layers=2, decoder_layers=3, encoder_attention_heads=4, decoder_attention_heads=4,
-        encoder_ffn_dim=24, decoder_ffn_dim=24, init_std=0.3, max_position_embeddings=64, scale_embedding=True,
-    )  # fmt: skip
+    both: dict[str, Any] = dict(**SMALL, scale_embedding=True)
     torch.manual_seed(0)
     if pre_norm:
         model: Any = M2M100ForConditionalGeneration(M2M100Config(vocab_size=sizes["en"], **both))

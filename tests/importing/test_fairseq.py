@@ -144,6 +144,7 @@ FAULTS: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "no options": (damage(lambda content: content.pop("args")), "source_lang is missing"),
     "no weights": (damage(lambda content: content.pop("model")), "not a checkpoint of fairseq"),
+    "no tensors": (damage(lambda content: content.update(model={"a": 1})), "does not contain weights by name"),
     "no language": (damage(lambda content: delattr(content["args"], "source_lang")), "source_lang is missing"),
     "missing weight": (damage(lambda content: content["model"].pop("decoder.layers.2.fc1.bias")), "contain no"),
     "unknown weight": (

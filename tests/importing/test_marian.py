@@ -1,8 +1,8 @@
 """Imported Marian models against `transformers`: pieces, log-probabilities, searches, and what comes after."""
 
+import functools
 import json
 import pickle
-import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -17,13 +17,13 @@ from transformers import MarianMTModel, MarianTokenizer
 
 from branchnorm_jax.data.tokenizer import Tokenizer, load_tokenizer
 from branchnorm_jax.decoding.translate import Translator
-from branchnorm_jax.errors import UserError
 from branchnorm_jax.importing import marian
 from branchnorm_jax.importing.imported import Imported
 from branchnorm_jax.model.transformer import Transformer
 from branchnorm_jax.options import DecodeConfig
 from tests.conftest import run_main
 from tests.importing import examples
+from tests.importing.damage import changed, check_refused
 
 LINES = ["the small dog sees a ship .", "my sister reads", "dog dog house", "Ωmega book", "", "in the garden  we see"]
 TARGETS = ["der kleine Hund .", "liest ein altes Buch im Garten", "Haus", "wir sehen", "", "ein großes Haus ."]
@@ -222,12 +222,7 @@ def _ids(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], None]:
     return changed
 
 
-def _with(name: str, value: Any) -> Callable[[Path], None]:
-    def change(folder: Path) -> None:
-        config = json.loads((folder / "config.json").read_text())
-        (folder / "config.json").write_text(json.dumps(config | {name: value}))
-
-    return change
+_with = functools.partial(changed, "config.json")
 
 
 BAD: dict[str, tuple[Callable[[Path], Any], str]] = {
@@ -270,12 +265,7 @@ def intact(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize(("damage", "message"), BAD.values(), ids=list(BAD))
 def test_bad_folders(damage: Callable[[Path], Any], message: str, intact: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "bad"
-    shutil.copytree(intact, folder)
-    damage(folder)
-    with pytest.raises(UserError, match=re.escape(message)) as raised:
-        marian.read_folder(folder)
-    assert "\n" not in str(raised.value)
+    check_refused(marian.read_folder, intact, damage, message, tmp_path / "bad")
     assert not Path("harm").exists()
 
 

@@ -3,7 +3,6 @@
 import itertools
 import json
 import re
-import shutil
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,6 +25,7 @@ from branchnorm_jax.model.embedding import sinusoids
 from branchnorm_jax.options import DataConfig, DecodeConfig
 from tests.conftest import run_main
 from tests.importing import examples
+from tests.importing.damage import changed, check_refused
 from tests.importing.test_marian import ALPHA, LINES, TARGETS, model_of, tokenizer_of
 
 FAMILIES: dict[str, tuple[Callable[..., None], dict[str, Any], Any, str, str]] = {
@@ -179,8 +179,8 @@ def test_the_folder_names_languages(tmp_path: Path) -> None:
     examples.m2m100(tmp_path, nllb=True)
     assert multilingual.read_folder(tmp_path).decode.source_lang == "eng_Latn"
     french = NllbTokenizer.from_pretrained(tmp_path).convert_tokens_to_ids("fra_Latn")
-    _with("generation_config.json", "forced_bos_token_id", french)(tmp_path)
-    _with("generation_config.json", "num_beams", 5)(tmp_path)
+    changed("generation_config.json", "forced_bos_token_id", french)(tmp_path)
+    changed("generation_config.json", "num_beams", 5)(tmp_path)
     decode = multilingual.read_folder(tmp_path).decode
     assert (decode.target_lang, decode.beam_size) == ("fra_Latn", 5)
 
@@ -197,30 +197,25 @@ def test_directions_can_be_chosen(tmp_path: Path) -> None:
     assert run.returncode == 0, run.stderr
 
 
-def _with(file: str, name: str, value: Any) -> Callable[[Path], None]:
-    def change(folder: Path) -> None:
-        values = json.loads((folder / file).read_text()) if (folder / file).exists() else {}
-        (folder / file).write_text(json.dumps(values | {name: value}))
-
-    return change
-
-
 BAD: dict[str, tuple[Callable[[Path], Any], str]] = {
     "tokenizer.json alone": (
         lambda folder: (folder / "sentencepiece.bpe.model").unlink(),
         "no sentencepiece.bpe.model",
     ),
     "no SentencePiece": (lambda folder: (folder / "sentencepiece.bpe.model").write_bytes(b"x"), "not a SentencePiece"),
-    "starts from a language": (_with("config.json", "decoder_start_token_id", 70), "decoder_start_token_id must be 2"),
-    "start is missing": (_with("config.json", "decoder_start_token_id", None), "decoder_start_token_id is missing"),
-    "padding": (_with("config.json", "pad_token_id", 0), "pad_token_id must be 1, the id of <pad>"),
-    "too few pieces": (_with("config.json", "vocab_size", 60), "but the model has 60 pieces"),
-    "layers": (_with("config.json", "decoder_layers", 2), "weights that this import does not know"),
-    "positions": (_with("config.json", "max_position_embeddings", 32), "embed_positions.weight' has shape [66, 16]"),
-    "post-norm": (_with("config.json", "normalize_before", False), "normalize_before=False is not supported"),
-    "legacy": (_with("tokenizer_config.json", "legacy_behaviour", True), "legacy_behaviour=True"),
-    "tokens": (_with("tokenizer.json", "added_tokens", [{"id": "x"}]), "the added tokens cannot be read"),
-    "an id twice": (_with("tokenizer.json", "added_tokens", [{"id": 9, "content": "en_XX"}]), "have the same id"),
+    "starts from a language": (
+        changed("config.json", "decoder_start_token_id", 70),
+        "decoder_start_token_id must be 2",
+    ),
+    "start is missing": (changed("config.json", "decoder_start_token_id", None), "decoder_start_token_id is missing"),
+    "padding": (changed("config.json", "pad_token_id", 0), "pad_token_id must be 1, the id of <pad>"),
+    "too few pieces": (changed("config.json", "vocab_size", 60), "but the model has 60 pieces"),
+    "layers": (changed("config.json", "decoder_layers", 2), "weights that this import does not know"),
+    "positions": (changed("config.json", "max_position_embeddings", 32), "embed_positions.weight' has shape [66, 16]"),
+    "post-norm": (changed("config.json", "normalize_before", False), "normalize_before=False is not supported"),
+    "legacy": (changed("tokenizer_config.json", "legacy_behaviour", True), "legacy_behaviour=True"),
+    "tokens": (changed("tokenizer.json", "added_tokens", [{"id": "x"}]), "the added tokens cannot be read"),
+    "an id twice": (changed("tokenizer.json", "added_tokens", [{"id": 9, "content": "en_XX"}]), "have the same id"),
 }
 
 
@@ -233,20 +228,15 @@ def intact(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize(("damage", "message"), BAD.values(), ids=list(BAD))
 def test_bad_folders(damage: Callable[[Path], Any], message: str, intact: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "bad"
-    shutil.copytree(intact, folder)
-    damage(folder)
-    with pytest.raises(UserError, match=re.escape(message)) as raised:
-        multilingual.read_folder(folder)
-    assert "\n" not in str(raised.value)
+    check_refused(multilingual.read_folder, intact, damage, message, tmp_path / "bad")
 
 
 FEW = '{"<s>": 0, "<pad>": 1, "</s>": 2, "<unk>": 3}'
 VOCABULARIES: dict[str, tuple[Callable[[Path], Any], str]] = {
-    "codes": (_with("tokenizer_config.json", "language_codes", "x"), "language_codes=x is not known"),
-    "padding": (_with("vocab.json", "<pad>", 50), "two pieces have the same id"),
-    "no padding": (_with("vocab.json", "<pad>", 165), "the first pieces of the vocabulary must be <s>, <pad>"),
-    "type": (_with("vocab.json", "<pad>", "x"), "an id is not a whole number"),
+    "codes": (changed("tokenizer_config.json", "language_codes", "x"), "language_codes=x is not known"),
+    "padding": (changed("vocab.json", "<pad>", 50), "two pieces have the same id"),
+    "no padding": (changed("vocab.json", "<pad>", 165), "the first pieces of the vocabulary must be <s>, <pad>"),
+    "type": (changed("vocab.json", "<pad>", "x"), "an id is not a whole number"),
     "few pieces": (lambda folder: (folder / "vocab.json").write_text(FEW), "do not belong together"),
 }
 

@@ -1,7 +1,7 @@
 """Imported models of the T5 family against `transformers`: log-probabilities, gradients, searches, fine-tuning."""
 
+import functools
 import json
-import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -17,12 +17,12 @@ from sentencepiece import SentencePieceProcessor
 from transformers import T5Tokenizer
 
 from branchnorm_jax.decoding.translate import Translator
-from branchnorm_jax.errors import UserError
 from branchnorm_jax.importing import t5
 from branchnorm_jax.model.segments import decoder_inputs
 from branchnorm_jax.options import DecodeConfig
 from tests.conftest import run_main
 from tests.importing import examples
+from tests.importing.damage import changed, check_refused
 from tests.importing.test_marian import ALPHA, model_of, tokenizer_of
 
 LINES = [
@@ -193,12 +193,7 @@ def intact(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def _with(name: str, value: Any) -> Callable[[Path], Any]:
-    def change(folder: Path) -> None:
-        config = json.loads((folder / "config.json").read_text())
-        (folder / "config.json").write_text(json.dumps(config | {name: value}))
-
-    return change
+_with = functools.partial(changed, "config.json")
 
 
 def _weights(change: Callable[[dict[str, np.ndarray]], dict[str, np.ndarray]]) -> Callable[[Path], Any]:
@@ -234,12 +229,7 @@ BAD: dict[str, tuple[Callable[[Path], Any], str]] = {
 
 @pytest.mark.parametrize(("damage", "message"), BAD.values(), ids=list(BAD))
 def test_bad_folders(damage: Callable[[Path], Any], message: str, intact: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "bad"
-    shutil.copytree(intact, folder)
-    damage(folder)
-    with pytest.raises(UserError, match=re.escape(message)) as raised:
-        t5.read_folder(folder)
-    assert "\n" not in str(raised.value)
+    check_refused(t5.read_folder, intact, damage, message, tmp_path / "bad")
 
 
 def test_pieces_of_the_rows_without_text(intact: Path) -> None:

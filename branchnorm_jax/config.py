@@ -44,7 +44,7 @@ def default_config(depth: str = "") -> ml_collections.ConfigDict:
     """Returns the locked `ConfigDict` of all defaults. Its sections record assignments.
 
     Args:
-      depth: depth in the papers' notation, "18L-18L" (encoder-decoder); "" keeps the default.
+      depth: depth in the papers' notation, "18L-18L" (encoder-decoder) or "12L" (decoder-only); "" keeps the default.
     """
     config = ml_collections.ConfigDict()
     for name, options in dataclasses.asdict(Config()).items():
@@ -63,7 +63,9 @@ def set_depth(config: ml_collections.ConfigDict, depth: str) -> None:
         return
     layers = parse_depth(depth)
     if layers is None:
-        raise UserError(f"config argument {depth!r}: expected a depth such as 6L-6L or 100L-100L (encoder-decoder)")
+        raise UserError(
+            f"config argument {depth!r}: expected a depth such as 6L-6L (encoder-decoder) or 12L (decoder-only)"
+        )
     config.model.encoder_layers, config.model.decoder_layers = layers
 
 
@@ -233,11 +235,12 @@ def _validate_model(config: Config) -> None:
         raise UserError(f"config: model.heads={model.heads} does not divide model.width={model.width}")
     if model.width % 2:
         raise UserError(f"config: model.width={model.width} must be even (sinusoidal positions come in pairs)")
-    if model.longest and data.max_length > model.longest:
+    if model.longest and model.family == "encoder_decoder" and data.max_length > model.longest:
         raise UserError(
             f"config: data.max_length={data.max_length} is more than model.max_positions={model.max_positions}, the "
             "longest sentence of a model with learned positions"
         )
+    _validate_family(config)
     if (shared := model.shared_embeddings) in ("all", "inputs") and not data.shared_vocab:
         raise UserError(f"config: model.shared_embeddings={shared} needs data.shared_vocab=True; use decoder or none")
     if model.positions != "relative":
@@ -251,6 +254,49 @@ def _validate_model(config: Config) -> None:
         )
     if model.kernels == "interpret":
         raise UserError("config: model.kernels=interpret: the kernels have no relative positions; use auto or plain")
+
+
+def _validate_family(config: Config) -> None:
+    """Checks that model, data and training are all for translation or all for language models."""
+    model, decoder = config.model, config.model.family == "decoder"
+    if decoder == bool(model.encoder_layers):
+        needs = (
+            "has no encoder: give a depth such as 12L" if decoder else "needs an encoder: give a depth such as 6L-6L"
+        )
+        raise UserError(f"config: model.family={model.family} {needs} (model.encoder_layers={model.encoder_layers})")
+    if decoder != (config.data.source == "documents"):
+        wanted = "data.source=documents, as configs/lm.py does" if decoder else "another data.source than documents"
+        raise UserError(f"config: model.family={model.family} needs {wanted}")
+    if not decoder:
+        if config.data.vocab_type == "bytes":
+            raise UserError("config: data.vocab_type=bytes is for language models; use unigram or bpe")
+        return
+    data, train = config.data, config.train
+    fitting: dict[str, tuple[Any, ...]] = {
+        "model.shared_embeddings": ("all", "none"),
+        "model.decoder_start": ("eos",),
+        "data.pairs": ("",),
+        "data.subword_samples": (0,),
+        "train.eval_bleu_sentences": (0,),
+        "train.best_metric": ("loss",),
+        "train.encoder_rate": (1,),
+    }
+    values = to_flat(config)
+    for name, allowed in fitting.items():
+        if values[name] not in allowed:
+            options = " or ".join(str(value) or "''" for value in allowed)
+            raise UserError(f"config: a language model needs {name}={options}, not {values[name]}")
+    if data.vocab_type == "bytes" and data.vocab_size != BYTE_PIECES:
+        raise UserError(f"config: data.vocab_type=bytes has {BYTE_PIECES} pieces: set data.vocab_size={BYTE_PIECES}")
+    if model.longest and data.context > model.longest:
+        raise UserError(
+            f"config: data.context={data.context} is more than model.max_positions={model.max_positions}, the longest "
+            "row of a model with learned positions"
+        )
+
+
+BYTE_PIECES = 259
+"""Size of the vocabulary of bytes: <pad>, </s>, <unk> and 256 bytes."""
 
 
 def _validate_train(config: Config) -> None:

@@ -31,10 +31,17 @@ def option(
 class ModelConfig:
     """Network."""
 
+    family: str = option(
+        "encoder_decoder",
+        "encoder_decoder: translation; decoder: language models, which have no encoder and no cross-attention",
+        choices=("encoder_decoder", "decoder"),
+    )
     method: str = option(
         "branchnorm", "residual and normalisation method; --mode=methods lists all methods", common=True
     )
-    encoder_layers: int = option(6, "depth of the encoder", unit="layers", minimum=1, common=True)
+    encoder_layers: int = option(
+        6, "depth of the encoder; 0 in the family decoder", unit="layers", minimum=0, common=True
+    )
     decoder_layers: int = option(6, "depth of the decoder", unit="layers", minimum=1, common=True)
     width: int = option(512, "model dimension", unit="features", minimum=4, common=True)
     ffn_width: int = option(
@@ -59,8 +66,8 @@ class ModelConfig:
         "sinusoids: marian (10000^(-2j/d) from position 0, as in Hugging Face's Marian), tensor2tensor "
         "(10000^(-j/(d/2-1)) from position 0, as in Marian itself) or fairseq (the same from position 2); learned: a "
         "table for each stack, as in BART and mBART; relative: a learned bias of self-attention for each head and "
-        "distance, as in T5",
-        choices=("marian", "tensor2tensor", "fairseq", "learned", "relative"),
+        "distance, as in T5; rotary: queries and keys are rotated, as in RoFormer",
+        choices=("marian", "tensor2tensor", "fairseq", "learned", "relative", "rotary"),
     )
     max_positions: int = option(
         1024, "positions=learned: length of the longest sentence, language tag included", unit="tokens", minimum=4
@@ -188,6 +195,21 @@ class ModelConfig:
     )
 
     @property
+    def stacks(self) -> tuple[str, ...]:
+        """The names of the model's stacks of layers."""
+        return ("decoder",) if self.family == "decoder" else ("encoder", "decoder")
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """Number of layers of each stack."""
+        return (self.decoder_layers,) if self.family == "decoder" else (self.encoder_layers, self.decoder_layers)
+
+    @property
+    def depth(self) -> str:
+        """The depth in the papers' notation, such as 6L-6L, or 12L for a decoder-only model."""
+        return "-".join(f"{layers}L" for layers in self.layers)
+
+    @property
     def longest(self) -> int | None:
         """Length of the longest sentence in tokens, with EOS and language tag; None if there is no limit."""
         return self.max_positions if self.positions == "learned" else None
@@ -204,9 +226,12 @@ class ModelConfig:
 
 
 def parse_depth(text: str) -> tuple[int, int] | None:
-    """Returns the depths of encoder and decoder from text such as "18L-18L"; None if it is something else."""
-    match = re.fullmatch(r"(\d+)L?-(\d+)L?", text)
-    return (int(match[1]), int(match[2])) if match else None
+    """Returns the depths of encoder and decoder from text such as "18L-18L"; None if it is something else.
+
+    A single number, such as "18L", is the depth of a decoder-only model, with an encoder of 0 layers.
+    """
+    match = re.fullmatch(r"(?:(\d+)L?-)?(\d+)L?", text)
+    return (int(match[1] or 0), int(match[2])) if match else None
 
 
 NORMALIZATIONS = ("nmt_nfkc", "nfkc", "nfc", "identity")
@@ -219,8 +244,8 @@ class DataConfig:
 
     source: str = option(
         "numerals",
-        "corpus: built in, text files, or a TFDS builder",
-        choices=("numerals", "text", "tfds"),
+        "corpus: built in, text files, or a TFDS builder; documents: plain text for model.family=decoder",
+        choices=("numerals", "text", "tfds", "documents"),
         common=True,
     )
     path: str = option(
@@ -232,7 +257,7 @@ class DataConfig:
     files: str = option(
         "{split}.{lang}",
         "text: file name or glob under path; {pair} is en-de or de-en; without {lang}: files of both sides, .tsv, "
-        ".jsonl or .tmx; also with .gz, .zst, .xz or .bz2",
+        ".jsonl or .tmx; also with .gz, .zst, .xz or .bz2; documents: without {split}, the text is divided 90:5:5",
         free=True,
     )
     tfds_dir: str = option("", "tfds: folder of the prepared data sets; empty: the default of TFDS", free=True)
@@ -262,7 +287,11 @@ class DataConfig:
     vocab_size: int = option(
         8000, "SentencePiece vocabulary, special symbols included", unit="pieces", minimum=16, common=True
     )
-    vocab_type: str = option("unigram", "type of the SentencePiece model", choices=("unigram", "bpe"))
+    vocab_type: str = option(
+        "unigram",
+        "type of the SentencePiece model; bytes: the 256 bytes, for documents (data.vocab_size=259)",
+        choices=("unigram", "bpe", "bytes"),
+    )
     shared_vocab: bool = option(True, "one vocabulary for both languages; needed for shared_embeddings=all and inputs")
     byte_fallback: bool = option(False, "spell unknown characters as bytes instead of <unk>")
     source_normalization: str = option(
@@ -292,6 +321,18 @@ class DataConfig:
         256, "leave out training and validation pairs with a longer side; EOS included", unit="tokens", minimum=4
     )
     max_ratio: float = option(0.0, "leave out training pairs with a larger length ratio; 0: keep all", minimum=0)
+    document: str = option(
+        "file",
+        "documents: what a document is: a file, or a line (in a .jsonl file, the field text of a line)",
+        choices=("file", "line"),
+    )
+    context: int = option(256, "documents: length of a row of a batch", unit="tokens", minimum=2, common=True)
+    rows: str = option(
+        "stream",
+        "documents: cut all text into rows of data.context tokens (stream), or pack whole documents into rows, and "
+        "divide only longer ones (packed); attention never crosses the border of a document",
+        choices=("stream", "packed"),
+    )
     batch_shapes: int = option(
         4,
         "maximum number of static batch shapes, each compiled once; each has half as many rows as the one before",

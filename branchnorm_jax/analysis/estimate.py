@@ -18,8 +18,7 @@ from branchnorm_jax.axes import MESH, partition
 from branchnorm_jax.data.packing import row_lengths
 from branchnorm_jax.errors import UserError
 from branchnorm_jax.model.parameters import Params
-from branchnorm_jax.model.recipe import STACKS
-from branchnorm_jax.model.stack import REMAT, depth_of, size_of
+from branchnorm_jax.model.stack import REMAT, size_of
 from branchnorm_jax.model.transformer import Transformer
 from branchnorm_jax.options import Config
 from branchnorm_jax.parallel.mesh import local_mesh
@@ -40,7 +39,7 @@ SHALLOW, SHARE = (1, 4), 5
 
 
 def forward_flops(config: Config, source_length: float, target_length: float, vocabulary: int) -> dict[str, float]:
-    """Returns the FLOPs of a forward pass per source-target token pair, by part.
+    """Returns the FLOPs of a forward pass per source-target token pair (per token without an encoder), by part.
 
     Counts matrix products and attention scores, with 2 operations per multiply-add. Norms, softmax and embeddings are
     not counted. A query attends to all source tokens and, on average, to half of the target tokens.
@@ -54,10 +53,13 @@ def forward_flops(config: Config, source_length: float, target_length: float, vo
     m = config.model
     d, f, a = m.width, m.ffn_width, m.heads * m.key_width
     feed_forward = (6 if m.gated else 4) * d * f
-    scores = 4 * a
+    projections, scores = 8 * d * a, 4 * a
+    own = projections + feed_forward + scores * target_length / 2
+    if m.family == "decoder":
+        return {"decoder": m.decoder_layers * own, "output": 2 * d * vocabulary}
     return {
-        "encoder": m.encoder_layers * (8 * d * a + feed_forward + scores * source_length),
-        "decoder": m.decoder_layers * (16 * d * a + feed_forward + scores * (target_length / 2 + source_length)),
+        "encoder": m.encoder_layers * (projections + feed_forward + scores * source_length),
+        "decoder": m.decoder_layers * (own + projections + scores * source_length),
         "output": 2 * d * vocabulary,
     }
 
@@ -69,8 +71,9 @@ def recomputed_flops(config: Config, forward: dict[str, float], source_length: f
         hidden = (4 if m.gated else 2) * m.width * m.ffn_width
         scores = 2 * m.heads * m.key_width
         encoder = m.encoder_layers * (hidden + scores * source_length)
-        return encoder + m.decoder_layers * (hidden + scores * (target_length / 2 + source_length))
-    return {"none": 0, "full": 1, "nested": 2}[m.remat] * (forward["encoder"] + forward["decoder"])
+        attended = target_length / 2 + (source_length if m.encoder_layers else 0)
+        return encoder + m.decoder_layers * (hidden + scores * attended)
+    return {"none": 0, "full": 1, "nested": 2}[m.remat] * sum(forward[stack] for stack in m.stacks)
 
 
 def with_remat(config: Config, remat: str) -> Config:
@@ -81,7 +84,7 @@ def with_remat(config: Config, remat: str) -> Config:
     not loops. `model.unroll` and `model.group` are only chosen where they are 0.
     """
     model = config.model
-    depths, changed = (model.encoder_layers, model.decoder_layers), dict[str, Any](remat=remat)
+    depths, changed = model.layers, dict[str, Any](remat=remat)
     if unrolls(config):
         if remat in ("none", "save_branches") and not model.unroll and max(depths) <= UNROLLED:
             changed["unroll"] = max(depths)
@@ -110,7 +113,7 @@ def remat_order(config: Config) -> list[Config]:
     choices = [with_remat(config, remat) for remat in remat_choices(config)]
     if not unrolls(config):
         return choices
-    deepest = max(config.model.encoder_layers, config.model.decoder_layers)
+    deepest = max(config.model.layers)
     return [c for c in choices if c.model.remat in ("full", "nested") or c.model.unroll >= deepest]
 
 
@@ -126,7 +129,8 @@ def update(config: Config, rows: int, length: int) -> tuple[Any, TrainState, Bat
     The batch has `rows` x `length` tokens. The function uses the kernels of the mesh that `jax.set_mesh` has set; none
     if the run has several devices (see `axes.kernels`), or rows of any length, which rarely suit them.
     """
-    if (config.plan.devices or jax.device_count()) > 1 or not config.data.power_of_two_rows:
+    chosen = config.data.power_of_two_rows or config.data.source == "documents"
+    if (config.plan.devices or jax.device_count()) > 1 or not chosen:
         config = dataclasses.replace(config, model=dataclasses.replace(config.model, kernels="plain"))
     model = Transformer(config.model, config.data.vocab_size, config.data.vocab_size)
     optimizer = make_optimizer(config.train)
@@ -180,7 +184,7 @@ def parts(config: Config, params: Params) -> Parts:
     """
     leaves, numbers = jax.tree.leaves(params), jax.tree.leaves(shards(config, params))
     split = {leaf.shape[-2:]: number for leaf, number in zip(leaves, numbers, strict=True)}
-    depths = [depth_of(params[stack]) for stack in STACKS]
+    depths = config.model.layers
     tables = [leaf.shape for leaf in jax.tree.leaves(params["embedding"])]
     model, widths = config.model, (config.model.ffn_width, config.data.vocab_size)
 
@@ -216,11 +220,19 @@ def rows_of(config: Config, length: int, count: int) -> int:
     return math.ceil(rows / count / parts) * parts
 
 
+def sentence_length(config: Config) -> float:
+    """Returns the assumed number of tokens that attend to each other: a sentence, or a row of a language model."""
+    if config.data.source == "documents":
+        return config.data.context
+    return min(config.plan.sentence_length, config.data.max_length)
+
+
 def lengths(config: Config) -> tuple[int, ...]:
     """Returns the shortest and the longest row length; one of the two needs the most memory."""
+    if config.data.source == "documents":
+        return (config.data.context,)
     tokens, multiple, longest = config.train.batch_tokens, config.data.row_multiple, config.data.max_length
-    sentence = min(config.plan.sentence_length, longest)
-    ladder = row_lengths(sentence, longest, tokens, multiple, config.data.power_of_two_rows)
+    ladder = row_lengths(sentence_length(config), longest, tokens, multiple, config.data.power_of_two_rows)
     ladder = ladder[-config.data.batch_shapes :]
     return tuple(sorted({ladder[0], ladder[-1]}))
 
@@ -323,7 +335,7 @@ def calibrate(config: Config) -> Callable[[float], float]:
     remat = "none" if config.model.remat == "auto" else config.model.remat
     device, length = devices.find(""), lengths(config)[0]
     rows = rows_of(config, length, data_devices(config))
-    points, deepest = {}, max(config.model.encoder_layers, config.model.decoder_layers)
+    points, deepest = {}, max(config.model.layers)
     for layers in (SHALLOW[0], max(SHALLOW[1], -(-deepest // SHARE))):
         depth = (min(layers, config.model.encoder_layers), min(layers, config.model.decoder_layers))
         shallow = with_remat(shrink(config, *depth), remat)

@@ -21,11 +21,11 @@ from branchnorm_jax.analysis.estimate import (
     remat_order,
     rows_of,
     seconds,
+    sentence_length,
     update_costs,
     with_remat,
 )
 from branchnorm_jax.errors import UserError
-from branchnorm_jax.model.recipe import STACKS
 from branchnorm_jax.model.stack import best_group, size_of
 from branchnorm_jax.model.transformer import Transformer
 from branchnorm_jax.options import Config
@@ -50,7 +50,7 @@ def make_plan(config: Config, progress: Callable[[], Any] = lambda: None) -> dic
     device, count, length = devices.find(config.plan.device), data_devices(config), lengths(config)[0]
     vocabulary = config.data.vocab_size
     rows = rows_of(config, length, count)
-    sentence = min(config.plan.sentence_length, config.data.max_length)
+    sentence = sentence_length(config)
     flops = forward_flops(config, sentence, sentence, vocabulary)
     on_device = calibrate(config) if config.plan.calibrate else float
 
@@ -91,7 +91,7 @@ def make_plan(config: Config, progress: Callable[[], Any] = lambda: None) -> dic
 
 def _sizes(config: Config, rows: int, length: int) -> dict[str, Any]:
     """Returns what does not depend on `model.remat`: numbers of parameters, and bytes of state and activations."""
-    vocabulary, depth = config.data.vocab_size, (config.model.encoder_layers, config.model.decoder_layers)
+    vocabulary, depth = config.data.vocab_size, config.model.layers
     params = Transformer(config.model, vocabulary, vocabulary).abstract_params()
     opt_state = jax.eval_shape(make_optimizer(config.train).init, params)
     ema_bytes = size_of(params) if config.train.ema_decay else 0
@@ -113,7 +113,7 @@ def _sizes(config: Config, rows: int, length: int) -> dict[str, Any]:
         "group": {"full": with_remat(config, "full").model.group or 1}
         | {
             stack: config.model.group or best_group(layers, carry, size_of(params[stack]) / layers, whole=in_backward)
-            for stack, layers in zip(STACKS, depth, strict=True)
+            for stack, layers in zip(config.model.stacks, depth, strict=True)
         },
     }
 
@@ -125,7 +125,7 @@ def _count(tree: Any) -> int:
 def format_plan(config: Config, plan: Mapping[str, Any]) -> str:
     """Formats a plan as text that fits on one screen."""
     m, batch_tokens = config.model, config.train.batch_tokens
-    depth, length = f"{m.encoder_layers}L-{m.decoder_layers}L", plan["sentence_length"]
+    depth, length = m.depth, plan["sentence_length"]
     flops = plan["flops_per_target_token"]
     sizes = ("state", "parameter", "optimizer", "ema", "gradient", "carry")
     gb = {name: plan[f"{name}_bytes"] / 1e9 for name in sizes}
@@ -155,8 +155,8 @@ def format_plan(config: Config, plan: Mapping[str, Any]) -> str:
             f"{choice['target_tokens_per_second']:>10,.0f}{days:>13}" + ("" if choice["fits"] else "  does not fit")
         )
     groups = plan["group"]
-    nested = f"{groups['encoder']} and {groups['decoder']}"
-    lines += ["", f"layers per group: full {groups['full']}, nested {nested} (encoder and decoder)"]
+    nested = " and ".join(f"{groups[stack]} in the {stack}" for stack in m.stacks)
+    lines += ["", f"layers per group: full {groups['full']}, nested {nested}"]
     if "compiled_bytes" in plan:
         lines.append(f"compiled with model.remat={plan['chosen_remat']}: peak {plan['compiled_bytes'] / 1e9:,.3f} GB")
     return "\n".join([*lines, PAPER])

@@ -12,6 +12,7 @@ import numpy as np
 
 from branchnorm_jax.data.packing import Packing, Shape, choose_shapes, pack
 from branchnorm_jax.data.shuffle import shuffled
+from branchnorm_jax.errors import UserError
 from branchnorm_jax.options import DataConfig
 from branchnorm_jax.tokens import PAD
 
@@ -24,7 +25,8 @@ class TextBatch(NamedTuple):
     """A batch of packed sentence pairs: int32 token ids [rows, length] for each side.
 
     A row holds one or more sentences, each ending in EOS, followed by padding. The n-th sentence of a target row is the
-    translation of the n-th sentence of the source row.
+    translation of the n-th sentence of the source row. For a language model, the source has the token before each token
+    of the target; see `texts.TextRows`.
     """
 
     source: np.ndarray
@@ -175,7 +177,12 @@ def make_plans(
     """
     lengths = train.lengths[train.drawn(0)]
     longest = np.max([sentences.lengths.max(0) for sentences in (train, *valid)], axis=0)
-    shapes = choose_shapes(lengths, longest, batch_tokens, data.batch_shapes, data.row_multiple, data.power_of_two_rows)
+    if data.source == "documents":
+        shapes = [rows_of_text(data, batch_tokens)]
+    else:
+        shapes = choose_shapes(
+            lengths, longest, batch_tokens, data.batch_shapes, data.row_multiple, data.power_of_two_rows
+        )
     packing = pack(lengths, shapes)
     # If the corpus fills only a few batches, the last one would be mostly empty. Slightly smaller batches waste less.
     rows = rows_of(packing, shapes)[0]
@@ -184,6 +191,17 @@ def make_plans(
         shapes = [shapes[0]._replace(rows=-(-even // data.row_multiple) * data.row_multiple), *shapes[1:]]
     plans = [BatchPlan(sentences, pack(sentences.lengths, shapes), shapes, seed) for sentences in valid]
     return BatchPlan(train, packing, shapes, seed), plans
+
+
+def rows_of_text(data: DataConfig, batch_tokens: int) -> Shape:
+    """Returns the shape of the batches of a language model: rows of `data.context` tokens."""
+    rows = batch_tokens // data.context // data.row_multiple * data.row_multiple
+    if not rows:
+        raise UserError(
+            f"config: train.batch_tokens={batch_tokens} cannot hold data.row_multiple={data.row_multiple} rows of "
+            f"data.context={data.context} tokens; raise it to {data.row_multiple * data.context} or lower data.context"
+        )
+    return Shape(rows, data.context, data.context)
 
 
 def rows_of(packing: Packing, shapes: Sequence[Shape]) -> list[int]:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from branchnorm_jax.data import numerals, textfiles, tfds
+from branchnorm_jax.data import documents, numerals, textfiles, tfds
 from branchnorm_jax.data.formats import Pair
 from branchnorm_jax.options import DataConfig
 
@@ -51,6 +51,8 @@ def corpus_key(config: DataConfig, split: str) -> dict[str, Any]:
             "generator": hashlib.sha256(code).hexdigest(),
             "versions": [importlib.metadata.version(name) for name in ("num2words", "babel")],
         }
+    if config.source == "documents":
+        return key | documents.version(config, split)
     version = {"text": textfiles.version, "tfds": tfds.version}[config.source]
     return key | version(config, _split_name(config, split))
 

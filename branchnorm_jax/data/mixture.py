@@ -3,11 +3,14 @@
 import dataclasses
 import functools
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
 from branchnorm_jax.data.shuffle import shuffled
-from branchnorm_jax.data.store import TokenStore
+
+Store = Any
+"""A `store.TokenStore`; in a language model `texts.TextRows`."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -27,7 +30,7 @@ class Mixture:
       temperature: T, at least 1.
     """
 
-    stores: Sequence[TokenStore]
+    stores: Sequence[Store]
     temperature: float = 1.0
 
     @functools.cached_property

@@ -14,10 +14,20 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from branchnorm_jax.data.corpus import corpus_key, read_pairs
-from branchnorm_jax.data.mixture import Mixture
+from branchnorm_jax.data.documents import read_documents
+from branchnorm_jax.data.mixture import Mixture, Store
 from branchnorm_jax.data.report import report
 from branchnorm_jax.data.store import TokenStore, build_store, describe_counts
-from branchnorm_jax.data.tokenizer import ORIGIN, UNUSED, Tokenizer, load_tokenizer, note_unused, train_tokenizer
+from branchnorm_jax.data.texts import TextRows, build_text
+from branchnorm_jax.data.tokenizer import (
+    ORIGIN,
+    UNUSED,
+    Tokenizer,
+    load_tokenizer,
+    note_unused,
+    train_text_tokenizer,
+    train_tokenizer,
+)
 from branchnorm_jax.options import DataConfig
 
 
@@ -30,7 +40,7 @@ class Corpus(NamedTuple):
     tokenizer: Tokenizer
     validated: Sequence[DataConfig]
     train: Mixture
-    valid: Sequence[TokenStore]
+    valid: Sequence[Store]
     reports: Mapping[str, Any]
 
     def identity(self) -> dict[str, str]:
@@ -74,6 +84,8 @@ def prepare(
       keep: whether to keep an existing vocabulary even if its text or options have changed.
       trust: whether to open existing stores without looking at the text, which another process has just tokenised.
     """
+    if config.source == "documents":
+        return prepare_text(config, directory, say, keep, trust)
     vocabulary, directions = directory / "vocabulary", config.directions()
     build = functools.partial(build_store, trust=trust)
     validated = [direction for direction in directions if direction in config.validated()]
@@ -116,6 +128,26 @@ def prepare(
             + ", ".join(f"{n:,} of {d.pair}" for n, d in zip(drawn, directions, strict=True))
         )
     return Corpus(tokenizer, validated, mixture, valid, reports)
+
+
+def prepare_text(config: DataConfig, directory: Path, say: Callable[[str], None], keep: bool, trust: bool) -> Corpus:
+    """Does the same as `prepare` for the text of a language model."""
+    vocabulary = directory / "vocabulary"
+    if vocabulary.exists() and (keep or reusable(vocabulary, origin_of(config), say)):
+        tokenizer = load_tokenizer(vocabulary)
+    else:
+        with announced(f"making a vocabulary of {config.vocab_size} pieces", say):
+            text = (text for text, _ in read_documents(config, "train"))
+            tokenizer = train_text_tokenizer(config, text, vocabulary, origin_of(config))
+    rows = []
+    for split in ("train", "valid"):
+        store = build_text(config, tokenizer, split, directory / "corpus", trust)
+        say(store.describe(split))
+        rows.append(TextRows(store, config.context, config.rows == "packed"))
+    train, valid = rows
+    if not (vocabulary / UNUSED).exists() or not train.store.reused:
+        tokenizer = note_unused(tokenizer, np.unique(train.store.tokens), vocabulary)
+    return Corpus(tokenizer, [config], Mixture([train]), [valid], {})
 
 
 @contextlib.contextmanager

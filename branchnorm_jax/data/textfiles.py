@@ -41,7 +41,15 @@ def pairs(config: DataConfig, split: str) -> Iterator[Pair]:
 
 def version(config: DataConfig, split: str) -> dict[str, Any]:
     """Returns values that change when the text of a split changes; see `corpus.corpus_key`."""
-    return {"files": [_version(path) for paths in _files(config, split) for path in paths]}
+    return {"files": [file_version(path) for paths in _files(config, split) for path in paths]}
+
+
+def files_of(config: DataConfig, split: str) -> list[Path | UPath]:
+    """Returns the files of a split that match `data.files`, which has no {lang}, in reading order."""
+    if not config.path:
+        raise UserError(f"config: data.source={config.source} needs data.path, the folder of the text files")
+    pattern = config.files.replace("{split}", split)
+    return [path for _, path in sorted(_matching_files(_folder(config.path), pattern, "").items())]
 
 
 def _parallel(*paths: Path | UPath) -> Iterator[Pair]:
@@ -59,7 +67,7 @@ def _parallel(*paths: Path | UPath) -> Iterator[Pair]:
         yield source, target
 
 
-def _version(path: Path | UPath) -> list[str | int]:
+def file_version(path: Path | UPath) -> list[str | int]:
     """Returns values that change when a text file changes."""
     if isinstance(path, Path):
         stat = path.stat()

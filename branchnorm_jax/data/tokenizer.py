@@ -7,12 +7,13 @@ import io
 import itertools
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 import numpy as np
 import sentencepiece
+from sentencepiece import sentencepiece_model_pb2
 
 from branchnorm_jax.data.normalization import changes, describe, normalizer, with_rule
 from branchnorm_jax.errors import UserError, some
@@ -225,6 +226,24 @@ def train_tokenizer(
             side: with_rule(_train(config, normalised.get(side, ()), f"{side} side"), rule)
             for side, rule in rules.items()
         }
+    return _written(models, directory, origin)
+
+
+def train_text_tokenizer(config: DataConfig, texts: Iterable[str], directory: Path, origin: str = "") -> Tokenizer:
+    """Trains the vocabulary of a language model on lines of text and writes it to `directory`.
+
+    It changes no text, and a line feed is a piece. With `data.vocab_type=bytes`, there is nothing to train. Arguments,
+    files and errors are those of `train_tokenizer`.
+    """
+    if config.vocab_type == "bytes":
+        return _written({"vocab": byte_model()}, directory, origin)
+    lines = _even_sample((line for text in texts if (line := text.removesuffix("\n"))), config.vocab_sentences)
+    trained = _train(config, lines, "training text", symbols=["\n"])
+    return _written({"vocab": trained + normalizer("identity").serialized_model_proto()}, directory, origin)
+
+
+def _written(models: Mapping[str, bytes], directory: Path, origin: str) -> Tokenizer:
+    """Writes the files of a vocabulary and loads it."""
     with atomic_directory(directory) as temporary:
         for name, model in models.items():
             (temporary / f"{name}.model").write_bytes(model)
@@ -299,14 +318,33 @@ def _even_sample(items: Iterable[T], most: int) -> list[T]:
     return chosen
 
 
+def byte_model() -> bytes:
+    """Returns a SentencePiece model with one piece for each byte, after <pad>, </s> and <unk>. It changes no text."""
+    model = sentencepiece_model_pb2.ModelProto()  # type: ignore[attr-defined]
+    kinds = model.SentencePiece
+    special = [("<pad>", kinds.CONTROL), ("</s>", kinds.CONTROL), ("<unk>", kinds.UNKNOWN)]
+    for piece, kind in [*special, *((f"<0x{byte:02X}>", kinds.BYTE) for byte in range(256))]:
+        model.pieces.add(piece=piece, type=kind, score=0.0)
+    trainer, normalizer_spec = model.trainer_spec, model.normalizer_spec
+    trainer.model_type, trainer.byte_fallback = trainer.BPE, True
+    trainer.pad_id, trainer.eos_id, trainer.unk_id, trainer.bos_id = PAD, EOS, UNK, -1
+    normalizer_spec.name = "identity"
+    normalizer_spec.add_dummy_prefix = normalizer_spec.remove_extra_whitespaces = False
+    normalizer_spec.escape_whitespaces = False
+    return model.SerializeToString()
+
+
 def _training_lines(text: Iterable[str]) -> Iterator[str]:
     for line in text:
         line = line.translate(_RESERVED)
         yield from _CUT.findall(line) if len(line) > _LINE_CHARACTERS else (line,)
 
 
-def _train(config: DataConfig, text: Iterable[str], text_of: str) -> bytes:
-    """Trains a model without normalisation on normalised text. `text_of`: what the text is, for errors."""
+def _train(config: DataConfig, text: Iterable[str], text_of: str, symbols: Sequence[str] = ()) -> bytes:
+    """Trains a model without normalisation on normalised text.
+
+    `text_of`: what the text is, for errors. `symbols`: texts that are always one piece.
+    """
     model = io.BytesIO()
     try:
         sentencepiece.SentencePieceTrainer.train(
@@ -329,6 +367,7 @@ def _train(config: DataConfig, text: Iterable[str], text_of: str) -> bytes:
             eos_piece="</s>",
             unk_piece="<unk>",
             control_symbols=[f">>{lang}<<" for lang in config.tagged],
+            user_defined_symbols=list(symbols),
             minloglevel=2,
         )
     except RuntimeError as error:

@@ -9,19 +9,16 @@ Var is the variance over all elements of the batch, padding included. Since Var(
 w_k = sqrt(Var(x_0) + sum over j < k of Var(f_j)) for k > 1. The pass is one scan that carries x and r.
 """
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 
 from branchnorm_jax.model.parameters import Params
-from branchnorm_jax.model.segments import Segments, decoder_inputs, source_segments, target_segments
 from branchnorm_jax.model.taps import Taps
 from branchnorm_jax.model.transformer import Transformer
 
 
 def profile(model: Transformer, params: Params, source_BS: jax.Array, target_BT: jax.Array, key: jax.Array) -> Params:
-    """Sets the skip weights [L, D] of both stacks by a pass over one batch in training mode.
+    """Sets the skip weights [L, D] of all stacks by a pass over one batch in training mode.
 
     Returns the changed parameters.
 
@@ -32,17 +29,12 @@ def profile(model: Transformer, params: Params, source_BS: jax.Array, target_BT:
       target_BT: int [B, T].
       key: random key of the dropout masks.
     """
-    source, inputs_BT = source_segments(source_BS), decoder_inputs(target_BT)
-
-    def spreads(stack: str, tokens: jax.Array, segments: Segments, memory: Any = None) -> tuple[jax.Array, Any]:
-        return model.run_tokens(params, stack, tokens, segments, memory, jnp.ones(()), key, Taps(record="profile"))
-
-    memory_BSD, encoder = spreads("encoder", source_BS, source)
-    _, decoder = spreads("decoder", inputs_BT, target_segments(inputs_BT), (memory_BSD, source))
+    taps = Taps(record="profile")
+    _, spreads = model.teacher_forced(params, source_BS, target_BT, jnp.ones(()), key, taps)
 
     def fill(weights: Params, found: dict[str, tuple[jax.Array, ...]]) -> Params:
         return weights | {
             name: jnp.broadcast_to(spread_L[:, None], weights[name].shape) for name, (spread_L,) in found.items()
         }
 
-    return params | {"encoder": fill(params["encoder"], encoder), "decoder": fill(params["decoder"], decoder)}
+    return params | {stack: fill(params[stack], found) for stack, found in spreads.items()}

@@ -15,6 +15,7 @@ from branchnorm_jax.model.dropout import dropout
 from branchnorm_jax.model.linear import Linear, joined, linear
 from branchnorm_jax.model.norms import Norm
 from branchnorm_jax.model.recipe import Recipe
+from branchnorm_jax.model.relative import NO_RELATIVE, Relative, rotated
 from branchnorm_jax.model.segments import MASKED
 from branchnorm_jax.options import ModelConfig
 
@@ -164,10 +165,13 @@ class Attention(nn.Module):
         """[..., H K] -> [..., H, K]."""
         return x.reshape(*x.shape[:-1], self.config.heads, -1)
 
-    def keys_values(self, memory_BSD: jax.Array) -> KeysValues:
-        """Returns keys and values of the encoder's output or, in self-attention, of x: [B, S, H, K] each."""
+    def keys_values(self, memory_BSD: jax.Array, rotation: jax.Array | None = None) -> KeysValues:
+        """Returns keys and values of the encoder's output or, in self-attention, of x: [B, S, H, K] each.
+
+        `rotation` is that of `Relative`.
+        """
         k, v = (checkpoint_name(linear(memory_BSD), "projection") for linear in (self.k, self.v))
-        return self._heads(k), self._heads(v)
+        return rotated(self._heads(k), rotation), self._heads(v)
 
     def __call__(
         self,
@@ -175,22 +179,23 @@ class Attention(nn.Module):
         memory_BSD: jax.Array,
         mask_BTS: jax.Array,
         key: jax.Array | None = None,
-        bias_BHTS: jax.Array | None = None,
+        relative: Relative = NO_RELATIVE,
     ) -> jax.Array:
         """Computes attention from x to the memory, which is x itself in self-attention: [B, T, D] -> [B, T, D].
 
-        The fused kernels add no bias, so with one they are not used.
+        The fused kernels know nothing of relative positions, so with those they are not used.
         """
-        rate, platform = self.config.attention_dropout, kernels(self.config.kernels) if bias_BHTS is None else ""
+        rate, platform = self.config.attention_dropout, kernels(self.config.kernels)
+        platform = platform if all(part is None for part in relative) else ""
         shapes = self._shapes(x_BTD, memory_BSD)
         if platform in ("gpu", "cpu") and fused_attention.supported(*shapes):
             q_k_v = self._joined(x_BTD, memory_BSD)
             return self._out(fused_attention.fused_attend(q_k_v, mask_BTS, rate, key, interpret=platform == "cpu"))
-        q_BTHK = self._heads(checkpoint_name(self.q(x_BTD), "projection"))
-        keys_values = self.keys_values(memory_BSD)
+        q_BTHK = rotated(self._heads(checkpoint_name(self.q(x_BTD), "projection")), relative.rotation)
+        keys_values = self.keys_values(memory_BSD, relative.rotation)
         if platform == "tpu" and fused_attention_tpu.supported(*shapes):
             return self._out(fused_attention_tpu.fused_attend(q_BTHK, *keys_values, mask_BTS, rate, key))
-        return self._out(attend(q_BTHK, *keys_values, mask_BTS, rate, key, bias_BHTS))
+        return self._out(attend(q_BTHK, *keys_values, mask_BTS, rate, key, relative.bias))
 
     def _shapes(self, x_BTD: jax.Array, memory_BSD: jax.Array) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
         """Returns the shapes of the queries and of the keys."""
@@ -222,10 +227,11 @@ class Attention(nn.Module):
         cached: KVCache,
         mask_BQS: jax.Array,
         own: tuple[jax.Array, jax.Array] | None = None,
-        bias_BHQS: jax.Array | None = None,
+        relative: Relative = NO_RELATIVE,
     ) -> jax.Array:
         """Runs one decoding step of Q hypotheses, see `attend_cached`: [B, Q, D] -> [B, Q, D]."""
-        return self._out(attend_cached(self._heads(self.q(x_BQD)), cached, mask_BQS, own, bias_BHQS))
+        q_BQHK = rotated(self._heads(self.q(x_BQD)), relative.rotation)
+        return self._out(attend_cached(q_BQHK, cached, mask_BQS, own, relative.bias))
 
     def _out(self, out_BTHK: jax.Array) -> jax.Array:
         """Applies the output projection: [B, T, H, K] -> [B, T, D]."""

@@ -18,6 +18,7 @@ from branchnorm_jax.model.feedforward import FeedForward
 from branchnorm_jax.model.fused_residual import Weights, fused_residual, supported
 from branchnorm_jax.model.norms import Norm, apply_norm
 from branchnorm_jax.model.recipe import Recipe, Weight
+from branchnorm_jax.model.relative import NO_RELATIVE, Relative
 from branchnorm_jax.model.taps import watched_rows
 from branchnorm_jax.options import ModelConfig
 
@@ -140,19 +141,16 @@ class EncoderBlock(Block):
 
     @nn.compact
     def __call__(
-        self, stream: Stream, layer: LayerInput, mask_BTS: jax.Array, bias: jax.Array | None = None
+        self, stream: Stream, layer: LayerInput, mask_BTS: jax.Array, relative: Relative = NO_RELATIVE
     ) -> tuple[Stream, None]:
-        """Runs one layer. mask_BTS [B, S, S] is True where a query attends: at the real tokens of its sentence.
-
-        `bias` is added to the scores, see `relative.bias`.
-        """
+        """Runs one layer. mask_BTS [B, S, S] is True where a query attends: at the real tokens of its sentence."""
         stream, layer, bottom = self._begin(stream, layer)
         attention = Attention(self.config, self.recipe, name="self")
         feed_forward = FeedForward(self.config, self.recipe, name="ffn")
 
         def self_attention(z: jax.Array) -> jax.Array:
             key = site_key(layer.key, Site.SELF_PROBABILITIES)
-            return attention(z, z, mask_BTS, key, bias)
+            return attention(z, z, mask_BTS, key, relative)
 
         stream = self._residual("self", stream, self_attention, layer, Site.SELF_BRANCH)
         ffn_key = site_key(layer.key, Site.FFN_ACTIVATION)
@@ -160,7 +158,7 @@ class EncoderBlock(Block):
 
 
 class DecoderBlock(Block):
-    """Masked self-attention, cross-attention, feed-forward."""
+    """Masked self-attention, cross-attention, feed-forward. A decoder-only model has no cross-attention."""
 
     @nn.compact
     def __call__(
@@ -169,8 +167,8 @@ class DecoderBlock(Block):
         layer: LayerInput,
         memory_BSD: jax.Array | None,
         self_mask: jax.Array,
-        cross_mask: jax.Array,
-        bias: jax.Array | None = None,
+        cross_mask: jax.Array | None,
+        relative: Relative = NO_RELATIVE,
         cache: Cache | None = None,
     ) -> tuple[Stream, KeysValues | None]:
         """Runs one layer on whole targets (`cache` is None), or on one step of several hypotheses per sentence.
@@ -178,10 +176,10 @@ class DecoderBlock(Block):
         Args:
           stream: x [B, T, D] of whole targets, or [B, Q, D] of the current tokens of Q hypotheses.
           layer: this layer's coefficients and dropout key.
-          memory_BSD: the encoder's output; None with a cache.
+          memory_BSD: the encoder's output; None with a cache, and in a decoder-only model.
           self_mask: True where a query attends to a target token, [B, T, T], or to a slot of the cache, [B, Q, N].
-          cross_mask: True where a query attends to a source token, [B, T, S] or [B, 1, S].
-          bias: added to the scores of self-attention, see `relative.bias` and, with a cache, `relative.cached_bias`.
+          cross_mask: True where a query attends to a source token, [B, T, S] or [B, 1, S]; None without an encoder.
+          relative: positions inside self-attention.
           cache: this layer's `Cache`, without the current tokens.
 
         Returns:
@@ -196,12 +194,14 @@ class DecoderBlock(Block):
 
         def attend_self(z: jax.Array) -> jax.Array:
             if cache is None:
-                return self_attention(z, z, self_mask, site_key(layer.key, Site.SELF_PROBABILITIES), bias)
-            new.append(self_attention.keys_values(z))
-            return self_attention.decode(z, cache.self, self_mask, new[0], bias)
+                return self_attention(z, z, self_mask, site_key(layer.key, Site.SELF_PROBABILITIES), relative)
+            new.append(self_attention.keys_values(z, relative.rotation))
+            return self_attention.decode(z, cache.self, self_mask, new[0], relative)
 
         def attend_cross(z: jax.Array) -> jax.Array:
+            assert cross_mask is not None
             if cache is not None:
+                assert cache.cross is not None
                 return cross_attention.decode(z, cache.cross, cross_mask)
             assert memory_BSD is not None
             if stream.attention is not None:
@@ -210,7 +210,8 @@ class DecoderBlock(Block):
             return cross_attention(z, memory_BSD, cross_mask, site_key(layer.key, Site.CROSS_PROBABILITIES))
 
         stream = self._residual("self", stream, attend_self, layer, Site.SELF_BRANCH)
-        stream = self._residual("cross", stream, attend_cross, layer, Site.CROSS_BRANCH)
+        if "encoder" in self.config.stacks:
+            stream = self._residual("cross", stream, attend_cross, layer, Site.CROSS_BRANCH)
         if stream.attention is not None and layer.attention_weight is not None:
             stream = stream._replace(attention=stream.attention + layer.attention_weight * probabilities[0])
         ffn_key = site_key(layer.key, Site.FFN_ACTIVATION)

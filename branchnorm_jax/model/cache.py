@@ -15,8 +15,8 @@ class Cache(NamedTuple):
 
     self: KVCache
     """Keys and values of the target tokens so far. Masks select the slots that a hypothesis attends to."""
-    cross: KVCache
-    """Keys and values of the source, computed once per sentence."""
+    cross: KVCache | None
+    """Keys and values of the source, computed once per sentence; None in a decoder-only model."""
 
 
 Caches = Cache | list[Cache]

@@ -40,7 +40,7 @@ def by_layer(rule: Rule, depth: Depth, stack: str) -> np.ndarray:
 
 def uniform(value: float | jax.Array, depth: Depth) -> Alpha:
     """Returns the same alpha for all layers."""
-    return {stack: jnp.full(layers, value, jnp.float32) for stack, layers in zip(STACKS, depth, strict=True)}
+    return {s: jnp.full(layers, value, jnp.float32) for s, layers in zip(STACKS, depth, strict=True) if layers}
 
 
 def layer_alpha(alpha: Alpha | jax.Array, depth: Depth, stack: str) -> jax.Array:

@@ -118,7 +118,7 @@ def alpha(config: ModelConfig) -> Callable[[jax.Array], Alpha]:
     [[0.0, 0.0], [0.5, 0.0], [1.0, 0.0], [1.0, 0.5], [1.0, 1.0]]
     """
     shape, total, power = SHAPES[config.alpha_schedule], config.alpha_steps, ORDERS[config.alpha_order].power
-    curves = {stack: _curve(config, stack) for stack in STACKS}
+    curves = {stack: _curve(config, stack) for stack in config.stacks}
 
     def value(curve: _Curve, clock: jax.Array) -> jax.Array:
         progress = (clock.astype(jnp.float32) / total - curve.begin) / (curve.finish - curve.begin)
@@ -139,13 +139,13 @@ def is_uniform(config: ModelConfig) -> bool:
     >>> is_uniform(ModelConfig(alpha_order="equal")), is_uniform(ModelConfig(alpha_order="linear"))
     (True, False)
     """
-    curves = np.concatenate([np.stack(_curve(config, stack)) for stack in STACKS], axis=1)
+    curves = np.concatenate([np.stack(_curve(config, stack)) for stack in config.stacks], axis=1)
     return bool((curves == curves[:, :1]).all())
 
 
 def starts_closed(config: ModelConfig) -> bool:
     """Returns whether, at some time, some layers still have alpha = 0 while others already grow."""
-    curves = [_curve(config, stack) for stack in STACKS]
+    curves = [_curve(config, stack) for stack in config.stacks]
     return any(bool(((curve.begin > 0) & (curve.start == 0)).any()) for curve in curves)
 
 
@@ -158,7 +158,7 @@ def _curve(config: ModelConfig, stack: str) -> _Curve:
     start, end = (levels(rule, depth, stack) for rule in limits)
     if (start > end).any():
         raise UserError(
-            f"config: alpha cannot shrink: at {config.encoder_layers}L-{config.decoder_layers}L model.alpha_start="
+            f"config: alpha cannot shrink: at {config.depth} model.alpha_start="
             f"{limits[0]} is above model.alpha_end={limits[1]}; set model.alpha_end to a larger value, at most 1"
         )
     start, end = (np.where(old_layers(config, stack), 1.0, limit) for limit in (start, end))
@@ -184,8 +184,7 @@ def old_layers(config: ModelConfig, stack: str) -> np.ndarray:
     depth = parse_depth(config.grown_from)
     count = depth[STACKS.index(stack)] if depth else 0
     if not 0 < count <= layers:
-        most = f"{config.encoder_layers}L-{config.decoder_layers}L"
-        raise UserError(f"config: model.grown_from={config.grown_from!r} is not a depth of at most {most}")
+        raise UserError(f"config: model.grown_from={config.grown_from!r} is not a depth of at most {config.depth}")
     return np.isin(np.arange(layers), np.arange(count) * layers // count)
 
 
@@ -197,8 +196,8 @@ def levels(rule: str, depth: Depth, stack: str) -> np.ndarray:
 
     Args:
       rule: a number c; c/n, c/L or c/l; c/sqrt(n), c/sqrt(L) or c/sqrt(l); or "deepnorm", DeepNorm's ratio of branch to
-        skip, 1 / a. n is the number of residual sub-layers of the stack (2N or 3M), L the number of its layers, and l
-        the layer, counted from 1.
+        skip, 1 / a. n is the number of residual sub-layers of the stack (`Depth.sublayers`), L the number of its
+        layers, and l the layer, counted from 1.
       depth: depth of the model.
       stack: "encoder" or "decoder".
 
@@ -219,6 +218,7 @@ def levels(rule: str, depth: Depth, stack: str) -> np.ndarray:
             f"config: model.alpha_start or model.alpha_end: {rule!r} is not a number from 0 to 1, a rule such as "
             "6/sqrt(n), 1/L or 1/sqrt(l), or deepnorm"
         )
-    counts = {"n": (2 if stack == "encoder" else 3) * layers, "L": layers, "l": np.arange(1, layers + 1), None: 1}
+    n = getattr(depth.sublayers, stack)
+    counts = {"n": n, "L": layers, "l": np.arange(1, layers + 1), None: 1}
     count = np.asarray(counts[match["count"]], np.float64)
     return np.minimum(1.0, np.broadcast_to(float(match["c"]) / (np.sqrt(count) if match["root"] else count), (layers,)))

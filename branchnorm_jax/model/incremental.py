@@ -22,8 +22,8 @@ class CurrentTokens(NamedTuple):
 
     ids_BQ: jax.Array
     """Token ids."""
-    positions_B1D: jax.Array
-    """Position embeddings: rows of `Transformer.positions`."""
+    positions_B1P: jax.Array
+    """Rows of `Transformer.positions`."""
     seen_BQN: jax.Array
     """True at the slots that hold the earlier tokens of each hypothesis."""
     slot: jax.Array
@@ -53,16 +53,20 @@ def _layer(stacked: Params, index: jax.Array) -> Params:
 def start_cache(model: Transformer, params: Params, memory_BSD: jax.Array, slots: int) -> Caches:
     """Returns a cache with `slots` empty slots for each sentence, and with the keys and values of the source.
 
+    In a decoder-only model, only the number of rows of `memory_BSD` matters.
+
     In a loop over layers with bfloat16 matrices, a cache of float32 numbers would take more time than the products, so
     it holds bfloat16 numbers.
     """
     layers, dtype = params["decoder"], jnp.dtype(model.config.dtype)
-    if not isinstance(layers, list) and layers["cross"]["k"]["kernel"].dtype.itemsize < dtype.itemsize:
+    if not isinstance(layers, list) and layers["self"]["k"]["kernel"].dtype.itemsize < dtype.itemsize:
         dtype = BITS
     empty_slots = empty(model.config, dtype, len(memory_BSD), slots)
     attention = Attention(model.config, model.recipe, name="cross")
 
-    def cross(layer: Params) -> KVCache:
+    def cross(layer: Params) -> KVCache | None:
+        if "cross" not in layer:
+            return None
         keys_values: Any = attention.apply({"params": layer["cross"]}, memory_BSD, method="keys_values")
         return to_cache(keys_values, dtype)
 
@@ -75,7 +79,7 @@ def step(
     model: Transformer,
     params: Params,
     caches: Caches,
-    source_mask_B1S: jax.Array,
+    source_mask_B1S: jax.Array | None,
     current: CurrentTokens,
     alpha: Alpha | jax.Array,
 ) -> tuple[jax.Array, Caches]:
@@ -85,18 +89,19 @@ def step(
       model: the model.
       params: its parameters, or the result of `unstack_decoder`.
       caches: the caches of `start_cache` or of the previous step.
-      source_mask_B1S: True at real source tokens.
+      source_mask_B1S: True at real source tokens; None in a decoder-only model.
       current: the current tokens.
       alpha: alpha_t.
     """
-    x_BQD = model.embed_tokens(params, "decoder", current.ids_BQ, current.positions_B1D)
+    x_BQD = model.embed_tokens(params, "decoder", current.ids_BQ, current.positions_B1P)
     bias = None
     if model.config.positions == "relative":
         sizes = current.seen_BQN.shape[-1], current.ids_BQ.shape[1]
         bias = relative.cached_bias(model.config, params[relative.table_name("decoder")], *sizes, current.slot)
+    rotation = current.positions_B1P if model.config.positions == "rotary" else None
 
     def arguments(layer_cache: Cache) -> tuple[Any, ...]:
-        return None, current.seen_BQN, source_mask_B1S, bias, layer_cache
+        return None, current.seen_BQN, source_mask_B1S, relative.Relative(bias, rotation), layer_cache
 
     inputs = model.layer_inputs("decoder", alpha)
     x_BQD, new = model.run_layers(params, "decoder", x_BQD, inputs, arguments, caches)

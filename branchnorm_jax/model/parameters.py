@@ -39,6 +39,8 @@ def declare_parameters(
     embedding_key, *keys = (jax.random.fold_in(key, index) for index in range(5))
     params: dict[str, Any] = {"embedding": declare_embedding(config, recipe, source_vocab, target_vocab, embedding_key)}
     for stack, stack_key, table_key, layers in zip(STACKS, keys[:2], keys[2:], depth, strict=True):
+        if stack not in config.stacks:
+            continue
         params[stack] = declare_stack(config, recipe, depth, stack, stack_key)
         if config.positions == "relative":
             params[table_name(stack)] = declare_table(config, table_key)
@@ -64,16 +66,19 @@ def declare_embedding(
         "inputs": {"shared": source_vocab, "output": target_vocab},
         "none": {"source": source_vocab, "target": target_vocab, "output": target_vocab},
     }[config.shared_embeddings]
+    if "encoder" not in config.stacks:
+        rows.pop("source", None)
     tables = {}
     for index, name in enumerate(rows):
         table = draw_table(jax.random.fold_in(key, index), rows[name], config.width, config.embedding)
         gain = recipe.gain.get(f"embedding/{name}", ONE)(Depth(config.encoder_layers, config.decoder_layers))
-        factor = gain.encoder if name in ("source", "shared") else gain.decoder
+        first = config.stacks[0]
+        factor = getattr(gain, first) if name in ("source", "shared") else gain.decoder
         tables[name] = Declared(table * factor, TABLE_AXES)
     if config.output_bias:
         tables["bias"] = Declared(jnp.zeros(target_vocab), ("vocab",))
     if config.positions == "learned":
-        for index, stack in enumerate(STACKS, start=len(rows)):
+        for index, stack in enumerate(config.stacks, start=len(rows)):
             table = draw_positions(jax.random.fold_in(key, index), config.max_positions, config.width)
             tables[f"{stack}_positions"] = Declared(table, TABLE_AXES)
     return tables

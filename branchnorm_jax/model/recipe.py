@@ -16,14 +16,23 @@ NOWHERE: frozenset[str] = frozenset()
 
 
 class Depth(NamedTuple):
-    """Layers of the encoder (N in the papers) and of the decoder (M)."""
+    """Layers of the encoder (N in the papers; 0 in a decoder-only model) and of the decoder (M)."""
 
     encoder: int
     decoder: int
 
+    @property
+    def sublayers(self) -> "Depth":
+        """n, the number of residual sub-layers of each stack: 2N and 3M, or 2M without an encoder.
+
+        >>> Depth(6, 6).sublayers, Depth(0, 6).sublayers
+        (Depth(encoder=12, decoder=18), Depth(encoder=0, decoder=12))
+        """
+        return Depth(2 * self.encoder, (3 if self.encoder else 2) * self.decoder)
+
 
 STACKS = Depth._fields
-"""The names of the stacks: encoder, decoder."""
+"""The names of the stacks: encoder, decoder. A decoder-only model has only the latter."""
 
 PerLayer = float | tuple[float, ...]
 """One number for all layers of a stack, or one number per layer."""

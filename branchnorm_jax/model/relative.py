@@ -1,11 +1,19 @@
-"""Relative positions as in T5: self-attention adds a learned number for each head and distance to its scores.
+"""Positions inside self-attention: biases of the scores as in T5, and rotations of queries and keys.
+
+Relative positions as in T5: self-attention adds a learned number for each head and distance to its scores.
 
     score_hts = q_t k_s / sqrt(K) + table[bucket(s - t), h]
 
 All layers of a stack share the table [buckets, H] (*Exploring the Limits of Transfer Learning with a Unified
 Text-to-Text Transformer*, Raffel et al., 2020). The distance of two tokens of a sentence is that of their places in the
 row, so packed sentences need no biases of their own.
+
+Rotary positions: pairs of features of q and k are rotated by angles that are proportional to the position p, so q_t k_s
+depends on t - s (*RoFormer: Enhanced Transformer with Rotary Position Embedding*, Su et al., 2021). Feature j < K/2
+makes a pair with feature j + K/2, as in GPT-NeoX and LLaMA, and its angle is p 10000^(-2j/K).
 """
+
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +25,40 @@ from branchnorm_jax.options import ModelConfig
 
 AXES = ("embed", "heads")
 """Logical names of the axes of a table. The mesh splits the buckets like the model width."""
+
+
+class Relative(NamedTuple):
+    """What self-attention needs to know about positions; nothing if they are part of the embeddings."""
+
+    bias: jax.Array | None = None
+    """Added to the scores: float32 [1, H, T, S]."""
+    rotation: jax.Array | None = None
+    """Rows of `rotations` for q and k: float32 [B, T, K]; an axis of size 1 broadcasts."""
+
+
+NO_RELATIVE = Relative()
+
+
+def rotations(length: int, size: int) -> np.ndarray:
+    """Returns the table of rotary positions, concat[cos(p f_j), sin(p f_j)] over j < size/2: float32 [length, size]."""
+    frequencies = 10000 ** (-2 * np.arange(size // 2, dtype=np.float64) / size)
+    angles = np.arange(length, dtype=np.float64)[:, None] * frequencies
+    return np.concatenate([np.cos(angles), np.sin(angles)], axis=1).astype(np.float32)
+
+
+def rotated(x_BTHK: jax.Array, rotation_BTK: jax.Array | None) -> jax.Array:
+    """Rotates the heads of queries or keys, computed in float32; None means no rotation.
+
+    >>> quarter = jnp.array([[[0.0, 1.0]]])  # cos and sin of 90 degrees
+    >>> rotated(jnp.array([[[[1.0, 0.0]]]]), quarter).round(6).tolist()
+    [[[[-0.0, 1.0]]]]
+    """
+    if rotation_BTK is None:
+        return x_BTHK
+    cos, sin = jnp.split(rotation_BTK[:, :, None], 2, axis=-1)
+    first, second = jnp.split(x_BTHK.astype(jnp.promote_types(x_BTHK.dtype, jnp.float32)), 2, axis=-1)
+    turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    return turned.astype(x_BTHK.dtype)
 
 
 def table_name(stack: str) -> str:

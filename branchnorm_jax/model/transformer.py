@@ -1,4 +1,4 @@
-"""The encoder-decoder Transformer: pure functions of a parameter tree (see `parameters.py`)."""
+"""The Transformer, encoder-decoder or decoder-only: pure functions of a parameter tree (see `parameters.py`)."""
 
 import dataclasses
 import functools
@@ -24,7 +24,14 @@ from branchnorm_jax.model.norms import apply_norm, final_kind
 from branchnorm_jax.model.output import Output
 from branchnorm_jax.model.parameters import Params, declare_parameters
 from branchnorm_jax.model.recipe import STACKS, Depth, Recipe
-from branchnorm_jax.model.segments import Segments, causal_mask, same_sentence, source_segments, target_segments
+from branchnorm_jax.model.segments import (
+    Segments,
+    causal_mask,
+    decoder_inputs,
+    same_sentence,
+    source_segments,
+    target_segments,
+)
 from branchnorm_jax.model.stack import Layer, rematerialised, run_and_update, run_stack, unstack
 from branchnorm_jax.model.taps import Taps
 from branchnorm_jax.options import ModelConfig
@@ -33,9 +40,10 @@ from branchnorm_jax.tokens import EOS
 
 @dataclasses.dataclass(frozen=True)
 class Transformer:
-    """A Transformer of any depth and method.
+    """A Transformer of any depth and method: encoder and decoder, or a decoder alone (`model.family`).
 
-    `alpha` is given by stack and layer, or as one number for all layers. Recipes without a growing branch ignore it.
+    A decoder alone is a language model; its vocabulary is that of the target. `alpha` is given by stack and layer, or as
+    one number for all layers. Recipes without a growing branch ignore it.
 
     Attributes:
       config: the network's options.
@@ -139,18 +147,21 @@ class Transformer:
         """Runs token ids through a stack; returns the output [B, T, D] and the records of `taps`.
 
         The records are stacked over layers. A token attends to the tokens of its own sentence, in the decoder only up
-        to itself. `memory` is the encoder's output with the source segments; None for the encoder.
+        to itself. `memory` is the encoder's output with the source segments; None for the encoder, and without one.
         """
-        key = _fold(key, STACKS.index(stack))
-        mask_BTT = same_sentence(segments, segments)
-        arguments: tuple[Any, ...] = (mask_BTT,)
-        if memory is not None:
-            arguments = memory[0], mask_BTT & causal_mask(tokens_BT.shape[1]), same_sentence(segments, memory[1])
+        key, length = _fold(key, STACKS.index(stack)), tokens_BT.shape[1]
+        positions_BTP = self.positions(params, stack, length)[segments.positions]
+        mask_BTT, places = same_sentence(segments, segments), relative.NO_RELATIVE
         if self.config.positions == "relative":
             table = params[relative.table_name(stack)]
-            arguments += (relative.bias(self.config, table, stack, tokens_BT.shape[1]),)
-        positions_BTD = self.positions(params, stack, tokens_BT.shape[1])[segments.positions]
-        x_BTD = self.embed_tokens(params, stack, tokens_BT, positions_BTD, key)
+            places = relative.Relative(bias=relative.bias(self.config, table, stack, length))
+        elif self.config.positions == "rotary":
+            places = relative.Relative(rotation=positions_BTP)
+        arguments: tuple[Any, ...] = (mask_BTT, places)
+        if stack == "decoder":
+            memory_BSD, cross_mask = (None, None) if memory is None else (memory[0], same_sentence(segments, memory[1]))
+            arguments = memory_BSD, mask_BTT & causal_mask(length), cross_mask, places
+        x_BTD = self.embed_tokens(params, stack, tokens_BT, positions_BTP, key)
         inputs = self.layer_inputs(stack, alpha, key, taps)
         return self.run_layers(params, stack, x_BTD, inputs, lambda _: arguments, taps=taps)
 
@@ -164,6 +175,22 @@ class Transformer:
         """Computes the logits of the target vocabulary, float32: [..., D] -> [..., V]."""
         return self.output(params).logits(x.astype(self.config.dtype))
 
+    def teacher_forced(
+        self,
+        params: Params,
+        source_BS: jax.Array,
+        target_BT: jax.Array,
+        alpha: Alpha | jax.Array,
+        key: jax.Array | None = None,
+        taps: Taps = Taps(),  # noqa: B008
+    ) -> tuple[jax.Array, dict[str, Any]]:
+        """Returns the decoder's output before each token of a batch's target; see `hidden`.
+
+        In a batch of a language model, `source_BS` holds the inputs: at each position the token before the target's.
+        """
+        inputs_BT = decoder_inputs(target_BT) if "encoder" in self.config.stacks else source_BS
+        return self.hidden(params, source_BS, inputs_BT, alpha, key, taps)
+
     def hidden(
         self,
         params: Params,
@@ -173,13 +200,17 @@ class Transformer:
         key: jax.Array | None = None,
         taps: Taps = Taps(),  # noqa: B008
     ) -> tuple[jax.Array, dict[str, Any]]:
-        """Returns the decoder's output under teacher forcing, and the records of `taps` by stack.
+        """Returns the decoder's output for the given inputs, and the records of `taps` by stack.
 
-        The output is [B, T, D] in the compute type.
+        The output is [B, T, D] in the compute type. Without an encoder, `source_BS` is not used.
         """
+        target = target_segments(inputs_BT)
+        if "encoder" not in self.config.stacks:
+            x_BTD, decoder = self.run_tokens(params, "decoder", inputs_BT, target, None, alpha, key, taps)
+            return x_BTD.astype(self.config.dtype), {"decoder": decoder} if taps.record else {}
         segments = source_segments(source_BS)
         memory_BSD, encoder = self.run_tokens(params, "encoder", source_BS, segments, None, alpha, key, taps)
-        memory, target = (memory_BSD, segments), target_segments(inputs_BT)
+        memory = memory_BSD, segments
         x_BTD, decoder = self.run_tokens(params, "decoder", inputs_BT, target, memory, alpha, key, taps)
         return x_BTD.astype(self.config.dtype), {"encoder": encoder, "decoder": decoder} if taps.record else {}
 
@@ -213,12 +244,15 @@ class Transformer:
     def positions(self, params: Params, stack: str, length: int) -> jax.Array:
         """Returns the position embeddings of a stack, float32 [length, D]; zeros if positions are relative.
 
-        There are at most `config.longest`. Only padding has positions beyond; indexing gives it the last one.
+        If they are rotary, returns the rotations of queries and keys, [length, K]. There are at most `config.longest`.
+        Only padding has positions beyond; indexing gives it the last one.
         """
         if self.config.positions == "learned":
             return params["embedding"][f"{stack}_positions"][:length]
         if self.config.positions == "relative":
             return jnp.zeros((length, self.config.width))
+        if self.config.positions == "rotary":
+            return jnp.asarray(relative.rotations(length, self.config.key_width))
         return jnp.asarray(sinusoids(length, self.config.width, self.config.positions))
 
     # Parts
@@ -338,7 +372,11 @@ class Transformer:
     def embed_tokens(
         self, params: Params, stack: str, tokens_BT: jax.Array, positions: jax.Array, key: jax.Array | None = None
     ) -> jax.Array:
-        """Returns the input of a stack's first layer, [B, T, D], from token ids and rows of `positions`."""
+        """Returns the input of a stack's first layer, [B, T, D], from token ids and rows of `positions`.
+
+        Rotary positions are not added to the embeddings.
+        """
+        positions = jnp.zeros(()) if self.config.positions == "rotary" else positions
         c, side = self.config, "source" if stack == "encoder" else "target"
         key = _fold(key, 0)
         tokens_BT = drop_words(tokens_BT, c.word_dropout, _fold(key, 1), self.tags)

@@ -89,7 +89,7 @@ def about(config: Config, step: int, languages: Languages) -> dict[str, Any]:
     m, s = config.model, config.serve
     return {
         "method": m.method,
-        "depth": f"{m.encoder_layers}L-{m.decoder_layers}L",
+        "depth": m.depth,
         "step": step,
         "reads_source_lang": languages.reads_source,
         "source_langs": languages.sources,

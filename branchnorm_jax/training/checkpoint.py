@@ -279,7 +279,9 @@ class Checkpoints:
             # Older checkpoints have a single alpha for all layers.
             saved = restored["memory"]["alpha"]
             values = saved if isinstance(saved, dict) else dict.fromkeys(STACKS, saved)
-            alpha = {s: jnp.broadcast_to(jnp.float32(values[s]), (depth_of(abstract[s]),)) for s in STACKS}
+            alpha = {
+                s: jnp.broadcast_to(jnp.float32(values[s]), (depth_of(abstract[s]),)) for s in STACKS if s in abstract
+            }
             return restored["params"], alpha, step
         raise UserError(f"{self._directory}: checkpoint {which!r} cannot be read")
 

@@ -21,7 +21,6 @@ from branchnorm_jax.model.coefficients import Alpha
 from branchnorm_jax.model.growth import old_layers
 from branchnorm_jax.model.initializers import LAST_MATRIX
 from branchnorm_jax.model.parameters import Params
-from branchnorm_jax.model.recipe import STACKS
 from branchnorm_jax.options import ModelConfig
 
 METHODS = {
@@ -46,7 +45,7 @@ def deepened(old: Params, alpha: Alpha, fresh: Params, config: ModelConfig) -> P
       config: options of the deeper model; `grown_from` is the depth of the old one.
     """
     params = dict(old)
-    for stack in STACKS:
+    for stack in config.stacks:
         places = np.flatnonzero(old_layers(config, stack))
         scaled = _scaled(old[stack], jnp.asarray(alpha[stack]))
         params[stack] = jax.tree.map(lambda new, own, places=places: new.at[places].set(own), fresh[stack], scaled)

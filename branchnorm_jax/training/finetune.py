@@ -83,9 +83,10 @@ def _option(config: Config) -> str:
 
 def _check_deepening(ours: ModelConfig, theirs: ModelConfig) -> None:
     """Raises `UserError` unless a model with the options `ours` can be made of one with `theirs`."""
-    depth = f"{theirs.encoder_layers}L-{theirs.decoder_layers}L"
-    if ours.grown_from != depth:
-        raise UserError(f"train.deepen_from: the parent has the depth {depth}; set model.grown_from={depth}")
+    if ours.grown_from != theirs.depth:
+        raise UserError(
+            f"train.deepen_from: the parent has the depth {theirs.depth}; set model.grown_from={theirs.depth}"
+        )
     if theirs.method not in deepen.METHODS.get(ours.method, ()):
         fitting = [method for method, parents in deepen.METHODS.items() if theirs.method in parents]
         hint = f"set model.method={fitting[0]}" if fitting else "only Post-LN, Pre-LN and BranchNorm can be deepened"

@@ -389,7 +389,10 @@ class Run:
         sums = self.validator.losses(self.state)
         line: dict[str, Any] = {"step": self.step, **per_token(list(sums.values()))}
         self._halt_if_needed(trouble.decide_about_state(self.step, "validation loss", line["loss"], c))
-        line["source_gain"] = self.validator.source_gain(self.state)
+        if self.config.model.family == "decoder":
+            line["bits_per_byte"] = self.validator.bits_per_byte(sums)
+        else:
+            line["source_gain"] = self.validator.source_gain(self.state)
         pairs = {pair: per_token([part]) for pair, part in sums.items()}
         if c.eval_bleu_sentences:
             by_pair = self.validator.scores(self.state, c.eval_bleu_sentences)
@@ -428,14 +431,15 @@ class Run:
         count = sum(leaf.size for leaf in jax.tree.leaves(self.abstract.params))
         c = self.config.model
         logs.say(
-            f"{c.method} {c.encoder_layers}L-{c.decoder_layers}L, {count:,} parameters, "
+            f"{c.method} {c.depth}, {count:,} parameters, "
             f"state {size_of(self.abstract) / 1e6:,.1f} MB, on {jax.device_count()} x {jax.devices()[0].device_kind}"
         )
         if self.mesh.size > 1:
             logs.say(describe_shardings(self.mesh, self.abstract))
-        pairs = len(self.corpus.train.lengths) // self.config.data.tokenisations
+        items = len(self.corpus.train.lengths) // self.config.data.tokenisations
+        what = "parts of documents" if c.family == "decoder" else "sentence pairs"
         logs.say(
-            f"{pairs:,} sentence pairs, {self.epoch:.0f} updates per epoch, "
+            f"{items:,} {what}, {self.epoch:.0f} updates per epoch, "
             f"batches of {', '.join(f'{rows}x{source}+{target}' for rows, source, target in self._shapes())} positions "
             f"({100 * self.plan.fill:.1f} % real tokens)"
         )

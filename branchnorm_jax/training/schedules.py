@@ -190,15 +190,15 @@ def rates(config: Config) -> Callable[[jax.Array, Alpha, jax.Array], dict[str, j
     `encoder_rate_steps` updates, or to all updates if `encoder_rate_steps` is 0.
     """
     train, power = config.train, config.train.branch_update_power
-    grows = get_recipe(config.model.method).grows
-    is_old = {stack: growth.old_layers(config.model, stack) for stack in STACKS}
-    others = {"embedding", *(part for stack in STACKS for part in parts_of(stack))} - {*STACKS}
+    grows, stacks = get_recipe(config.model.method).grows, config.model.stacks
+    is_old = {stack: growth.old_layers(config.model, stack) for stack in stacks}
+    others = {"embedding", *(part for stack in stacks for part in parts_of(stack))} - {*stacks}
     frozen = [part for name in frozen_names(train) for part in parts_of(name)]
 
     def by_layer(step: jax.Array, alpha: Alpha, rate: jax.Array) -> dict[str, jax.Array]:
-        by_stack = dict.fromkeys(STACKS, rate)
+        by_stack = dict.fromkeys(stacks, rate)
         if grows and power:
-            by_stack = {stack: rate * alpha[stack] ** power for stack in STACKS}
+            by_stack = {stack: rate * alpha[stack] ** power for stack in stacks}
         if train.encoder_rate != 1:
             first = step < train.encoder_rate_steps if train.encoder_rate_steps else jnp.bool_(True)
             by_stack["encoder"] = by_stack["encoder"] * jnp.where(first, train.encoder_rate, 1.0)
@@ -268,7 +268,7 @@ def tick(
         if model.alpha_schedule == "adaptive":
             alpha = schedule(clock)
             healthy = []
-            for stack in STACKS:
+            for stack in model.stacks:
                 norms = gradient[stack]
                 started = jnp.ones(norms.shape, bool) if uniform else alpha[stack] > 0
                 strong = jnp.where(started, norms, jnp.inf).min() >= model.alpha_floor * norms.max()

@@ -13,8 +13,6 @@ from branchnorm_jax.model import growth
 from branchnorm_jax.model.coefficients import Alpha
 from branchnorm_jax.model.losses import Blocks, LossSums, smoothed_cross_entropy
 from branchnorm_jax.model.parameters import Params
-from branchnorm_jax.model.recipe import STACKS
-from branchnorm_jax.model.segments import decoder_inputs
 from branchnorm_jax.model.stack import LayerUpdate
 from branchnorm_jax.model.taps import Taps
 from branchnorm_jax.model.transformer import Transformer
@@ -71,8 +69,8 @@ def loss_sums(
 
     The loss is the smoothed cross-entropy. `shards` is the number of devices that share the rows of the batch.
     """
-    params, inputs = model.gather_tables(params), decoder_inputs(batch.target)
-    x_BTD, by_layer = model.hidden(params, batch.source, inputs, alpha, key, taps)
+    params = model.gather_tables(params)
+    x_BTD, by_layer = model.teacher_forced(params, *batch, alpha, key, taps)
     blocks, real = Blocks(model.config.logits_mb * 2**20, shards), batch.target != PAD
     return smoothed_cross_entropy(x_BTD, model.output(params), batch.target, real, smoothing, blocks), by_layer
 
@@ -152,7 +150,7 @@ def mean_over_layers(alpha: Alpha) -> jax.Array:
 
     If all layers have the same alpha, the result is exactly this alpha, without rounding errors.
     """
-    values = jnp.concatenate([alpha[stack] for stack in STACKS])
+    values = jnp.concatenate(list(alpha.values()))
     return values[0] + (values - values[0]).mean()
 
 

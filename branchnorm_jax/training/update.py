@@ -105,13 +105,14 @@ def differentiate_and_update(
       rate: the learning rate.
       rates: the learning rates of the stacks, as in `update`.
     """
-    depths = {stack: depth_of(state.params[stack]) for stack in STACKS}
+    stacks = [stack for stack in STACKS if stack in state.params]
+    depths = {stack: depth_of(state.params[stack]) for stack in stacks}
     # The learning rate of a layer is passed along with the moments of the layer.
     moments = {
         stack: ([tree[stack] for tree in moments_of(state.opt_state)], jnp.broadcast_to(rates[stack], depths[stack]))
-        for stack in STACKS
+        for stack in stacks
     }
-    figures = {stack: [jnp.zeros(depths[stack])] * 3 for stack in STACKS}
+    figures = {stack: [jnp.zeros(depths[stack])] * 3 for stack in stacks}
 
     def applied(stack: str) -> Callable[[Any, Any, Any], tuple[Any, Any, Any]]:
         def apply(params: Any, gradient: Any, moments: tuple[list[Any], jax.Array]) -> tuple[Any, Any, Any]:
@@ -124,7 +125,7 @@ def differentiate_and_update(
         return apply
 
     def with_updates(params: Params, moments: Any, figures: Any) -> tuple[jax.Array, Any]:
-        updates = {stack: LayerUpdate(applied(stack), moments[stack], figures[stack]) for stack in STACKS}
+        updates = {stack: LayerUpdate(applied(stack), moments[stack], figures[stack]) for stack in stacks}
         return loss(params, updates=updates)
 
     # For the stacks, the results are not gradients but the parameters, moments and norms after the update.
@@ -137,10 +138,10 @@ def differentiate_and_update(
     )
     updated = update(grads, scale, optimizer, rest, params, rate, rates)
     trees = moments_of(updated.opt_state)
-    whole = [tree | {stack: moments[stack][0][index] for stack in STACKS} for index, tree in enumerate(trees)]
-    of_layers = [{stack: figures[stack][index] for stack in STACKS} for index in range(3)]
+    whole = [tree | {stack: moments[stack][0][index] for stack in stacks} for index, tree in enumerate(trees)]
+    of_layers = [{stack: figures[stack][index] for stack in stacks} for index in range(3)]
     return value, Updated(
-        updated.params | {stack: after[stack] for stack in STACKS},
+        updated.params | {stack: after[stack] for stack in stacks},
         with_moments(updated.opt_state, whole),
         *(rest | layers for rest, layers in zip(updated[2:], of_layers, strict=True)),
     )

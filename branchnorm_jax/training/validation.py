@@ -2,8 +2,9 @@
 
 import functools
 import json
+import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -12,6 +13,7 @@ import numpy as np
 from branchnorm_jax.data.batches import BatchPlan
 from branchnorm_jax.data.corpus import read_pairs
 from branchnorm_jax.data.prepare import Corpus
+from branchnorm_jax.data.texts import TextRows
 from branchnorm_jax.decoding.translate import Translator
 from branchnorm_jax.evaluation.bleu import Measure, corpus_scores
 from branchnorm_jax.evaluation.comet import load_comet
@@ -55,6 +57,11 @@ class Validator:
     def source_gain(self, state: TrainState) -> float:
         """Returns the mean of `_source_gain` over the validation sets, in nats per target token."""
         return statistics.mean(self._source_gain(state, plan) for plan in self.plans)
+
+    def bits_per_byte(self, sums: Mapping[str, LossSums]) -> float:
+        """Returns the bits that the model needs for a byte of the validation text: nll / (ln 2 x bytes)."""
+        texts = sum(rows.store.bytes for rows in self.corpus.valid if isinstance(rows, TextRows))
+        return float(sum(part.nll for part in sums.values())) / (math.log(2) * texts)
 
     def scores(self, state: TrainState, count: int) -> dict[str, dict[str, float]]:
         """Returns BLEU and chrF of the first `count` sentences of each validation set, by language pair.

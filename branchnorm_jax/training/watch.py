@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from branchnorm_jax.model.coefficients import Alpha
-from branchnorm_jax.model.recipe import STACKS
 
 Layers = Mapping[str, Mapping[str, Any]]
 """`Metrics.layers`: stack -> statistic -> array [L]."""
@@ -73,7 +72,7 @@ def layer_statistics(
             "similarity": jnp.where(rows["pairs"] > 0, rows["similarity"] / rows["pairs"], 0.0),
         }
 
-    return {stack: of(stack) for stack in STACKS}
+    return {stack: of(stack) for stack in watched}
 
 
 def weak_layers(gradient: Mapping[str, Any], alpha: Mapping[str, Any] | None = None) -> dict[str, list[int]]:

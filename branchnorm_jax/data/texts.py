@@ -1,0 +1,194 @@
+"""Texts of language models: memory-mapped tokens of a split, and the rows that batches consist of.
+
+A text is a stream of documents, each preceded by EOS, with EOS at its end:
+
+    EOS, document 0, EOS, document 1, EOS, ..., EOS
+
+A model reads each token but the last, and predicts each token but the first. So it predicts every token of the text,
+and the end of every document, exactly once.
+"""
+
+import dataclasses
+import functools
+import hashlib
+import itertools
+import json
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from branchnorm_jax.data.corpus import corpus_key
+from branchnorm_jax.data.documents import Part, read_documents
+from branchnorm_jax.data.tokenizer import Tokenizer
+from branchnorm_jax.files import atomic_directory
+from branchnorm_jax.options import DataConfig
+from branchnorm_jax.tokens import EOS, UNK
+
+_FORMAT = 1  # increase it when the meaning of the files changes
+_PARTS = 1024
+"""Number of parts of documents that are tokenised at once."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class TextStore:
+    """Memory-mapped token ids of a text.
+
+    Attributes:
+      tokens: the stream, uint16 or uint32 [n].
+      starts: positions of the EOS before each document, then of the last EOS, int64 [documents + 1].
+      sizes: length of each document in bytes of UTF-8, int64 [documents].
+      fingerprint: SHA-256 of the tokens and of the vocabulary; equal fingerprints mean equal texts.
+      reused: whether the store was opened instead of built.
+    """
+
+    tokens: np.ndarray
+    starts: np.ndarray
+    sizes: np.ndarray
+    fingerprint: str
+    reused: bool
+
+    @property
+    def bytes(self) -> int:
+        """Length of the text in bytes of UTF-8."""
+        return int(self.sizes.sum())
+
+    def describe(self, split: str) -> str:
+        """Returns a line about the text."""
+        unknown = np.count_nonzero(self.tokens == UNK) / len(self.tokens)
+        return (
+            f"{split}: {len(self.sizes):,} documents, {self.bytes:,} bytes, {len(self.tokens) - 1:,} tokens to predict"
+            + (f"; {unknown:.1%} of the tokens are unknown to the vocabulary" if unknown > 1e-3 else "")
+            + ("; tokens reused" if self.reused else "")
+        )
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class TextRows:
+    """A text divided into rows or parts of rows; implements `batches.Sentences`.
+
+    The source of a row is the token before each token of its target. In packed rows, several documents share a row, so
+    each part begins with EOS instead.
+
+    Attributes:
+      store: the text.
+      context: the longest row in tokens.
+      packed: whether rows consist of whole documents, see `data.rows`.
+    """
+
+    store: TextStore
+    context: int
+    packed: bool
+
+    def __len__(self) -> int:
+        return len(self._parts[0])
+
+    @functools.cached_property
+    def _parts(self) -> tuple[np.ndarray, np.ndarray]:
+        """Position and size of each part: int64 [n], int64 [n]."""
+        borders = self.store.starts if self.packed else self.store.starts[[0, -1]]
+        counts = -(-np.diff(borders) // self.context)
+        index = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+        begins = np.repeat(borders[:-1], counts) + index * self.context
+        return begins, np.minimum(self.context, np.repeat(borders[1:], counts) - begins)
+
+    @functools.cached_property
+    def lengths(self) -> np.ndarray:
+        """Length of each part, for the source and for the target: int32 [n, 2]."""
+        return np.repeat(self._parts[1][:, None], 2, axis=1).astype(np.int32)
+
+    @property
+    def fingerprint(self) -> str:
+        """Equal fingerprints mean equal parts."""
+        return hashlib.sha256(f"{self.store.fingerprint} {self.context} {self.packed}".encode()).hexdigest()
+
+    def drawn(self, epoch: int) -> np.ndarray:
+        """Returns the parts of an epoch: each part once."""
+        return np.arange(len(self))
+
+    def gather(self, side: str, ids: np.ndarray) -> np.ndarray:
+        """Returns the concatenated tokens of parts; the arguments are as in `store.TokenStore.gather`."""
+        begins, sizes = (values[ids] for values in self._parts)
+        ends = np.cumsum(sizes)
+        places = np.repeat(begins - ends + sizes, sizes) + np.arange(ends[-1] if len(ends) else 0)
+        tokens = self.store.tokens[places + (side == "target")].astype(np.int32)
+        if side == "source" and self.packed:
+            tokens[ends - sizes] = EOS
+        return tokens
+
+
+def build_text(config: DataConfig, tokenizer: Tokenizer, split: str, directory: Path, trust: bool = False) -> TextStore:
+    """Tokenises a split into `directory/split`, or opens the existing store if text and vocabulary are the same.
+
+    Args:
+      config: specifies the text.
+      tokenizer: the vocabulary.
+      split: "train", "valid" or "test".
+      directory: parent of the store's directory.
+      trust: whether to reuse an existing store without looking at the text.
+
+    Raises:
+      UserError: if the text cannot be read (see `read_documents`).
+      StorageError: if the files cannot be written.
+    """
+    path = directory / split
+    if trust and (store := _open(path, None)):
+        return store
+    key = {"corpus": corpus_key(config, split), "tokenizer": tokenizer.sha256, "format": _FORMAT}
+    if (store := _open(path, key)) is not None:
+        return store
+    dtype = np.dtype(np.uint16 if tokenizer.target_size <= 1 << 16 else np.uint32)
+    digest = hashlib.sha256(tokenizer.sha256.encode())
+    with atomic_directory(path) as temporary:
+        starts, sizes, position, size = [0], [], 1, 0
+        with open(temporary / "tokens.bin", "wb") as file:
+
+            def write(ids: np.ndarray) -> None:
+                digest.update(data := ids.astype(dtype).tobytes())
+                file.write(data)
+
+            write(np.array([EOS]))
+            for text, ends, ids in _encoded(tokenizer, read_documents(config, split)):
+                write(np.array([*ids, EOS] if ends else ids, np.int64))
+                position, size = position + len(ids) + ends, size + len(text.encode())
+                if ends:
+                    starts.append(position - 1)
+                    sizes.append(size)
+                    size = 0
+        (temporary / "documents.bin").write_bytes(np.array([starts[1:], sizes], np.int64).tobytes())
+        meta = {
+            "key": key,
+            "fingerprint": digest.hexdigest(),
+            "dtype": dtype.name,
+            "bytes": {part.name: part.stat().st_size for part in sorted(temporary.iterdir())},
+        }
+        (temporary / "meta.json").write_text(json.dumps(meta, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        # Open the store before it is moved: the maps stay valid even if another process replaces the directory.
+        return _opened(temporary, meta, reused=False)
+
+
+def _encoded(tokenizer: Tokenizer, parts: Iterable[Part]) -> Iterator[tuple[str, bool, list[int]]]:
+    """Yields the parts with their token ids."""
+    parts = iter(parts)
+    while chunk := list(itertools.islice(parts, _PARTS)):
+        encoded = tokenizer.encode_target([text for text, _ in chunk])
+        yield from ((text, ends, ids[:-1]) for (text, ends), ids in zip(chunk, encoded, strict=True))  # without EOS
+
+
+def _open(path: Path, key: dict[str, Any] | None) -> TextStore | None:
+    """Opens the store at `path`, or returns None if it is incomplete or its key differs; None as key fits any."""
+    try:
+        meta = json.loads((path / "meta.json").read_text(encoding="utf-8"))
+        other = key is not None and meta["key"] != key
+        if other or any((path / name).stat().st_size != size for name, size in meta["bytes"].items()):
+            return None
+        return _opened(path, meta, reused=True)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):  # missing, incomplete or not a store
+        return None
+
+
+def _opened(path: Path, meta: dict[str, Any], reused: bool) -> TextStore:
+    ends, sizes = np.fromfile(path / "documents.bin", np.int64).reshape(2, -1)
+    tokens = np.memmap(path / "tokens.bin", meta["dtype"], mode="r")
+    return TextStore(tokens, np.concatenate([[0], ends]), sizes, meta["fingerprint"], reused)

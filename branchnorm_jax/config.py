@@ -44,7 +44,7 @@ def default_config(depth: str = "") -> ml_collections.ConfigDict:
     """Returns the locked `ConfigDict` of all defaults. Its sections record assignments.
 
     Args:
-      depth: depth in the papers' notation, "18L-18L" (encoder-decoder) or "12L" (decoder-only); "" keeps the default.
+      depth: as in the papers, "18L-18L" (encoder-decoder) or "12L" (decoder-only); "" keeps the default.
     """
     config = ml_collections.ConfigDict()
     for name, options in dataclasses.asdict(Config()).items():
@@ -271,7 +271,7 @@ def _validate_family(config: Config) -> None:
         if config.data.vocab_type == "bytes":
             raise UserError("config: data.vocab_type=bytes is for language models; use unigram or bpe")
         return
-    data, train = config.data, config.train
+    data = config.data
     fitting: dict[str, tuple[Any, ...]] = {
         "model.shared_embeddings": ("all", "none"),
         "model.decoder_start": ("eos",),

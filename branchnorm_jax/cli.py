@@ -27,9 +27,10 @@ from branchnorm_jax.workdir import Workdir
 
 MODES = {
     "train": "train, or resume the run in the workdir",
-    "evaluate": "translate the test split and score it: <workdir>/results.json",
+    "evaluate": "translate the test split and score it, or compute its perplexity: <workdir>/results.json",
     "translate": "translate stdin to stdout or file to file, line by line",
     "serve": "serve translations over HTTP, with a web page, until Ctrl-C: see serve.port",
+    "generate": "continue prompts with a language model, line by line: see decode.temperature",
     "average": "average several checkpoints of a run: <workdir>/average, see decode.checkpoint",
     "compare": "compare two or more systems on one test set: <workdir>/compare.html, compare.json; needs no run",
     "export": "export the model to CTranslate2 or Hugging Face, and compare it with ours: <workdir>/export/",
@@ -43,6 +44,9 @@ MODES = {
     "preflight": "check a run in a time lapse at its real depth: <workdir>/preflight.json, .png",
     "help": "list every option with its default and unit",
 }
+
+TRANSLATION = {"translate", "serve", "score", "clean", "export", "import"}
+"""Modes that need a model for translation."""
 
 HERE = Path(__file__).resolve().parent
 CONFIGS = HERE / "configs" if (HERE / "configs").is_dir() else HERE.parent / "configs"
@@ -335,6 +339,8 @@ def run(mode: str, config: Config, workdir: Workdir) -> None:
         from branchnorm_jax import modes
         from branchnorm_jax.parallel import hosts
     heed_signals()
+    if mode in TRANSLATION and config.model.family == "decoder":
+        raise UserError(f"--mode={mode} needs a translation model; {workdir.path} has a language model")
     hosts.start(config.parallel)
     cache = os.environ.get("JAX_COMPILATION_CACHE_DIR") or str((workdir / "compile_cache").absolute())
     jax.config.update("jax_compilation_cache_dir", cache)

@@ -635,6 +635,13 @@ class DecodeConfig:
         choices=("fairseq", "gnmt"),
         free=True,
     )
+    max_new_tokens: int = option(
+        200,
+        "generate: maximum length of a continuation; it fits into data.context with the prompt",
+        unit="tokens",
+        minimum=1,
+        free=True,
+    )
     max_length_a: float = option(
         2.0, "a in the maximum translation length a*x+b, x source tokens with EOS", minimum=0, maximum=100, free=True
     )
@@ -729,7 +736,7 @@ class DecodeConfig:
     @property
     def search(self) -> dict[str, Any]:
         """Options that a translation depends on, by name: all except paths and options that only affect speed."""
-        excluded = "checkpoint", "ensemble", "input", "output", "batch_tokens", "streams", "unroll"
+        excluded = "checkpoint", "ensemble", "input", "output", "batch_tokens", "streams", "unroll", "max_new_tokens"
         return {name: value for name, value in vars(self).items() if name not in excluded}
 
 
@@ -765,6 +772,14 @@ class EvaluateConfig:
     """Evaluation."""
 
     splits: str = option("test", "comma-separated: valid, test", free=True)
+    stride: int = option(
+        0,
+        "language models: number of tokens that each window of data.context tokens predicts; the others are context; "
+        "0: half of the window",
+        unit="tokens",
+        minimum=0,
+        free=True,
+    )
     pairs: str = option("", "directions to translate, in the form of data.pairs; empty: those of the run", free=True)
     comet: str = option(
         "", "also score with this COMET model, a file or a name such as Unbabel/wmt22-comet-da", free=True

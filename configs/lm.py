@@ -38,6 +38,8 @@ def get_config(depth: str = "") -> ml_collections.ConfigDict:
     config.train.label_smoothing = 0.0
     config.train.best_metric = "loss"
     config.train.eval_bleu_sentences = 0
+    config.decode.beam_size = 1
+    config.decode.temperature = 0.8
     config.train.eval_every = 500
     config.train.checkpoint_every = 500
     set_depth(config, depth)

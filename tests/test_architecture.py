@@ -33,7 +33,7 @@ MAY_IMPORT = {
     "importing": {"data", "export"},
     "decoding": {"model", "data"},
     "serving": {"decoding", "data", "model"},
-    "evaluation": {"files"},
+    "evaluation": {"data", "files"},
     "training": {"evaluation", "decoding", "model", "data", "parallel", "axes", "config", "files", "workdir"},
     "analysis": {"axes", "training", "evaluation", "model", "data", "parallel", "config", "workdir"},
     # Only cli.py may import the modes.

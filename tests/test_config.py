@@ -16,6 +16,7 @@ from branchnorm_jax.config import assigned, default_config, from_config_dict, to
 from branchnorm_jax.errors import UserError
 from branchnorm_jax.model.methods import METHODS
 from branchnorm_jax.options import Config, ModelConfig, TrainConfig, fields, sections
+from configs import lm
 
 
 def rejected(values, *parts):
@@ -118,7 +119,7 @@ def test_ints_are_accepted_for_floats():
 @pytest.mark.parametrize(
     ("section", "name", "value", "bound"),
     [
-        ("model", "encoder_layers", 0, "minimum 1"),
+        ("model", "decoder_layers", 0, "minimum 1"),
         ("model", "dropout", -0.1, "minimum 0"),
         ("model", "dropout", 1.0, "maximum 0.99"),
         ("data", "batch_shapes", 65, "maximum 64"),
@@ -155,15 +156,34 @@ def test_depth_argument_sets_both_stacks(depth, encoder, decoder):
     assert (model.encoder_layers, model.decoder_layers) == (encoder, decoder)
 
 
-@pytest.mark.parametrize("depth", ["6L", "6L-6L-6L", "-1L-6L", "6L-", "deep", "6l-6l", " 6L-6L", "6.5L-6L"])
+@pytest.mark.parametrize("depth", ["6L-6L-6L", "-1L-6L", "6L-", "deep", "6l-6l", " 6L-6L", "6.5L-6L"])
 def test_invalid_depths_are_rejected(depth):
     with pytest.raises(UserError, match="expected a depth such as 6L-6L") as raised:
         options.default_config(depth)
     assert repr(depth) in str(raised.value)
 
 
-def test_depth_zero_is_below_the_minimum():
-    assert rejected(options.default_config("0L-6L"), "model.encoder_layers=0", "minimum 1")
+@pytest.mark.parametrize("depth", ["0L-6L", "6L"])
+def test_translation_needs_an_encoder(depth):
+    assert rejected(options.default_config(depth), "model.family=encoder_decoder", "needs an encoder")
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "parts"),
+    [
+        ("model.encoder_layers", 2, ["model.family=decoder has no encoder", "a depth such as 12L"]),
+        ("data.source", "text", ["model.family=decoder needs data.source=documents"]),
+        ("data.vocab_size", 300, ["data.vocab_size=259"]),
+        ("model.shared_embeddings", "inputs", ["model.shared_embeddings=all or none"]),
+        ("train.best_metric", "bleu", ["train.best_metric=loss"]),
+        ("train.eval_bleu_sentences", 9, ["train.eval_bleu_sentences=0"]),
+    ],
+)
+def test_language_models_refuse_options_of_translation(option, value, parts):
+    section, name = option.split(".")
+    config = lm.get_config("4L")
+    config[section][name] = value
+    assert rejected(config, *parts)
 
 
 def test_config_dict_is_locked():

@@ -29,6 +29,7 @@ from branchnorm_jax.data.lines import text_lines
 from branchnorm_jax.errors import UserError
 from branchnorm_jax.evaluation.bleu import sacrebleu_metric
 from branchnorm_jax.evaluation.compare import SIGNIFICANT, paired_test
+from branchnorm_jax.evaluation.text import compare_texts, read_losses
 from branchnorm_jax.model.methods import get_recipe
 from branchnorm_jax.options import Config, SweepConfig, fields
 from branchnorm_jax.training.logs import read_lines
@@ -41,6 +42,13 @@ SETS = {"method": {"model.method"}, "depth": {"model.encoder_layers", "model.dec
 """The options that the axes `method` and `depth` set; every other axis is the name of an option."""
 
 AXES = {*SETS, *(name for name, _ in fields() if name.split(".")[0] in ("model", "data", "train", "decode"))}
+METRICS = {"bleu": ("chrf",), "bits_per_byte": ("perplexity",)}
+"""Main score of a sweep -> further scores. Sweeps of language models have bits per byte."""
+
+TITLES = {"bleu": "test BLEU", "bits_per_byte": "test bits per byte"}
+DIGITS = {"bleu": (2, 1), "bits_per_byte": (3, 3)}
+"""Decimals of a mean and of a spread."""
+
 TRUTH = {"true": True, "false": False}
 
 
@@ -167,13 +175,23 @@ def ended(workdir: Workdir, config: Config) -> str:
         return ""
     status = read_json(workdir / "status.json").get("status")
     # Scores older than the status belong to a shorter run or to other options.
-    results = workdir / "results.json"
+    results, metric = workdir / "results.json", main_metric(config)
     evaluated = (
-        score_of(workdir, "bleu") is not None
-        and texts_of(workdir) is not None
+        score_of(workdir, metric) is not None
+        and (metric != "bleu" or texts_of(workdir) is not None)
         and results.stat().st_mtime >= (workdir / "status.json").stat().st_mtime
     )
     return status if status == "diverged" or (status == "done" and evaluated) else ""
+
+
+def main_metric(config: Config) -> str:
+    """Returns the score that the runs of a sweep are compared by."""
+    return "bits_per_byte" if config.model.family == "decoder" else "bleu"
+
+
+def metric_of(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Returns the main score in the results of a sweep."""
+    return next((metric for metric in METRICS if any(metric in row for row in rows)), "bleu")
 
 
 def score_of(workdir: Workdir, metric: str) -> float | None:
@@ -197,8 +215,8 @@ def texts_of(workdir: Workdir) -> tuple[list[str], list[str]] | None:
     return (references, hypotheses) if 0 < len(references) == len(hypotheses) else None
 
 
-def collect(folders: Mapping[str, tuple[Run, Workdir]]) -> list[dict[str, Any]]:
-    """Returns one row per run: axes, status, scores, cost."""
+def collect(folders: Mapping[str, tuple[Run, Workdir]], metric: str = "bleu") -> list[dict[str, Any]]:
+    """Returns one row per run: axes, status, scores, cost. `metric` is the main score."""
     rows = []
     for name, (run, workdir) in folders.items():
         status = read_json(workdir / "status.json")
@@ -208,8 +226,7 @@ def collect(folders: Mapping[str, tuple[Run, Workdir]]) -> list[dict[str, Any]]:
             | run
             | {
                 "status": status.get("status", "not run"),
-                "bleu": score_of(workdir, "bleu"),
-                "chrf": score_of(workdir, "chrf"),
+                **{name: score_of(workdir, name) for name in (metric, *METRICS[metric])},
                 "valid_nll": validations[-1]["nll"] if validations else None,
                 "updates": status.get("step"),
                 "train_seconds": status.get("train_seconds"),
@@ -242,6 +259,10 @@ def compare(rows: list[dict[str, Any]], folders: Mapping[str, tuple[Run, Workdir
             if other.get("method") == baseline != method and (other | {"method": method}).items() <= run.items()
         ]
         row["p_value"] = None
+        if "bits_per_byte" in row:
+            if partners and row["bits_per_byte"] is not None:
+                row["p_value"] = _p_value(max(partners, key=itemgetter(0))[1], workdir)
+            continue
         ours = texts_of(workdir)
         theirs = texts_of(max(partners, key=itemgetter(0))[1]) if partners else None
         # With several language pairs, the table has their mean BLEU, for which there is no single corpus to resample.
@@ -250,6 +271,17 @@ def compare(rows: list[dict[str, Any]], folders: Mapping[str, tuple[Run, Workdir
             systems, bleu = {"baseline": theirs[1], "run": ours[1]}, {"bleu": sacrebleu_metric(lang)}
             _, results = paired_test(systems, ours[0], bleu, "bs")["bleu"]
             row["p_value"] = results["run"].p_value
+
+
+def _p_value(baseline: Workdir, workdir: Workdir) -> float | None:
+    """Returns the p-value of the difference in bits per byte; None if a run has not been evaluated."""
+    try:
+        paths = {name: each / "evaluation" / "test.lines.tsv" for name, each in (("a", baseline), ("b", workdir))}
+        return float(
+            compare_texts({name: read_losses(path) for name, path in paths.items()})["systems"]["b"]["p_bootstrap"]
+        )
+    except UserError:
+        return None
 
 
 def to_csv(rows: Sequence[Mapping[str, Any]]) -> str:
@@ -263,11 +295,12 @@ def to_csv(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def from_csv(text: str) -> list[dict[str, Any]]:
-    """Returns the rows of a sweep.csv, without empty values; `bleu` is a number, or None for a run without a score."""
+    """Returns the rows of a sweep.csv, without empty values; the main score is a number, or None if there is none."""
     rows: list[dict[str, Any]] = [
         {name: value for name, value in row.items() if value} for row in csv.DictReader(io.StringIO(text))
     ]
-    return [row | {"bleu": float(row["bleu"]) if "bleu" in row else None} for row in rows]
+    metric = metric_of(rows)
+    return [row | {metric: float(row[metric]) if metric in row else None} for row in rows]
 
 
 def axes_of(row: Mapping[str, Any]) -> Run:
@@ -287,23 +320,24 @@ def cells(rows: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> dict[tup
 
 
 def to_markdown(rows: Sequence[Mapping[str, Any]], columns: Sequence[str], baseline: str) -> str:
-    """Returns the content of sweep.md: BLEU, mean over seeds and half their range.
+    """Returns the content of sweep.md: the main score, mean over seeds and half their range.
 
     A star marks cells in which every run differs significantly from the baseline.
     """
-    table = cells(rows, columns)
+    table, metric = cells(rows, columns), metric_of(rows)
+    digits, of_spread = DIGITS[metric]
     down, across = (list(dict.fromkeys(key[side] for key in table)) for side in (0, 1))
 
     def cell(found: Sequence[Mapping[str, Any]]) -> str:
         if not found:
             return ""
-        unscored = [row["status"] for row in found if row["bleu"] is None]
+        unscored = [row["status"] for row in found if row[metric] is None]
         if unscored:
             return ", ".join(dict.fromkeys(unscored))
-        scores = [row["bleu"] for row in found]
+        scores = [row[metric] for row in found]
         star = "*" if all((row.get("p_value") or 1.0) < SIGNIFICANT for row in found) else ""
-        spread = f" ± {(max(scores) - min(scores)) / 2:.1f}" if len(scores) > 1 else ""
-        return f"{statistics.mean(scores):.2f}{spread}{star}"
+        spread = f" ± {(max(scores) - min(scores)) / 2:.{of_spread}f}" if len(scores) > 1 else ""
+        return f"{statistics.mean(scores):.{digits}f}{spread}{star}"
 
     text = [f"| | {' | '.join(across)} |", "|---|" + "---|" * len(across)]
     text += [f"| {row} | {' | '.join(cell(table.get((row, column), [])) for column in across)} |" for row in down]

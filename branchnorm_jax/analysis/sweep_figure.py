@@ -1,4 +1,4 @@
-"""The figure of a sweep: test BLEU of every run.
+"""The figure of a sweep: the main score of every run.
 
 The first column of numbers, such as depth or learning rate, becomes the horizontal axis, and lines join its points.
 Each setting of the other columns gets its own panel. Runs without such a number stand side by side, without lines.
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from branchnorm_jax.analysis import figures
-from branchnorm_jax.analysis.sweep import axes_of, name_of
+from branchnorm_jax.analysis.sweep import TITLES, axes_of, metric_of, name_of
 from branchnorm_jax.options import fields, parse_depth
 
 MARKERS = "os^Dv<>d"
@@ -109,7 +109,9 @@ def places(axis: str, settings: Iterable[str]) -> tuple[dict[str, float], bool]:
 
 
 def draw(rows: Sequence[Mapping[str, Any]], columns: Sequence[str], path: Path) -> None:
-    """Plots test BLEU: means of the seeds, with bars from the lowest to the highest. Crosses mark runs without a score.
+    """Plots the main score of the test set: means of the seeds, with bars from the lowest to the highest.
+
+    Crosses mark runs without a score.
 
     Args:
       rows: results of the runs, see `sweep.collect`.
@@ -127,19 +129,21 @@ def draw(rows: Sequence[Mapping[str, Any]], columns: Sequence[str], path: Path) 
         sharey=True,
         squeeze=False,
     )
-    top = max(5.0, 1.05 * max((row["bleu"] for row in rows if row["bleu"] is not None), default=0.0))
+    metric = metric_of(rows)
+    highest = max((row[metric] for row in rows if row[metric] is not None), default=0.0)
+    top = max(5.0 if metric == "bleu" else 0.0, 1.05 * highest) or 1.0
     for axis, panel, width in zip(axes[0], parts, widths, strict=True):
-        plot(axis, panel, labels, -0.05 * top)
+        plot(axis, panel, metric, labels, -0.05 * top)
         axis.set_title(panel.title, fontsize="medium")
         axis.set(xlabel=axis_name(panel), xlim=(-0.6, width - 0.6))
         axis.set_xticks(list(panel.places.values()), list(panel.places))
         axis.grid(linewidth=0.5, color="0.88")
         axis.set_axisbelow(True)
         axis.spines[["top", "right"]].set_visible(False)
-    unscored = list(dict.fromkeys(row["status"] for row in rows if row["bleu"] is None))
+    unscored = list(dict.fromkeys(row["status"] for row in rows if row[metric] is None))
     seeds = any(len(runs) > 1 for panel in parts for runs in panel.runs.values())
     axes[0, 0].set_ylim((-0.1 if unscored else -0.03) * top, top)
-    axes[0, 0].set_ylabel("test BLEU" + (", mean and range of seeds" if seeds else ""))
+    axes[0, 0].set_ylabel(TITLES[metric] + (", mean and range of seeds" if seeds else ""))
     handles = axes[0, 0].get_legend_handles_labels()[0]
     if unscored:
         handles += axes[0, 0].plot([], [], "x", color="0.2", label=f"no score: {', '.join(unscored)}")
@@ -148,12 +152,13 @@ def draw(rows: Sequence[Mapping[str, Any]], columns: Sequence[str], path: Path) 
     pyplot.close(figure)
 
 
-def plot(axis: Any, panel: Panel, labels: Sequence[str], bottom: float) -> None:
+def plot(axis: Any, panel: Panel, metric: str, labels: Sequence[str], bottom: float) -> None:
     """Plots a panel. Each label has its own horizontal offset, so that equal scores do not hide each other.
 
     Args:
       axis: Matplotlib axes.
       panel: what to plot.
+      metric: the score to plot.
       labels: all labels of the figure, in the order of the legend.
       bottom: height of the crosses.
     """
@@ -167,7 +172,7 @@ def plot(axis: Any, panel: Panel, labels: Sequence[str], bottom: float) -> None:
         x_values, means = [], []
         for setting, place in panel.places.items():
             runs = panel.runs.get((label, setting), [])
-            scores = [run["bleu"] for run in runs if run["bleu"] is not None]
+            scores = [run[metric] for run in runs if run[metric] is not None]
             if len(scores) < len(runs):
                 axis.plot(place + shift, bottom, "x", color=colour)
             if scores:
@@ -182,6 +187,6 @@ def axis_name(panel: Panel) -> str:
     """Returns the label of the horizontal axis, with its unit."""
     if not panel.axis:
         return ""
-    unit = "encoder-decoder layers" if panel.axis == "depth" else dict(fields())[panel.axis].metadata["unit"]
+    unit = "layers" if panel.axis == "depth" else dict(fields())[panel.axis].metadata["unit"]
     notes = ", ".join(filter(None, (unit, "log scale" if panel.log else "")))
     return short(panel.axis) + (f" ({notes})" if notes else "")

@@ -38,27 +38,30 @@ class TextStore:
     Attributes:
       tokens: the stream, uint16 or uint32 [n].
       starts: positions of the EOS before each document, then of the last EOS, int64 [documents + 1].
-      sizes: length of each document in bytes of UTF-8, int64 [documents].
+      lines: position of the last token of each line, int64 [lines]; of EOS if the document ends there.
+      line_bytes: length of each line in bytes of UTF-8, with its line feed, int64 [lines].
       fingerprint: SHA-256 of the tokens and of the vocabulary; equal fingerprints mean equal texts.
       reused: whether the store was opened instead of built.
     """
 
     tokens: np.ndarray
     starts: np.ndarray
-    sizes: np.ndarray
+    lines: np.ndarray
+    line_bytes: np.ndarray
     fingerprint: str
     reused: bool
 
     @property
     def bytes(self) -> int:
         """Length of the text in bytes of UTF-8."""
-        return int(self.sizes.sum())
+        return int(self.line_bytes.sum())
 
     def describe(self, split: str) -> str:
         """Returns a line about the text."""
         unknown = np.count_nonzero(self.tokens == UNK) / len(self.tokens)
+        documents, tokens = len(self.starts) - 1, len(self.tokens) - 1
         return (
-            f"{split}: {len(self.sizes):,} documents, {self.bytes:,} bytes, {len(self.tokens) - 1:,} tokens to predict"
+            f"{split}: {documents:,} documents, {self.bytes:,} bytes, {tokens:,} tokens to predict"
             + (f"; {unknown:.1%} of the tokens are unknown to the vocabulary" if unknown > 1e-3 else "")
             + ("; tokens reused" if self.reused else "")
         )
@@ -141,7 +144,8 @@ def build_text(config: DataConfig, tokenizer: Tokenizer, split: str, directory: 
     dtype = np.dtype(np.uint16 if tokenizer.target_size <= 1 << 16 else np.uint32)
     digest = hashlib.sha256(tokenizer.sha256.encode())
     with atomic_directory(path) as temporary:
-        starts, sizes, position, size = [0], [], 1, 0
+        lines: list[tuple[int, int, bool]] = []
+        position = 0
         with open(temporary / "tokens.bin", "wb") as file:
 
             def write(ids: np.ndarray) -> None:
@@ -151,12 +155,9 @@ def build_text(config: DataConfig, tokenizer: Tokenizer, split: str, directory: 
             write(np.array([EOS]))
             for text, ends, ids in _encoded(tokenizer, read_documents(config, split)):
                 write(np.array([*ids, EOS] if ends else ids, np.int64))
-                position, size = position + len(ids) + ends, size + len(text.encode())
-                if ends:
-                    starts.append(position - 1)
-                    sizes.append(size)
-                    size = 0
-        (temporary / "documents.bin").write_bytes(np.array([starts[1:], sizes], np.int64).tobytes())
+                position += len(ids) + ends
+                lines.append((position, len(text.encode()), ends))
+        (temporary / "lines.bin").write_bytes(np.array(lines, np.int64).tobytes())
         meta = {
             "key": key,
             "fingerprint": digest.hexdigest(),
@@ -189,6 +190,7 @@ def _open(path: Path, key: dict[str, Any] | None) -> TextStore | None:
 
 
 def _opened(path: Path, meta: dict[str, Any], reused: bool) -> TextStore:
-    ends, sizes = np.fromfile(path / "documents.bin", np.int64).reshape(2, -1)
+    lines, line_bytes, ends = np.fromfile(path / "lines.bin", np.int64).reshape(-1, 3).T
     tokens = np.memmap(path / "tokens.bin", meta["dtype"], mode="r")
-    return TextStore(tokens, np.concatenate([[0], ends]), sizes, meta["fingerprint"], reused)
+    starts = np.concatenate([[0], lines[ends == 1]])
+    return TextStore(tokens, starts, lines, line_bytes, meta["fingerprint"], reused)

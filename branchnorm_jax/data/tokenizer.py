@@ -7,7 +7,7 @@ import io
 import itertools
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
@@ -160,6 +160,10 @@ class Tokenizer:
         """
         return _encode(self.target_processor, lines)
 
+    def text(self, ids: Iterable[int]) -> str:
+        """Returns the text of token ids up to the first EOS, with its line breaks."""
+        return str(self.target_processor.decode([int(token) for token in itertools.takewhile(lambda t: t != EOS, ids)]))
+
     def decode_target(self, ids: Iterable[int]) -> str:
         """Returns the text of token ids up to the first EOS, without PAD."""
         return _decode(self.target_processor, ids)
@@ -238,8 +242,7 @@ def train_text_tokenizer(config: DataConfig, texts: Iterable[str], directory: Pa
     if config.vocab_type == "bytes":
         return _written({"vocab": byte_model()}, directory, origin)
     lines = _even_sample((line for text in texts if (line := text.removesuffix("\n"))), config.vocab_sentences)
-    trained = _train(config, lines, "training text", symbols=["\n"])
-    return _written({"vocab": trained + normalizer("identity").serialized_model_proto()}, directory, origin)
+    return _written({"vocab": _train(config, lines, "training text", whole=True)}, directory, origin)
 
 
 def _written(models: Mapping[str, bytes], directory: Path, origin: str) -> Tokenizer:
@@ -340,10 +343,11 @@ def _training_lines(text: Iterable[str]) -> Iterator[str]:
         yield from _CUT.findall(line) if len(line) > _LINE_CHARACTERS else (line,)
 
 
-def _train(config: DataConfig, text: Iterable[str], text_of: str, symbols: Sequence[str] = ()) -> bytes:
+def _train(config: DataConfig, text: Iterable[str], text_of: str, whole: bool = False) -> bytes:
     """Trains a model without normalisation on normalised text.
 
-    `text_of`: what the text is, for errors. `symbols`: texts that are always one piece.
+    `text_of`: what the text is, for errors. `whole`: lines are parts of a text, so a line feed is a piece, and no space
+    is added at the start of a line.
     """
     model = io.BytesIO()
     try:
@@ -367,7 +371,8 @@ def _train(config: DataConfig, text: Iterable[str], text_of: str, symbols: Seque
             eos_piece="</s>",
             unk_piece="<unk>",
             control_symbols=[f">>{lang}<<" for lang in config.tagged],
-            user_defined_symbols=list(symbols),
+            user_defined_symbols=["\n"] if whole else [],
+            add_dummy_prefix=not whole,
             minloglevel=2,
         )
     except RuntimeError as error:

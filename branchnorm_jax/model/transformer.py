@@ -42,8 +42,8 @@ from branchnorm_jax.tokens import EOS
 class Transformer:
     """A Transformer of any depth and method: encoder and decoder, or a decoder alone (`model.family`).
 
-    A decoder alone is a language model; its vocabulary is that of the target. `alpha` is given by stack and layer, or as
-    one number for all layers. Recipes without a growing branch ignore it.
+    A decoder alone is a language model; its vocabulary is that of the target. `alpha` is given by stack and layer, or
+    as one number for all layers. Recipes without a growing branch ignore it.
 
     Attributes:
       config: the network's options.

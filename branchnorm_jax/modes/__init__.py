@@ -6,6 +6,7 @@ from branchnorm_jax.modes.compare import compare
 from branchnorm_jax.modes.evaluate import evaluate
 from branchnorm_jax.modes.export import export
 from branchnorm_jax.modes.importing import import_
+from branchnorm_jax.modes.language import generate
 from branchnorm_jax.modes.lines import score, translate
 from branchnorm_jax.modes.runs import analyze, methods, plan, preflight, sweep, train
 from branchnorm_jax.modes.serve import serve
@@ -17,6 +18,7 @@ __all__ = [
     "compare",
     "evaluate",
     "export",
+    "generate",
     "import_",
     "methods",
     "plan",

@@ -1,5 +1,6 @@
 """--mode=compare: compares two or more systems on one test set."""
 
+import json
 from pathlib import Path
 
 from branchnorm_jax.bucket import is_url
@@ -8,7 +9,9 @@ from branchnorm_jax.data.corpus import read_pairs
 from branchnorm_jax.data.lines import text_lines
 from branchnorm_jax.errors import UserError
 from branchnorm_jax.evaluation import compare as comparing
-from branchnorm_jax.options import Config
+from branchnorm_jax.evaluation.text import LineLosses, compare_texts, format_comparison, read_losses
+from branchnorm_jax.files import write_atomically
+from branchnorm_jax.options import CompareConfig, Config
 from branchnorm_jax.training import logs
 from branchnorm_jax.workdir import Workdir
 
@@ -18,6 +21,12 @@ def compare(config: Config, workdir: Workdir) -> None:
     split, reference = config.compare.split, config.compare.reference
     if not config.compare.systems:
         raise UserError("compare: nothing to compare; give compare.systems=runs/a,runs/b, or files of translations")
+    if losses := losses_of(config.compare):
+        compared = compare_texts(losses)
+        workdir.create()
+        write_atomically(workdir / "compare.json", json.dumps(compared, indent=2) + "\n")
+        print(format_comparison(compared), workdir / "compare.json", sep="\n")
+        return
     systems: dict[str, list[str]] = {}
     evaluated: list[Workdir] = []
     for name, path in config.compare.named():
@@ -53,6 +62,16 @@ def compare(config: Config, workdir: Workdir) -> None:
     comparison = comparing.compare(systems, references, language, frequencies, sources)
     print(comparing.format_table(comparison))
     print(*comparing.write(comparison, workdir.path), sep="\n")
+
+
+def losses_of(config: CompareConfig) -> dict[str, LineLosses]:
+    """Returns the losses of the language models to compare, by name; {} if the systems are not language models."""
+    runs = {name: Workdir.open(path) for name, path in config.named() if is_url(path) or Path(path).is_dir()}
+    saved = {name: run / "config.json" for name, run in runs.items()}
+    decoders = [name for name in runs if saved[name].exists() and load_config(saved[name]).model.family == "decoder"]
+    if decoders and len(decoders) < len(config.named()):
+        raise UserError(f"compare: {decoders[0]} is a language model, but not all systems are")
+    return {name: read_losses(runs[name] / "evaluation" / f"{config.split}.lines.tsv") for name in decoders}
 
 
 def written(workdir: Workdir, split: str, side: str) -> list[str]:

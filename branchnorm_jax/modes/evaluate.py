@@ -8,6 +8,7 @@ from branchnorm_jax.evaluation.comet import load_comet
 from branchnorm_jax.evaluation.evaluate import format_table, score_split, write_results
 from branchnorm_jax.evaluation.language import right_language
 from branchnorm_jax.modes.common import count_split, load, say_split
+from branchnorm_jax.modes.language import evaluate_text
 from branchnorm_jax.options import Config
 from branchnorm_jax.training import logs
 from branchnorm_jax.workdir import Workdir
@@ -21,6 +22,8 @@ def evaluate(config: Config, workdir: Workdir) -> None:
     """
     workdir.check_config(config)
     workdir.create()
+    if config.model.family == "decoder":
+        return evaluate_text(config, workdir)
     trained, data, directory = load(config, workdir), config.data, workdir / "evaluation"
     test_sets = list(itertools.product(config.evaluate.split_names, data.directions(config.evaluate.pairs)))
     tags = [trained.translator.tokenizer.tags(data, d.source_lang, d.target_lang) for _, d in test_sets]

@@ -16,13 +16,14 @@ from branchnorm_jax.analysis.sweep_figure import draw as draw_sweep
 from branchnorm_jax.config import to_flat, to_json
 from branchnorm_jax.data.batches import make_plans
 from branchnorm_jax.data.corpus import read_pairs
+from branchnorm_jax.data.documents import read_documents
 from branchnorm_jax.errors import DivergedError, UserError
 from branchnorm_jax.files import write_atomically
 from branchnorm_jax.model.coefficients import uniform
 from branchnorm_jax.model.methods import get_recipe
 from branchnorm_jax.modes.common import load
 from branchnorm_jax.modes.evaluate import evaluate
-from branchnorm_jax.options import Config
+from branchnorm_jax.options import Config, DataConfig
 from branchnorm_jax.parallel import hosts
 from branchnorm_jax.training import logs, loop
 from branchnorm_jax.training.finetune import corpus_of, parent_of
@@ -171,6 +172,15 @@ def holds_lines(path: Path) -> bool:
     return path.exists() and path.stat().st_size > 0
 
 
+def check_readable(data: DataConfig, split: str) -> None:
+    """Reads the beginning of a split. Raises `UserError` if it cannot be read."""
+    if data.source == "documents":
+        next(read_documents(data, split), None)
+        return
+    for direction in data.validated() if split == "valid" else data.directions():
+        next(iter(read_pairs(direction, split)), None)
+
+
 def sweep(config: Config, workdir: Workdir) -> None:
     """Trains and evaluates every run of `sweep.grid` in its own folder; resumes an interrupted sweep.
 
@@ -194,13 +204,9 @@ def sweep(config: Config, workdir: Workdir) -> None:
         runs[name] = run, planning.resolve_remat(chosen, memory)
     drawing = figures.can_draw("sweep.png")
     corpora = {chosen.data for _, chosen in runs.values()}
-    for split, directions in (
-        *(("train", data.directions()) for data in corpora),
-        *(("valid", data.validated()) for data in corpora),
-        *(("test", data.directions()) for data in corpora),
-    ):
-        for direction in directions:
-            next(iter(read_pairs(direction, split)), None)
+    for split in ("train", "valid", "test"):
+        for data in corpora:
+            check_readable(data, split)
     workdir.create()
     write_atomically(workdir / "config.json", to_json(config))
     folders = {name: (run, workdir.child(name)) for name, (run, _) in runs.items()}
@@ -219,7 +225,7 @@ def sweep(config: Config, workdir: Workdir) -> None:
             except DivergedError as error:
                 logs.say(f"{name}: {error}")
             jax.clear_caches()
-        rows = sweeping.collect(folders)
+        rows = sweeping.collect(folders, sweeping.main_metric(config))
         if config.sweep.baseline:
             sweeping.compare(rows, folders, config.sweep.baseline, config.data.target_lang)
         table = sweeping.to_markdown(rows, config.sweep.column_names, config.sweep.baseline)

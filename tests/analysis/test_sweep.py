@@ -103,7 +103,7 @@ def test_invalid_grids_are_rejected(grid: str, message: str) -> None:
     ("axis", "value", "message"),
     [
         ("train.seed", "x", "expected int"),
-        ("depth", "18", "expected a depth such as"),
+        ("depth", "18L-", "expected a depth such as"),
         ("model.heads", "7", "does not divide"),
         ("model.output_bias", "maybe", "expected bool"),
     ],

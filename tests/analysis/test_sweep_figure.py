@@ -73,7 +73,7 @@ def test_every_run_is_visible() -> None:
     labels = [*"abcdefghi", "seeds", "half"]
     pyplot = figures.pyplot()
     figure, axis = pyplot.subplots()
-    sweep_figure.plot(axis, panel, labels, -3.0)
+    sweep_figure.plot(axis, panel, "bleu", labels, -3.0)
     lines = {line.get_label(): line for line in axis.lines if line.get_label() in labels}
     looks = {(line.get_color(), line.get_marker()) for line in lines.values()}
     assert (list(lines), len(looks)) == (labels, len(labels))
@@ -102,7 +102,7 @@ def test_axes_are_named_with_their_units() -> None:
         for axis, log in (("depth", True), ("model.alpha_steps", False), (RATES, True), ("", False))
     ]
     assert names == [
-        "depth (encoder-decoder layers, log scale)",
+        "depth (layers, log scale)",
         "alpha steps (updates)",
         "learning rate (log scale)",
         "",

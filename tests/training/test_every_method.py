@@ -31,22 +31,25 @@ from tests.decoding.cached import cached_logits
 Step = Callable[[TrainState, Batch], tuple[TrainState, Metrics]]
 
 
-def batch() -> Batch:
+def batch(family: str) -> Batch:
     """Sixteen sentences to memorise; some are padded."""
     rng = np.random.default_rng(0)
     source, target = rng.integers(3, 20, (2, 16, 6))
     source[:, -1] = target[:, -1] = 1
     source[::3, 3:] = target[::4, 4:] = 0
     source[::3, 2] = target[::4, 3] = 1
-    return Batch(jnp.asarray(source, jnp.int32), jnp.asarray(target, jnp.int32))
+    source, target = jnp.asarray(source, jnp.int32), jnp.asarray(target, jnp.int32)
+    return Batch(decoder_inputs(target) if family == "decoder" else source, target)
 
 
-def make(method: str) -> tuple[Config, Transformer, Any, Any]:
+def make(method: str, family: str) -> tuple[Config, Transformer, Any, Any]:
     """Returns config, model, optimiser and abstract state of a tiny run with all kinds of dropout."""
+    layers = 4 if METHODS[method].post_layers else 2
     model = ModelConfig(
         method=method,
-        encoder_layers=4 if METHODS[method].post_layers else 2,
-        decoder_layers=2,
+        family=family,
+        encoder_layers=0 if family == "decoder" else layers,
+        decoder_layers=layers if family == "decoder" else 2,
         width=16,
         ffn_width=24,
         heads=2,
@@ -82,10 +85,10 @@ class Results(NamedTuple):
         return bool(np.isfinite(self.losses).all() and np.mean(self.losses[-5:]) < 0.9 * np.mean(self.losses[:5]))
 
 
-def try_method(method: str, directory: Path) -> Results:
+def try_method(method: str, family: str, directory: Path) -> Results:
     """Trains, saves, resumes and decodes, and compares the loop with the scan."""
-    config, model, optimizer, abstract = make(method)
-    data = batch()
+    config, model, optimizer, abstract = make(method, family)
+    data = batch(family)
     fresh = state = init_state(model, optimizer, make_mesh(ParallelConfig()), 0, data)
     train_step: Any = jax.jit(make_train_step(model, optimizer, config)).lower(abstract, data).compile()
     losses, checkpoints = [], Checkpoints(directory / "checkpoints", config.train, print)
@@ -143,9 +146,10 @@ def loop_errors(scan: Step, loop: Step, fresh: TrainState, data: Batch) -> tuple
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("family", ["encoder_decoder", "decoder"])
 @pytest.mark.parametrize("method", METHODS)
-def test_method_trains_resumes_and_decodes(method: str, tmp_path: Path) -> None:
-    results = try_method(method, tmp_path)
+def test_method_trains_resumes_and_decodes(method: str, family: str, tmp_path: Path) -> None:
+    results = try_method(method, family, tmp_path)
     assert results.learns, results.losses
     assert results.resumes
     assert results.cache_error <= 1e-5
@@ -166,6 +170,6 @@ def test_new_methods_need_only_one_recipe(monkeypatch: pytest.MonkeyPatch, tmp_p
         gain={"o": always(0.5)},
     )
     monkeypatch.setitem(METHODS, "new", recipe)
-    results = try_method("new", tmp_path)
+    results = try_method("new", "encoder_decoder", tmp_path)
     assert results.learns and results.resumes
     assert results.cache_error <= 1e-5 and results.loss_error <= 1e-6 and results.gradient_error <= 1e-6

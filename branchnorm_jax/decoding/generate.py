@@ -1,0 +1,122 @@
+"""Generation of text by a language model: the search of `beam.py` without a source."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from branchnorm_jax.data.tokenizer import Tokenizer
+from branchnorm_jax.decoding import beam
+from branchnorm_jax.decoding.beam import Given, Hypotheses
+from branchnorm_jax.model import incremental
+from branchnorm_jax.model.cache import Caches
+from branchnorm_jax.model.coefficients import Alpha
+from branchnorm_jax.model.incremental import CurrentTokens, start_cache
+from branchnorm_jax.model.parameters import Params
+from branchnorm_jax.model.transformer import Transformer
+from branchnorm_jax.options import DecodeConfig
+from branchnorm_jax.tokens import EOS
+
+_SHORTEST = 16
+"""Smallest number of tokens that a program is compiled for. Others are powers of two."""
+
+
+class Continuation(NamedTuple):
+    """A continuation of a prompt."""
+
+    text: str
+    log_prob: float
+    """Natural log-probability, the end of the document included, the prompt excluded."""
+    tokens: tuple[int, ...]
+    """Token ids, without the end of the document."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Generator:
+    """Continues prompts by beam search or sampling.
+
+    Attributes:
+      model: a language model.
+      tokenizer: its vocabulary.
+      config: options of the search.
+      context: the longest text in tokens, prompt included.
+    """
+
+    model: Transformer
+    tokenizer: Tokenizer
+    config: DecodeConfig
+    context: int
+
+    def encode(self, prompt: str) -> list[int]:
+        """Returns the token ids of a prompt, without EOS."""
+        return self.tokenizer.encode_target([prompt])[0][:-1]
+
+    def generate(
+        self, params: Params, alpha: Alpha, prompts: Sequence[str], first: int = 0
+    ) -> list[list[Continuation]]:
+        """Returns the `decode.nbest` best continuations of each prompt.
+
+        Args:
+          params: the parameters.
+          alpha: alpha_t.
+          prompts: the prompts. Of a longer one, only the end is read, so that `decode.max_new_tokens` fit into the
+            context; an empty one begins a document.
+          first: number of the first prompt, which seeds its samples.
+        """
+        room = max(0, self.context - 1 - self.config.max_new_tokens)
+        encoded = [self.encode(prompt) for prompt in prompts]
+        encoded = [ids[max(0, len(ids) - room) :] for ids in encoded]
+        longest = max(map(len, encoded), default=0)
+        prefix = np.full((len(prompts), _rounded(longest) if longest else 0), -1, np.int32)
+        for row, ids in zip(prefix, encoded, strict=True):
+            row[: len(ids)] = ids
+        limits = np.array([min(len(ids) + self.config.max_new_tokens, self.context - 1) for ids in encoded], np.int32)
+        length = min(self.context, _rounded(int(limits.max(initial=0)) + 1))
+        sizes = np.array([len(ids) for ids in encoded], np.int32)
+        numbers = np.arange(first, first + len(prompts), dtype=np.int32)
+        # The tokens of the prompt are given, like the tags of a translation.
+        given = Given(limits, numbers, prefix, tags=sizes)
+        found: Hypotheses = jax.device_get(self._search(length)(params, alpha, given))
+        return [
+            [self._continuation(found, row, rank, len(ids)) for rank in range(self.config.nbest)]
+            for row, ids in enumerate(encoded)
+        ]
+
+    def _continuation(self, found: Hypotheses, row: int, rank: int, start: int) -> Continuation:
+        tokens = found.tokens[row, rank].tolist()
+        end = tokens.index(EOS) if EOS in tokens else len(tokens)
+        log_prob = float(found.token_log_probs[row, rank, start : end + 1].sum(dtype=np.float64))
+        return Continuation(self.tokenizer.text(tokens[start:end]), log_prob, tuple(tokens[start:end]))
+
+    @functools.lru_cache(maxsize=8)  # noqa: B019 - a generator lives as long as its programs
+    def _search(self, length: int) -> Callable[..., Hypotheses]:
+        """Returns the search for texts of up to `length` tokens, the end of the document included."""
+        model, config = self.model, self.config
+
+        @jax.jit
+        def search(params: Params, alpha: Alpha, given: Given) -> Hypotheses:
+            rows, longest = given.prefix.shape
+            caches = start_cache(model, params, jnp.zeros((rows, 1, 1)), length * config.beam_size)
+            empty = beam.empty_search(caches, rows, config.beam_size, length, length, longest)
+            start = beam.begin(empty, jnp.arange(rows), given, config)
+
+            def step(
+                caches: Caches, tokens: jax.Array, position: jax.Array, seen: jax.Array, slot: jax.Array
+            ) -> tuple[jax.Array, jax.Array, Caches]:
+                place = table[jnp.minimum(position, length - 1)][:, None]
+                current = CurrentTokens(tokens, place, seen, slot)
+                logits, caches = incremental.step(model, params, caches, None, current, alpha)
+                return logits, jax.nn.logsumexp(logits, axis=-1), caches
+
+            table = model.positions(params, "decoder", length)
+            return beam.ranked(beam.run(step, start, config, jnp.int32(rows)))
+
+        return search
+
+
+def _rounded(length: int) -> int:
+    return max(_SHORTEST, 1 << (length - 1).bit_length())

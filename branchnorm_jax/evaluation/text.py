@@ -1,0 +1,127 @@
+"""Scores of language models on a text, the losses of its lines, and the comparison of models."""
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from branchnorm_jax.data.lines import text_lines
+from branchnorm_jax.data.texts import TextStore
+from branchnorm_jax.errors import UserError
+from branchnorm_jax.evaluation.bleu import Score
+from branchnorm_jax.files import write_atomically
+
+
+def scores(nll: np.ndarray, text: TextStore, context: int, stride: int) -> list[Score]:
+    """Returns bits per byte, perplexity per token and nll per token in nats, of nll [n - 1]."""
+    total, signature = float(nll.sum(dtype=np.float64)), f"context:{context}|stride:{stride}"
+    return [
+        Score("bits_per_byte", total / (math.log(2) * text.bytes), f"{signature}|bytes:{text.bytes}"),
+        Score("perplexity", math.exp(total / len(nll)), f"{signature}|tokens:{len(nll)}"),
+        Score("nll", total / len(nll), f"{signature}|tokens:{len(nll)}"),
+    ]
+
+
+def write_lines(path: Path, nll: np.ndarray, text: TextStore) -> None:
+    """Writes document, bytes, tokens and nll in nats of each line of a text, separated by tabs.
+
+    The nll of a line includes that of its line feed or of the end of the document.
+    """
+    before = np.concatenate([[0], text.lines[:-1]])
+    sums = np.add.reduceat(nll.astype(np.float64), before)
+    document = np.searchsorted(text.starts, text.lines, side="left")
+    rows = zip(document.tolist(), text.line_bytes.tolist(), (text.lines - before).tolist(), sums.tolist(), strict=True)
+    body = "".join(f"{number}\t{size}\t{tokens}\t{value:.6f}\n" for number, size, tokens, value in rows)
+    write_atomically(path, f"document\tbytes\ttokens\tnll\n{body}")
+
+
+class LineLosses(NamedTuple):
+    """The losses that `write_lines` wrote, one entry per line."""
+
+    document: np.ndarray
+    bytes: np.ndarray
+    nll: np.ndarray
+
+
+def read_losses(path: Path) -> LineLosses:
+    """Reads a file of `write_lines`. Raises `UserError` if it is missing or damaged."""
+    if not path.exists():
+        raise UserError(f"{path}: no such file; run --mode=evaluate there, or change compare.split")
+    try:
+        rows = np.array([line.split("\t") for line in text_lines(path)][1:], np.float64)
+        document, sizes, _, nll = rows.T
+    except ValueError as error:
+        raise UserError(f"{path}: damaged; run --mode=evaluate again") from error
+    return LineLosses(document.astype(np.int64), sizes, nll)
+
+
+SAMPLES = 1000
+"""Number of bootstrap samples."""
+
+DOCUMENTS = 30
+"""Texts with fewer documents are resampled line by line."""
+
+
+def compare_texts(systems: Mapping[str, LineLosses]) -> dict[str, Any]:
+    """Compares language models on one text, by a paired bootstrap over its documents.
+
+    Each sample draws as many documents as the text has, with replacement. If there are fewer than `DOCUMENTS`, it draws
+    lines. The p-value is two-sided: the share of samples in which the difference deviates from its mean by at least
+    the observed difference, as in sacreBLEU.
+
+    Args:
+      systems: losses of each model by name; the first one is the baseline. The vocabularies may differ.
+
+    Returns:
+      The content of compare.json: "unit" and "units", and for each model bits per byte, half the width of its 95 %
+      interval and, except for the baseline, the difference and its p-value.
+
+    Raises:
+      UserError: if there are fewer than two models, or they were not evaluated on one text.
+    """
+    if len(systems) < 2:
+        raise UserError("compare: needs at least two systems; set compare.systems")
+    baseline, *others = systems
+    first = systems[baseline]
+    for name in others:
+        own = systems[name]
+        if not all(np.array_equal(a, b) for a, b in zip(own[:2], first[:2], strict=True)):
+            raise UserError(f"compare: {name} and {baseline} were evaluated on different texts")
+    documents = len(np.unique(first.document))
+    unit = first.document if documents >= DOCUMENTS else np.arange(len(first.document))
+    _, index = np.unique(unit, return_inverse=True)
+    units = int(index.max()) + 1
+    sizes = np.bincount(index, first.bytes, units)
+    draws = np.random.default_rng(0).multinomial(units, np.full(units, 1 / units), SAMPLES)
+    rows: dict[str, dict[str, float]] = {}
+    samples: dict[str, np.ndarray] = {}
+    for name, losses in systems.items():
+        nll = np.bincount(index, losses.nll, units) / math.log(2)
+        samples[name] = draws @ nll / (draws @ sizes)
+        low, high = np.percentile(samples[name], [2.5, 97.5])
+        rows[name] = {"bits_per_byte": float(nll.sum() / sizes.sum()), "interval": float(high - low) / 2}
+        if name != baseline:
+            difference = rows[name]["bits_per_byte"] - rows[baseline]["bits_per_byte"]
+            sampled = samples[name] - samples[baseline]
+            extreme = int((np.abs(sampled - sampled.mean()) >= abs(difference)).sum())
+            rows[name] |= {"difference": difference, "p_bootstrap": (extreme + 1) / (SAMPLES + 1)}
+    return {
+        "baseline": baseline,
+        "unit": "document" if documents >= DOCUMENTS else "line",
+        "units": units,
+        "systems": rows,
+    }
+
+
+def format_comparison(comparison: Mapping[str, Any]) -> str:
+    """Formats the result of `compare_texts` as a table."""
+    rows, width = comparison["systems"], max(map(len, comparison["systems"]))
+    lines = [f"bits per byte, bootstrap over {comparison['units']:,} {comparison['unit']}s"]
+    for name, row in rows.items():
+        text = f"{name:<{width}}  {row['bits_per_byte']:.4f} ± {row['interval']:.4f}"
+        if "difference" in row:
+            text += f"  {row['difference']:+.4f}  p = {row['p_bootstrap']:.4f}"
+        lines.append(text)
+    return "\n".join(lines)

@@ -1,0 +1,73 @@
+"""Generation by a language model."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from branchnorm_jax.data.tokenizer import Tokenizer, byte_model
+from branchnorm_jax.decoding.generate import Generator
+from branchnorm_jax.model.transformer import Transformer
+from branchnorm_jax.options import DecodeConfig, ModelConfig
+from branchnorm_jax.tokens import EOS, PAD
+
+
+def generator(context: int = 40, positions: str = "marian", **options: object) -> Generator:
+    import sentencepiece
+
+    processor = sentencepiece.SentencePieceProcessor(model_proto=byte_model())
+    model = Transformer(
+        ModelConfig(
+            family="decoder", encoder_layers=0, decoder_layers=2, width=16, ffn_width=12, heads=2, positions=positions
+        ),
+        259,
+        259,
+    )
+    return Generator(model, Tokenizer(processor, processor, ""), DecodeConfig(**options), context)  # type: ignore[arg-type]
+
+
+PARAMS = jax.tree.map(lambda leaf: 3 * leaf, generator().model.init(jax.random.key(0)))
+ALPHA = jnp.float32(1)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def forced(model: Transformer, inputs: jax.Array) -> jax.Array:
+    return model(PARAMS, inputs, inputs, ALPHA)
+
+
+@pytest.mark.parametrize("positions", ["marian", "rotary"])
+def test_greedy_search_takes_the_most_probable_token(positions: str) -> None:
+    greedy = generator(positions=positions, beam_size=1, nbest=1, max_new_tokens=9)
+    prompts = ["ab", "", "a longer prompt"]
+    for prompt, (found,) in zip(prompts, greedy.generate(PARAMS, ALPHA, prompts), strict=True):
+        tokens = [EOS, *(3 + byte for byte in prompt.encode())]
+        for _ in range(9):
+            inputs = jnp.array([tokens + [PAD] * (32 - len(tokens))])
+            log_probs = np.array(jax.nn.log_softmax(forced(greedy.model, inputs)[0, len(tokens) - 1]))
+            log_probs[PAD] = -np.inf
+            if not len(tokens) - 1 - len(prompt):
+                log_probs[EOS] = -np.inf  # decode.min_length=1
+            tokens.append(int(log_probs.argmax()))
+            if tokens[-1] == EOS:
+                break
+        own = tokens[1 + len(prompt) :]
+        assert list(found.tokens) == [token for token in own if token != EOS]
+
+
+def test_samples_are_the_same_for_the_same_number_and_seed() -> None:
+    sampler = generator(beam_size=4, nbest=4, temperature=1.0, max_new_tokens=8)
+    together = sampler.generate(PARAMS, ALPHA, ["x", "x"])
+    assert together[0] != together[1]
+    assert len({each.tokens for each in together[0]}) > 1
+    assert sampler.generate(PARAMS, ALPHA, ["x"], first=1)[0] == together[1]
+    other = generator(beam_size=4, nbest=4, temperature=1.0, max_new_tokens=8, seed=1)
+    assert other.generate(PARAMS, ALPHA, ["x"])[0] != together[0]
+
+
+def test_prompt_and_continuation_fit_into_the_context() -> None:
+    small = generator(context=20, beam_size=1, nbest=1, max_new_tokens=8)
+    long, end = small.generate(PARAMS, ALPHA, ["0123456789" * 3, "9" + "0123456789"])
+    assert len(long[0].tokens) <= 8
+    assert long == end  # the last 11 bytes are the same

@@ -26,8 +26,6 @@ from branchnorm_jax.model import growth
 from branchnorm_jax.model.coefficients import Alpha
 from branchnorm_jax.model.methods import get_recipe
 from branchnorm_jax.model.parameters import Params
-from branchnorm_jax.model.recipe import STACKS
-from branchnorm_jax.model.segments import decoder_inputs
 from branchnorm_jax.model.transformer import Transformer
 from branchnorm_jax.options import Config
 from branchnorm_jax.training import schedules
@@ -70,7 +68,7 @@ class Point(NamedTuple):
     starved: dict[str, np.ndarray]
     """Fraction of each layer's gradient that is below Adam's epsilon after the last update, [L] per stack."""
     gain: float
-    """Ratio by which the encoder amplifies a random perturbation of its input, after the last update."""
+    """Ratio by which the first stack amplifies a random perturbation of its input, after the last update."""
 
 
 def reduced(config: Config) -> Config:
@@ -182,8 +180,8 @@ def time_lapse(
                 loss=[float(one["loss"]) for one in looks],
                 moved=[float(_change(before["output"], one["output"])) for one in looks[1:]],
                 gradient=last["gradient"],
-                update={stack: metrics[0].layers[stack]["update"] for stack in STACKS},
-                similarity={stack: metrics[-1].layers[stack]["similarity"] for stack in STACKS},
+                update={stack: values["update"] for stack, values in metrics[0].layers.items()},
+                similarity={stack: values["similarity"] for stack, values in metrics[-1].layers.items()},
                 starved=last["starved"],
                 gain=float(last["gain"]),
             )
@@ -252,8 +250,9 @@ def draw(points: Sequence[Point], path: Path, title: str) -> None:
         "similarity": "token similarity",
         "starved": "gradient share below Adam's eps",
     }
-    figure, axes = pyplot.subplots(2, 4, figsize=(16, 6), layout="constrained")
-    for row, stack in zip(axes, STACKS, strict=True):
+    stacks = list(points[0].gradient)
+    figure, axes = pyplot.subplots(len(stacks), 4, figsize=(16, 3 * len(stacks)), layout="constrained", squeeze=False)
+    for row, stack in zip(axes, stacks, strict=True):
         for axis, (name, text) in zip(row, columns.items(), strict=True):
             is_log = name in ("gradient", "update")
             for point in points:
@@ -286,8 +285,8 @@ def format_points(points: Sequence[Point]) -> str:
             " ".join(f"{x:.3g}" for x in p.loss),
             " ".join(f"{x:.2g}" for x in p.moved),
             f"{p.gain:.1e}",
-            " ".join(f"{p.similarity[stack][-1]:.4f}" for stack in STACKS),
-            ", ".join(f"{stack} {weakest(p.gradient[stack])}" for stack in STACKS),
+            " ".join(f"{values[-1]:.4f}" for values in p.similarity.values()),
+            ", ".join(f"{stack} {weakest(values)}" for stack, values in p.gradient.items()),
         )
         for p in points
     ]
@@ -300,21 +299,21 @@ def _change(before: np.ndarray, after: np.ndarray) -> float:
 
 
 def _measure(config: Config, model: Transformer, params: Params, batch: Batch, alpha: Alpha) -> dict[str, Any]:
-    """Computes loss, output, gradients and encoder gain, without dropout."""
+    """Computes loss, output, gradients and the gain of the first stack, without dropout."""
     value, by_params, by_input = gradients(config, model, params, alpha, batch)
     sentence = batch.source[:1]
-    unchanged = jnp.zeros((model.depth.encoder, *sentence.shape, config.model.width))
+    unchanged = jnp.zeros((config.model.layers[0], *sentence.shape, config.model.width))
     change = unchanged.at[0].set(jax.random.normal(jax.random.key(0), unchanged.shape[1:]))
-    _, at_end = jax.jvp(lambda probe: model.encode(params, sentence, alpha, probes=probe), (unchanged,), (change,))
-    output, _ = model.hidden(params, batch.source, decoder_inputs(batch.target), alpha)
+    _, at_end = jax.jvp(lambda probe: model.first_stack(params, sentence, alpha, probe), (unchanged,), (change,))
+    output, _ = model.teacher_forced(params, *batch, alpha)
     return {
         "loss": value,
         "output": output,
-        "gradient": {stack: norm_by_layer(by_input[stack]) for stack in STACKS},
+        "gradient": {stack: norm_by_layer(values) for stack, values in by_input.items()},
         "starved": {
             stack: _by_layer(lambda g: (jnp.abs(g) < config.train.adam_eps).sum(), by_params[stack])
             / _by_layer(jnp.size, by_params[stack])
-            for stack in STACKS
+            for stack in config.model.stacks
         },
         "gain": jnp.linalg.norm(at_end) / jnp.linalg.norm(change),
     }

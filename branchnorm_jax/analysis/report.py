@@ -80,19 +80,23 @@ def draw_layers(workdir: Workdir) -> Path:
     pyplot = figures.pyplot()
     from matplotlib import colors
 
-    lines = read_lines(workdir / "layers.jsonl", STACKS)
+    lines = read_lines(workdir / "layers.jsonl", ("decoder",))
     if not lines:
         raise UserError(f"{workdir / 'layers.jsonl'}: nothing to draw; train first, with train.watch_every > 0")
-    steps = [line["step"] for line in lines]
+    steps, stacks = [line["step"] for line in lines], [stack for stack in STACKS if stack in lines[0]]
     # Runs of earlier versions lack newer statistics.
     statistics = {
-        name: style for name, style in LAYER_STATISTICS.items() if all(name in line["encoder"] for line in lines)
+        name: style for name, style in LAYER_STATISTICS.items() if all(name in line["decoder"] for line in lines)
     }
     shades = pyplot.get_cmap("viridis").with_extremes(bad="tab:red")
     figure, axes = pyplot.subplots(
-        len(STACKS), len(statistics), figsize=(3 * len(statistics), 5), layout="constrained", squeeze=False
+        len(stacks),
+        len(statistics),
+        figsize=(3 * len(statistics), 2.5 * len(stacks)),
+        layout="constrained",
+        squeeze=False,
     )
-    for row, stack in zip(axes, STACKS, strict=True):
+    for row, stack in zip(axes, stacks, strict=True):
         for axis, (name, (title, scale)) in zip(row, statistics.items(), strict=True):
             # null in the file means not finite, and becomes NaN here.
             values = np.ma.masked_invalid(np.array([line[stack][name] for line in lines], np.float64).T)

@@ -20,7 +20,6 @@ import numpy as np
 from branchnorm_jax.analysis import figures
 from branchnorm_jax.model.coefficients import Alpha
 from branchnorm_jax.model.parameters import Params
-from branchnorm_jax.model.recipe import STACKS
 from branchnorm_jax.model.taps import Taps
 from branchnorm_jax.model.transformer import Transformer
 from branchnorm_jax.options import Config
@@ -41,7 +40,7 @@ class Signal(NamedTuple):
     update: dict[str, np.ndarray]
     """Size of the first optimiser step relative to the parameters of each layer, [L] per stack."""
     singular_values: np.ndarray
-    """Singular values of the encoder's Jacobian, descending."""
+    """Singular values of the Jacobian of the first stack (the encoder if there is one), descending."""
 
 
 def measure(config: Config, model: Transformer, params: Params, alpha: Alpha, batch: Batch) -> Signal:
@@ -62,7 +61,7 @@ def measure(config: Config, model: Transformer, params: Params, alpha: Alpha, ba
         _, by_params, by_input = gradients(config, model, params, alpha, batch)
         steps, _ = optimizer.update(by_params, optimizer.init(params), params)
         rate = config.train.learning_rate
-        sizes = {stack: rate * norm_by_layer(steps[stack]) / norm_by_layer(params[stack]) for stack in STACKS}
+        sizes = {stack: rate * norm_by_layer(steps[stack]) / norm_by_layer(params[stack]) for stack in by_input}
         return {stack: norm_by_layer(by_layer) for stack, by_layer in by_input.items()}, sizes
 
     tokens = max(1, min(source_length, JACOBIAN_INPUTS // width))
@@ -70,8 +69,8 @@ def measure(config: Config, model: Transformer, params: Params, alpha: Alpha, ba
     @jax.jit
     def jacobian(params: Params) -> jax.Array:
         def through(change: jax.Array) -> jax.Array:
-            probes = jnp.zeros((model.depth.encoder, 1, source_length, width)).at[0, 0, :tokens].set(change)
-            return model.encode(params, batch.source[:1], alpha, probes=probes)[0, :tokens].ravel()
+            probes = jnp.zeros((config.model.layers[0], 1, source_length, width)).at[0, 0, :tokens].set(change)
+            return model.first_stack(params, batch.source[:1], alpha, probes)[0, :tokens].ravel()
 
         size = tokens * width
         return jax.jacfwd(through)(jnp.zeros((tokens, width))).reshape(size, size)
@@ -93,7 +92,7 @@ def gradients(
     """
     probes = {
         stack: jnp.zeros((layers, *tokens.shape, config.model.width))
-        for stack, layers, tokens in zip(STACKS, model.depth, batch, strict=True)
+        for stack, layers, tokens in zip(config.model.stacks, config.model.layers, batch, strict=False)
     }
 
     def loss(params: Params, probes: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
@@ -118,8 +117,8 @@ def to_csv(signals: Mapping[str, Signal]) -> str:
         for quantity in ("gradient", "update"):
             for stack, values in getattr(signal, quantity).items():
                 writer.writerows((method, quantity, stack, i + 1, f"{value:.6g}") for i, value in enumerate(values))
-        values = signal.singular_values
-        writer.writerows((method, "singular_value", "encoder", i + 1, f"{value:.6g}") for i, value in enumerate(values))
+        values, first = signal.singular_values, next(iter(signal.gradient))
+        writer.writerows((method, "singular_value", first, i + 1, f"{value:.6g}") for i, value in enumerate(values))
     return out.getvalue()
 
 
@@ -130,22 +129,24 @@ def draw(signals: Mapping[str, Signal], path: Path, title: str) -> None:
 
     # Plot zeros at the bottom of the axis instead of omitting them.
     floor = 1e-12
+    stacks = list(next(iter(signals.values())).gradient)
     figure, axes = pyplot.subplots(2, 3, figsize=(13, 6), layout="constrained")
     for index, (method, signal) in enumerate(signals.items()):
         style = figures.line(index)
-        for row, stack in enumerate(STACKS):
+        for row, stack in enumerate(stacks):
             for column, quantity in enumerate(("gradient", "update")):
                 values = getattr(signal, quantity)[stack]
                 axes[row, column].plot(np.arange(1, len(values) + 1), np.maximum(values, floor), **style, label=method)
         values = np.maximum(signal.singular_values, floor)
         axes[0, 2].plot(np.arange(1, len(values) + 1), values, **style)
-    for row, stack in enumerate(STACKS):
+    for row, stack in enumerate(stacks):
         axes[row, 0].set(title=f"gradient norm, {stack}", xlabel="layer", yscale="log")
         axes[row, 1].set(title=f"relative update, {stack}", xlabel="layer", yscale="log")
-    axes[0, 2].set(title="singular values, encoder Jacobian", xlabel="rank", yscale="log")
+    axes[0, 2].set(title=f"singular values, {stacks[0]} Jacobian", xlabel="rank", yscale="log")
     for axis in axes.flat:
         axis.xaxis.set_major_locator(ticker.MaxNLocator(integer=True))
-    axes[1, 2].axis("off")
+    for axis in (axes[1, 2], *axes[len(stacks) :, :2].flat):
+        axis.axis("off")
     handles, labels = axes[0, 0].get_legend_handles_labels()
     axes[1, 2].legend(handles, labels, loc="center", frameon=False)
     figure.suptitle(title)

@@ -106,7 +106,6 @@ class Transformer:
         source_BS: jax.Array,
         alpha: Alpha | jax.Array,
         key: jax.Array | None = None,
-        probes: jax.Array | None = None,
     ) -> jax.Array:
         """Returns the encoder's output (the memory), [B, S, D], for source token ids [B, S].
 
@@ -115,10 +114,20 @@ class Transformer:
           source_BS: token ids.
           alpha: alpha_t.
           key: random key of dropout; None switches dropout off.
-          probes: values added to the layers' inputs, [L, B, S, D]; see `Taps.probes`.
         """
-        taps = Taps() if probes is None else Taps({"encoder": probes})
-        return self.run_tokens(params, "encoder", source_BS, source_segments(source_BS), None, alpha, key, taps)[0]
+        return self.run_tokens(params, "encoder", source_BS, source_segments(source_BS), None, alpha, key)[0]
+
+    def first_stack(
+        self, params: Params, source_BS: jax.Array, alpha: Alpha | jax.Array, probes_LBSD: jax.Array
+    ) -> jax.Array:
+        """Returns the output of the first stack, [B, S, D], for the source of a batch.
+
+        That stack is the encoder, or the decoder of a language model. The probes are added to the layers' inputs; see
+        `Taps.probes`.
+        """
+        stack = self.config.stacks[0]
+        segments = (source_segments if stack == "encoder" else target_segments)(source_BS)
+        return self.run_tokens(params, stack, source_BS, segments, None, alpha, taps=Taps({stack: probes_LBSD}))[0]
 
     def decode(
         self,

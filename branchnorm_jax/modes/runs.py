@@ -21,7 +21,6 @@ from branchnorm_jax.errors import DivergedError, UserError
 from branchnorm_jax.files import write_atomically
 from branchnorm_jax.model.coefficients import uniform
 from branchnorm_jax.model.methods import get_recipe
-from branchnorm_jax.modes.common import load
 from branchnorm_jax.modes.evaluate import evaluate
 from branchnorm_jax.options import Config, DataConfig
 from branchnorm_jax.parallel import hosts
@@ -30,6 +29,7 @@ from branchnorm_jax.training.finetune import corpus_of, parent_of
 from branchnorm_jax.training.loop import check_names
 from branchnorm_jax.training.network import make_model
 from branchnorm_jax.training.state import Batch, init_params
+from branchnorm_jax.training.trained import network, restore_model
 from branchnorm_jax.workdir import Workdir
 
 DOCS = Path(__file__).parent.parent.parent / "docs"
@@ -131,7 +131,8 @@ def analyze(config: Config, workdir: Workdir) -> None:
     trained = None
     if workdir.has_checkpoints and not config.analyze.methods:
         workdir.check_config(config)
-        trained = load(config, workdir)
+        _, model = network(config, workdir)
+        trained = model, *restore_model(config, workdir, model, config.decode.checkpoint)
     methods = config.analyze.names(config.model.method)
     for method in methods:
         get_recipe(method)
@@ -152,7 +153,7 @@ def analyze(config: Config, workdir: Workdir) -> None:
         begin = time.perf_counter()
         changed = dataclasses.replace(config, model=dataclasses.replace(config.model, method=method))
         if trained is not None:
-            model, params, alpha = trained.translator.model, trained.params, trained.alpha
+            model, params, alpha, _ = trained
         else:
             model = make_model(changed.model, corpus.tokenizer)
             params = init_params(model, config.train.seed, batch)
@@ -161,7 +162,7 @@ def analyze(config: Config, workdir: Workdir) -> None:
         logs.say(f"{method}: measured in {time.perf_counter() - begin:.1f} s")
     write_atomically(workdir / "signal.csv", signal.to_csv(signals))
     m = config.model
-    state = "untrained" if trained is None else f"after {trained.step} updates"
+    state = "untrained" if trained is None else f"after {trained[-1]} updates"
     title = f"{state}, {m.depth}, width {m.width}, {batch.source.shape[0]} sentences"
     signal.draw(signals, workdir / "signal.png", title)
     print(workdir / "signal.csv", workdir / "signal.png", sep="\n")

@@ -120,7 +120,7 @@ def test_stacks_start_as_the_identity(method: str) -> None:
 
     def through(probe: jax.Array) -> jax.Array:
         probes = jnp.zeros((12, 2, 6, 16)).at[0, 0, :3].set(probe)
-        return model.encode(params, SOURCE, ALPHA, None, probes)[0, :3].ravel()
+        return model.first_stack(params, SOURCE, ALPHA, probes)[0, :3].ravel()
 
     jacobian = jax.jacobian(through)(jnp.zeros((3, 16))).reshape(48, 48)
     np.testing.assert_allclose(np.linalg.svd(jacobian, compute_uv=False), 1.0, atol=1e-6)

@@ -26,9 +26,11 @@ def get_config(depth: str = "") -> ml_collections.ConfigDict:
     config.train.checkpoint_every = 250
     config.evaluate.stride = 128
     config.decode.batch_tokens = 8192
+    ours = "method=branchnorm train.branch_update_power=0,2"  # as published, and with this project's default
+    others = "method=pre_ln,deepnorm,rezero,post_ln"
     config.sweep.grid = (
-        "method=pre_ln,branchnorm,deepnorm,rezero,post_ln,gpt2norm,rezero_one depth=12L train.seed=0,1,2"
-        " | method=pre_ln,branchnorm,deepnorm,rezero,post_ln depth=64L"
+        f"{others},gpt2norm,rezero_one depth=12L train.seed=0,1,2 | {ours} depth=12L train.seed=0,1,2"
+        f" | {ours} depth=64L | {others} depth=64L"
     )
     config.sweep.columns = "depth"
     config.sweep.baseline = "pre_ln"

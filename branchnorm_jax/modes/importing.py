@@ -62,7 +62,7 @@ def import_(config: Config, workdir: Workdir) -> None:
         tokenizer = _write_vocabulary(Path(temporary), found)
     model = make_model(config.model, tokenizer)
     difference = None
-    if config.import_.check_sentences and kind not in FAMILIES:
+    if config.import_.check_sentences and not (folder / "config.json").is_file():
         logs.say(f"not compared with {kind}, which cannot be called here: compare some translations yourself")
     elif config.import_.check_sentences:
         difference = _check(config, model, tokenizer, found)
@@ -98,6 +98,8 @@ def _read(folder: Path) -> tuple[str, Imported]:
             "fairseq"
         )
     kind = read_json(folder / "config.json").get("model_type")
+    if kind in marian.NETWORKS and (folder / "source.spm").exists():
+        return kind, marian.read_folder(folder)
     if kind not in FAMILIES:
         raise UserError(f"{folder / 'config.json'}: model_type={kind} is not supported, only {', '.join(FAMILIES)}")
     return kind, FAMILIES[kind](folder)

@@ -11,7 +11,8 @@ from branchnorm_jax.errors import UserError
 from branchnorm_jax.export import bart, t5, tokenizers
 from branchnorm_jax.export.fold import UNUSED_BIAS, Plain, without_embedding_scale
 from branchnorm_jax.export.tokenizers import Tokenizer, Vocabulary
-from branchnorm_jax.model.embedding import STARTS
+from branchnorm_jax.model.embedding import STARTS, sinusoids
+from branchnorm_jax.model.recipe import STACKS
 from branchnorm_jax.options import DecodeConfig, ModelConfig
 from branchnorm_jax.tokens import EOS, PAD, UNK
 
@@ -23,6 +24,8 @@ OUTPUT_BIAS = "a bias of the logits"
 TABLES = "different embeddings of source and target"
 
 SIZES = "vocabularies of different sizes"
+
+ZERO = "model.decoder_start=zero"
 
 NORM = "a norm after the embeddings"
 
@@ -48,7 +51,7 @@ class Stock(NamedTuple):
 STOCK = (
     Stock(
         *("MarianMTModel", "marian"),
-        BART | {"Post-LN", "model.positions=marian", "model.decoder_start=zero", OUTPUT_BIAS, SIZES},
+        BART | {"Post-LN", "model.positions=marian", "model.positions=tensor2tensor", OUTPUT_BIAS, SIZES, ZERO},
         set(),
     ),
     Stock("FSMTForConditionalGeneration", "fsmt", BART | {"Post-LN", "model.positions=fairseq", SIZES}, set()),
@@ -172,7 +175,12 @@ def _network(
         return t5.weights(plain, config), t5.settings(plain, config)
     tables, shared = bart.tables(plain, stock.model_type)
     bias = {"final_logits_bias": plain.bias[None]} if OUTPUT_BIAS in stock.can else {}
-    return tables | bias | bart.weights(plain), shared | bart.settings(config, longest)
+    found = tables | bias | bart.weights(plain)
+    if config.positions == "tensor2tensor":
+        # MarianMTModel computes its own sinusoids, unless the file has others.
+        table = sinusoids(longest, config.width, config.positions)
+        found |= {f"model.{stack}.embed_positions.weight": table for stack in STACKS}
+    return found, shared | bart.settings(config, longest)
 
 
 def _tokenizer(stock: Stock, plain: Plain, vocabulary: Vocabulary) -> Tokenizer:

@@ -56,7 +56,7 @@ def import_(config: Config, workdir: Workdir) -> None:
     folder = Path(config.import_.path)
     if folder.resolve() == workdir.path.resolve():
         raise UserError("--workdir is the folder of the model itself; choose another --workdir")
-    kind, found = _read(folder)
+    kind, found = read_folder(folder)
     config = _config(config, found)
     with tempfile.TemporaryDirectory() as temporary:
         tokenizer = _write_vocabulary(Path(temporary), found)
@@ -87,12 +87,12 @@ def import_(config: Config, workdir: Workdir) -> None:
     print(workdir.path)
 
 
-def _read(folder: Path) -> tuple[str, Imported]:
-    """Reads a folder; returns its format and the model."""
+def read_folder(folder: Path) -> tuple[str, Imported]:
+    """Reads a folder; returns its format and the model. Raises `UserError` if it has no known model."""
     if not (folder / "config.json").is_file():
-        for suffix, (name, read_folder) in FILES.items():
+        for suffix, (name, read) in FILES.items():
             if next(folder.glob(f"*{suffix}"), None) is not None:
-                return name, read_folder(folder)
+                return name, read(folder)
         raise UserError(
             f"import.path={folder}: expected a folder with config.json, with Marian's .npz file, or with a .pt file of "
             "fairseq"

@@ -55,7 +55,9 @@ def compared(name: str, lines: int) -> dict[str, Any]:
         path = Path(temporary)
         vocabulary = Vocabulary(*vocabularies, tokenizer.models, translator.model.tags)
         numbers = huggingface.write(plain, m, config.decode, vocabulary, path, longest)
-        given = [[side[line].tolist() for line in lines] for side, lines in zip(numbers, (sources, targets), strict=True)]
+        given = (
+            [side[line].tolist() for line in lines] for side, lines in zip(numbers, (sources, targets), strict=True)
+        )
         theirs = np.concatenate(huggingface.log_probs(path, *given))
         result["huggingface_largest_difference"] = float(np.abs(ours - theirs).max())
     with tempfile.TemporaryDirectory() as temporary:

@@ -129,5 +129,8 @@ def _vocabularies(folder: Path, config: Values) -> tuple[Side, Side]:
         size = bart.sizes(config)[index]
         if max(ids.values()) >= size:
             raise UserError(f"{folder / name}: it has ids up to {max(ids.values())}, but the model has {size} pieces")
-        sides.append(make_side(models[index], ids, special, [models[index]] if apart else models, bool(index)))
+        # Exports of fairseq's models have some, such as <s>.
+        control = {each.piece for each in models[index].pieces if each.type == each.CONTROL}
+        alike = [models[index]] if apart else models
+        sides.append(make_side(models[index], ids, special, alike, bool(index), control))
     return sides[0], sides[1]

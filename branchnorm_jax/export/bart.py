@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from branchnorm_jax.export.fold import SUBLAYERS, Plain
+from branchnorm_jax.model.embedding import sinusoids
 from branchnorm_jax.options import ModelConfig
 
 NORMS = {"self": "self_attn_layer_norm", "cross": "encoder_attn_layer_norm", "ffn": "final_layer_norm"}
@@ -21,6 +22,9 @@ TARGET = "model.decoder.embed_tokens.weight"
 OUTPUT = "lm_head.weight"
 PROJECTION = "model.decoder.output_projection.weight"
 """FSMT's name of the output table."""
+
+POSITIONS = "model.encoder.embed_positions.weight", "model.decoder.embed_positions.weight"
+"""Names of the positions of the encoder and of the decoder."""
 
 OFFSET = 2
 """Row of the first position in a table of learned positions: after that of <pad>, whose id is 1."""
@@ -96,3 +100,8 @@ def settings(config: ModelConfig, longest: int) -> dict[str, Any]:
         "activation_dropout": config.activation_dropout,
         "max_position_embeddings": longest,
     }
+
+
+def positions(length: int, width: int) -> np.ndarray:
+    """Returns the sinusoids of Marian itself, [length, width]. In a file they replace those of MarianMTModel."""
+    return sinusoids(length, width, "tensor2tensor")

@@ -11,8 +11,7 @@ from branchnorm_jax.errors import UserError
 from branchnorm_jax.export import bart, t5, tokenizers
 from branchnorm_jax.export.fold import UNUSED_BIAS, Plain, without_embedding_scale
 from branchnorm_jax.export.tokenizers import Tokenizer, Vocabulary
-from branchnorm_jax.model.embedding import STARTS, sinusoids
-from branchnorm_jax.model.recipe import STACKS
+from branchnorm_jax.model.embedding import STARTS
 from branchnorm_jax.options import DecodeConfig, ModelConfig
 from branchnorm_jax.tokens import EOS, PAD, UNK
 
@@ -177,9 +176,7 @@ def _network(
     bias = {"final_logits_bias": plain.bias[None]} if OUTPUT_BIAS in stock.can else {}
     found = tables | bias | bart.weights(plain)
     if config.positions == "tensor2tensor":
-        # MarianMTModel computes its own sinusoids, unless the file has others.
-        table = sinusoids(longest, config.width, config.positions)
-        found |= {f"model.{stack}.embed_positions.weight": table for stack in STACKS}
+        found |= dict.fromkeys(bart.POSITIONS, bart.positions(longest, config.width))
     return found, shared | bart.settings(config, longest)
 
 

@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 
 from branchnorm_jax.errors import UserError
+from branchnorm_jax.export.bart import POSITIONS, positions
 from branchnorm_jax.importing import bart
 from branchnorm_jax.importing.imported import Imported, Side, Values, checked_ids, read_json, read_values
 from branchnorm_jax.importing.pieces import make_side, parse
 from branchnorm_jax.importing.tensors import Tensors, read
-from branchnorm_jax.model.embedding import sinusoids
 from branchnorm_jax.tokens import EOS, PAD, UNK
 
 NETWORKS: dict[str, dict[str, Any]] = {
@@ -27,9 +27,6 @@ NETWORKS: dict[str, dict[str, Any]] = {
     "mbart": dict(method="pre_ln", positions="learned", embedding_norm=True),
 }
 """model_type -> options of the network that are not in config.json."""
-
-POSITIONS = "model.encoder.embed_positions.weight", "model.decoder.embed_positions.weight"
-"""Names of the sinusoids, which most files do not have."""
 
 FIXED = {
     "normalize_before": False,
@@ -65,7 +62,7 @@ def read_folder(folder: Path) -> Imported:
     params = bart.stacks(weights, model)
     params["embedding"], shared, unused = bart.embedding(weights, model.width, config, source, target)
     bart.add_positions(weights, model, params)
-    weights.drop(*POSITIONS)
+    weights.drop(*POSITIONS)  # sinusoids, which most files do not have
     weights.finish()
     generation = read_values(folder / "generation_config.json", required=False)
     unused = sorted({*unused, *target.ours(generation.get("suppress_tokens", list, []))})
@@ -87,7 +84,7 @@ def _has_own_positions(weights: Tensors, config: Values) -> bool:
     """Returns whether the file has Marian's own sinusoids, as our exports of Marian's own models do."""
     shape = config.same("max_position_embeddings"), config.same("d_model")
     found = [weights.take(name, *shape) for name in POSITIONS if name in weights]
-    return bool(found) and np.allclose(found, sinusoids(*shape, "tensor2tensor"), atol=1e-3)
+    return bool(found) and np.allclose(found, positions(*shape), atol=1e-3)
 
 
 def _start(config: Values, embedding: dict[str, np.ndarray], target: Side) -> str:

@@ -23,6 +23,7 @@ from branchnorm_jax import config as configs
 from branchnorm_jax.data.corpus import read_pairs
 from branchnorm_jax.evaluation.bleu import corpus_scores
 from branchnorm_jax.export import ctranslate2, fold, huggingface
+from branchnorm_jax.export.tokenizers import Vocabulary
 from branchnorm_jax.modes.common import load
 from branchnorm_jax.workdir import Workdir
 
@@ -52,9 +53,12 @@ def compared(name: str, lines: int) -> dict[str, Any]:
     }
     with tempfile.TemporaryDirectory() as temporary:
         path = Path(temporary)
-        languages = config.data.source_lang, config.data.target_lang
-        huggingface.write(plain, m, config.decode, vocabularies, languages, path, longest)
-        theirs = np.concatenate(huggingface.log_probs(path, sources, targets))
+        vocabulary = Vocabulary(*vocabularies, tokenizer.models, translator.model.tags)
+        numbers = huggingface.write(plain, m, config.decode, vocabulary, path, longest)
+        given = (
+            [side[line].tolist() for line in lines] for side, lines in zip(numbers, (sources, targets), strict=True)
+        )
+        theirs = np.concatenate(huggingface.log_probs(path, *given))
         result["huggingface_largest_difference"] = float(np.abs(ours - theirs).max())
     with tempfile.TemporaryDirectory() as temporary:
         path = Path(temporary)

@@ -25,6 +25,17 @@ def imported() -> Any:
     return ctranslate2
 
 
+def obstacle(config: ModelConfig) -> str:
+    """Returns the reason why CTranslate2 cannot represent a folded model, or "" if it can."""
+    obstacles = {
+        "its positions are relative": config.positions == "relative",
+        "its attention heads are not model.width / model.heads wide": config.heads * config.key_width != config.width,
+        f"its norms are {config.norm}": config.norm != "layer_norm",
+        f"its activation is {config.activation}": config.activation not in ("relu", "gelu", "swish"),
+    }
+    return next((reason for reason, holds in obstacles.items() if holds), "")
+
+
 def write(
     plain: Plain, config: ModelConfig, vocabularies: Sequence[list[str]], folder: Path, longest: int, quantization: str
 ) -> None:

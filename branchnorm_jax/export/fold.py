@@ -6,11 +6,13 @@ multiplied by a, and the matrices that read x are divided by a. This keeps the e
 instead, LN(x + F(x) / a), would change it to epsilon / a^2.
 """
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
+from branchnorm_jax.model import relative
 from branchnorm_jax.model.coefficients import Alpha, sublayer_factors
 from branchnorm_jax.model.embedding import fix_norm
 from branchnorm_jax.model.initializers import LAST_MATRIX
@@ -18,7 +20,7 @@ from branchnorm_jax.model.recipe import STACKS, Weight
 from branchnorm_jax.model.transformer import Transformer
 
 SUBLAYERS = {"encoder": ("self", "ffn"), "decoder": ("self", "cross", "ffn")}
-READERS = {"self": ("q", "k", "v"), "cross": ("q",), "ffn": ("fc1",)}
+READERS = {"self": {"q", "k", "v"}, "cross": {"q"}, "ffn": {"fc1", "gate"}}
 """Matrices of each sub-layer that read the residual stream; cross-attention's "k" and "v" read the encoder output."""
 
 UNUSED_BIAS = -1e9
@@ -27,6 +29,8 @@ UNUSED_BIAS = -1e9
 
 class Plain(NamedTuple):
     """The parameters of a plain Transformer as float32 NumPy arrays; matrices are [d_in, d_out].
+
+    Matrices without biases get biases of 0, and gated ones have a "gate". Only LayerNorm has a bias.
 
     Attributes:
       pre_norm: True for x + F(LN(x)) with a final norm per stack, False for LN(x + F(x)).
@@ -37,6 +41,7 @@ class Plain(NamedTuple):
       embedding_scale: stack -> factor of sqrt(D) E[token] + position, [D]; 1 if a norm follows.
       embedding_norm: stack -> norm of the embeddings; empty without one.
       positions: stack -> learned positions, [P, D]; empty without them.
+      relative: stack -> biases of relative positions, [buckets, H]; empty without them.
       bias: bias of the logits, [V].
     """
 
@@ -47,12 +52,25 @@ class Plain(NamedTuple):
     embedding_scale: dict[str, np.ndarray]
     embedding_norm: dict[str, dict[str, np.ndarray]]
     positions: dict[str, np.ndarray]
+    relative: dict[str, np.ndarray]
     bias: np.ndarray
+
+    @property
+    def unused(self) -> list[int]:
+        """Ids of target tokens with probability 0."""
+        return np.flatnonzero(self.bias <= UNUSED_BIAS / 2).tolist()
+
+    def with_rows(self, source: Sequence[int], target: Sequence[int]) -> "Plain":
+        """Returns the model with some of its tokens, in this order. Tables that are one array stay one."""
+        rows = {"source": list(source), "target": list(target), "output": list(target)}
+        ordered = {id(table): table[rows[name]] for name, table in self.tables.items()}
+        tables = {name: ordered[id(table)] for name, table in self.tables.items()}
+        return self._replace(tables=tables, bias=self.bias[rows["target"]])
 
 
 def obstacle(model: Transformer) -> str:
     """Returns the reason why a model cannot be folded, or "" if it can."""
-    r, c = model.recipe, model.config
+    r, norm = model.recipe, model.config.norm
     obstacles = {
         "its layers have more than one residual stream": r.stream != "plain",
         "it has norms after its branches": bool(r.branch_norm),
@@ -65,10 +83,7 @@ def obstacle(model: Transformer) -> str:
         "its sub-layers' inputs are scaled": r.pre_scale is not None,
         "it is Pre-LN, and its skip connections have factors": r.pre and r.skip != Weight(),
         "it is Post-LN, and a norm follows its last layer": r.post and r.final != "",
-        "its positions are relative": c.positions == "relative",
-        "its attention heads are not model.width / model.heads wide": c.heads * c.key_width != c.width,
-        f"its norms are {c.norm}": c.norm != "layer_norm",
-        f"its activation is {c.activation}": c.activation not in ("relu", "gelu", "swish"),
+        f"its norms are {norm}": norm not in ("layer_norm", "rms_norm"),
     }
     return next((reason for reason, holds in obstacles.items() if holds), "")
 
@@ -113,6 +128,9 @@ def fold(model: Transformer, params: Any, alpha: Alpha) -> Plain:
         embedding_scale=scales,
         embedding_norm=norms,
         positions=positions,
+        relative={
+            stack: np.asarray(params[relative.table_name(stack)]) for stack in STACKS if c.positions == "relative"
+        },
         bias=bias,
     )
 
@@ -127,7 +145,7 @@ def _fold_stack(
         last = plain[name][LAST_MATRIX[name]]
         last["kernel"] *= b[:, None, :]
         last["bias"] *= b
-        for matrix in READERS[name]:
+        for matrix in READERS[name] & plain[name].keys():
             plain[name][matrix]["kernel"] /= a[:, :, None]
         # The input of a layer's first sub-layer is the output of the layer below, or the embedding for the first layer.
         norm, fed = (plain[f"{sublayers[place - 1]}_norm"], a) if place else (plain[f"{sublayers[-1]}_norm"], a[1:])

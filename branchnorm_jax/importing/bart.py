@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from branchnorm_jax.errors import UserError
+from branchnorm_jax.export.bart import ATTENTION, NORMS, OFFSET, OUT, OUTPUT, PROJECTION, SHARED, SOURCE, TARGET
 from branchnorm_jax.export.fold import SUBLAYERS, UNUSED_BIAS
-from branchnorm_jax.export.huggingface import ATTENTION, NORMS, OUT
 from branchnorm_jax.importing.imported import Side, Values, read_values
 from branchnorm_jax.importing.tensors import Tensors
 from branchnorm_jax.options import DecodeConfig, ModelConfig
@@ -18,19 +18,8 @@ from branchnorm_jax.options import DecodeConfig, ModelConfig
 ACTIVATIONS = {"relu": "relu", "gelu": "gelu", "swish": "swish", "silu": "swish"}
 """Names of activations in config.json -> `model.activation`."""
 
-SHARED = "model.shared.weight"
-SOURCE = "model.encoder.embed_tokens.weight"
-TARGET = "model.decoder.embed_tokens.weight"
-OUTPUT = "lm_head.weight"
-
-FIRST = ("<s>", "<pad>", "</s>", "<unk>")
-"""The first pieces of fairseq's vocabularies."""
-
 SPECIAL = ["<pad>", "</s>", "<unk>"]
-"""Its pieces for PAD, EOS and UNK."""
-
-OFFSET = 2
-"""Row of the first position in a table of learned positions: after that of <pad>, whose id is 1."""
+"""Fairseq's pieces for PAD, EOS and UNK."""
 
 
 def network(config: Values, **family: Any) -> ModelConfig:
@@ -69,6 +58,8 @@ def search(folder: Path, config: Values) -> DecodeConfig:
 
 def sizes(config: Values) -> tuple[int, int]:
     """Returns the sizes of the vocabularies of source and target."""
+    if "src_vocab_size" in config:
+        return config.same("src_vocab_size"), config.same("tgt_vocab_size")
     size = config.same("vocab_size")
     return size, config.get("decoder_vocab_size", int, size)
 
@@ -82,13 +73,14 @@ def embedding(
     logits is among the tables, unless it is zero.
     """
     of_source, of_target = sizes(config)
-    expected = {SHARED: of_source, SOURCE: of_source, TARGET: of_target, OUTPUT: of_target}
+    output_name = PROJECTION if PROJECTION in weights else OUTPUT
+    expected = {SHARED: of_source, SOURCE: of_source, TARGET: of_target, output_name: of_target}
     found = {name: weights.take(name, size, width) for name, size in expected.items() if name in weights}
     target_name = TARGET if TARGET in found else SHARED
     names = {
         "source": SOURCE if SOURCE in found else SHARED,
         "target": target_name,
-        "output": target_name if config.get("tie_word_embeddings", bool, True) else OUTPUT,
+        "output": target_name if config.get("tie_word_embeddings", bool, True) else output_name,
     }
     if missing := set(names.values()) - found.keys():
         raise UserError(f"{config.path.parent}: the weights contain no {', '.join(sorted(missing))}")

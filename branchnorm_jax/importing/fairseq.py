@@ -14,7 +14,9 @@ import numpy as np
 
 from branchnorm_jax.data.lines import text_lines
 from branchnorm_jax.errors import UserError
+from branchnorm_jax.export.bart import OUTPUT
 from branchnorm_jax.export.fold import SUBLAYERS
+from branchnorm_jax.export.tokenizers import FIRST
 from branchnorm_jax.importing import bart
 from branchnorm_jax.importing.imported import Imported, Side, Values
 from branchnorm_jax.importing.pieces import make_side, parse
@@ -161,12 +163,12 @@ def _network(options: Values, config: Values) -> ModelConfig:
 
 def _name(theirs: str) -> str:
     """Returns the name of a weight in `bart.py`."""
-    return bart.OUTPUT if theirs == "decoder.output_projection.weight" else f"model.{theirs}"
+    return OUTPUT if theirs == "decoder.output_projection.weight" else f"model.{theirs}"
 
 
 def _dictionary(path: Path) -> dict[str, int]:
     """Reads the ids of the pieces, one line "piece count" each, in the order of the lines."""
-    ids = {piece: index for index, piece in enumerate(bart.FIRST)}
+    ids = {piece: index for index, piece in enumerate(FIRST)}
     for number, line in enumerate(text_lines(path), start=1):
         piece, _, count = line.removesuffix(" #fairseq:overwrite").rpartition(" ")
         if not piece or not count.isdecimal():
@@ -183,7 +185,7 @@ def _sides(folder: Path, languages: tuple[str, ...], dictionaries: list[dict[str
     shared = dictionaries[0] == dictionaries[1]
     sides = []
     for index, (model, ids) in enumerate(zip(models, dictionaries, strict=True)):
-        control = {piece for piece in ids if piece == bart.FIRST[0] or piece.startswith("madeupword")}
+        control = {piece for piece in ids if piece == FIRST[0] or piece.startswith("madeupword")}
         sides.append(make_side(model, ids, bart.SPECIAL, models if shared else [model], bool(index), control))
     return sides
 

@@ -1,7 +1,7 @@
 """A model of another toolkit, in the terms of this project, and how its files are read."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -34,6 +34,10 @@ class Side(NamedTuple):
     def absent(self) -> list[int]:
         """Our ids of the pieces that the other toolkit does not have."""
         return [index for index, theirs in enumerate(self.ids) if theirs < 0]
+
+    def ours(self, theirs: Sequence[int]) -> list[int]:
+        """Returns our ids of pieces with some ids in the other toolkit."""
+        return np.flatnonzero(np.isin(self.ids, list(theirs))).tolist()
 
 
 class Imported(NamedTuple):

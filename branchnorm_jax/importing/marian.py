@@ -1,19 +1,32 @@
-"""Marian models in the format of Hugging Face (`MarianMTModel`), such as those of OPUS-MT.
+"""Models with a MarianTokenizer in the format of Hugging Face.
 
-A Post-LN Transformer with sinusoidal positions, a bias of the logits, and a decoder whose first input is a vector of
-zeros, the embedding of <pad>. `export/huggingface.py` writes the same format.
+As a rule they are `MarianMTModel`s, such as those of OPUS-MT: a Post-LN Transformer with sinusoidal positions, a bias
+of the logits, and a decoder whose first input is a vector of zeros, the embedding of <pad>. Our own exports also have
+other classes, see `export/huggingface.py`.
 """
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from branchnorm_jax.errors import UserError
+from branchnorm_jax.export.bart import POSITIONS, positions
 from branchnorm_jax.importing import bart
 from branchnorm_jax.importing.imported import Imported, Side, Values, checked_ids, read_json, read_values
 from branchnorm_jax.importing.pieces import make_side, parse
-from branchnorm_jax.importing.tensors import read
+from branchnorm_jax.importing.tensors import Tensors, read
+from branchnorm_jax.tokens import EOS, PAD, UNK
+
+NETWORKS: dict[str, dict[str, Any]] = {
+    "marian": dict(method="post_ln", positions="marian"),
+    "fsmt": dict(method="post_ln", positions="fairseq"),
+    "bart": dict(method="post_ln", positions="learned", embedding_norm=True),
+    "m2m_100": dict(method="pre_ln", positions="fairseq"),
+    "mbart": dict(method="pre_ln", positions="learned", embedding_norm=True),
+}
+"""model_type -> options of the network that are not in config.json."""
 
 FIXED = {
     "normalize_before": False,
@@ -35,21 +48,28 @@ def read_folder(folder: Path) -> Imported:
     """
     config = read_values(folder / "config.json")
     tokenizer = read_values(folder / "tokenizer_config.json", required=False)
-    config.check_fixed(FIXED)
-    start, end = config.get("decoder_start_token_id", int), config.get("eos_token_id", int)
-    model = bart.network(config, method="post_ln", decoder_start="eos" if start == end else "zero")
-    source, target = _vocabularies(folder, config)
+    kind = config.get("model_type", str)
+    if kind == "marian":
+        config.check_fixed(FIXED)
+    family = dict(NETWORKS[kind])
+    if family["positions"] == "learned":
+        family["max_positions"] = config.same("max_position_embeddings")
     weights = read(folder)
-    weights.drop("model.encoder.embed_positions.weight", "model.decoder.embed_positions.weight")
+    if kind == "marian" and _has_own_positions(weights, config):
+        family["positions"] = "tensor2tensor"
+    model = bart.network(config, **family)
+    source, target = _vocabularies(folder, config)
     params = bart.stacks(weights, model)
     params["embedding"], shared, unused = bart.embedding(weights, model.width, config, source, target)
+    bart.add_positions(weights, model, params)
+    weights.drop(*POSITIONS)  # sinusoids, which most files do not have
     weights.finish()
-    if model.decoder_start == "zero" and not _is_zero(params["embedding"], target, start):
-        raise UserError(
-            f"{config.path}: decoder_start_token_id={start} must be EOS, or a piece whose embedding is zero"
-        )
+    generation = read_values(folder / "generation_config.json", required=False)
+    unused = sorted({*unused, *target.ours(generation.get("suppress_tokens", list, []))})
+    start = _start(config, params["embedding"], target)
+    model = dataclasses.replace(model, shared_embeddings=shared, decoder_start=start)
     return Imported(
-        model=dataclasses.replace(model, shared_embeddings=shared, output_bias="bias" in params["embedding"]),
+        model=dataclasses.replace(model, output_bias="bias" in params["embedding"]),
         decode=bart.search(folder, config),
         source_lang=tokenizer.get("source_lang", str, ""),
         target_lang=tokenizer.get("target_lang", str, ""),
@@ -60,10 +80,31 @@ def read_folder(folder: Path) -> Imported:
     )
 
 
-def _is_zero(embedding: dict[str, np.ndarray], target: Side, token: int) -> bool:
-    """Returns whether the embedding of a target piece, by its id in the folder, is zero."""
+def _has_own_positions(weights: Tensors, config: Values) -> bool:
+    """Returns whether the file has Marian's own sinusoids, as our exports of Marian's own models do."""
+    shape = config.same("max_position_embeddings"), config.same("d_model")
+    found = [weights.take(name, *shape) for name in POSITIONS if name in weights]
+    return bool(found) and np.allclose(found, positions(*shape), atol=1e-3)
+
+
+def _start(config: Values, embedding: dict[str, np.ndarray], target: Side) -> str:
+    """Returns `model.decoder_start`.
+
+    Raises:
+      UserError: if the decoder starts from a token of another kind.
+    """
+    start = config.get("decoder_start_token_id", int)
+    ours = target.ids.index(start) if start in target.ids else -1
     table = embedding["shared" if "shared" in embedding else "target"]
-    return token in target.ids and not table[target.ids.index(token)].any()
+    if ours >= 0 and not table[ours].any():
+        return "zero"
+    names = {EOS: "eos", PAD: "pad", UNK: "unk"}
+    if ours not in names:
+        raise UserError(
+            f"{config.path}: decoder_start_token_id={start} must be EOS, padding, the unknown piece, or a piece whose "
+            "embedding is zero"
+        )
+    return names[ours]
 
 
 def _vocabularies(folder: Path, config: Values) -> tuple[Side, Side]:
@@ -85,5 +126,8 @@ def _vocabularies(folder: Path, config: Values) -> tuple[Side, Side]:
         size = bart.sizes(config)[index]
         if max(ids.values()) >= size:
             raise UserError(f"{folder / name}: it has ids up to {max(ids.values())}, but the model has {size} pieces")
-        sides.append(make_side(models[index], ids, special, [models[index]] if apart else models, bool(index)))
+        # Exports of fairseq's models have some, such as <s>.
+        control = {each.piece for each in models[index].pieces if each.type == each.CONTROL}
+        alike = [models[index]] if apart else models
+        sides.append(make_side(models[index], ids, special, alike, bool(index), control))
     return sides[0], sides[1]

@@ -20,6 +20,7 @@ from branchnorm_jax.importing.imported import Imported, Side, Values, checked_id
 from branchnorm_jax.importing.pieces import ids_of, make_side, parse
 from branchnorm_jax.importing.tensors import Tensors
 from branchnorm_jax.options import DecodeConfig, ModelConfig
+from branchnorm_jax.tokens import PAD
 
 OPTIONS = "special:model.yml"
 
@@ -221,18 +222,25 @@ def _embedding(
     bias = weights.take("decoder_ff_logit_out_b", 1, sizes[1])[0][target.rows]
     bias[target.absent] = 0.0
     if model.shared_embeddings == "all":
-        return {"shared": weights.take("Wemb", sizes[0], width)[source.rows], "bias": bias}
+        return {"shared": _rows(weights.take("Wemb", sizes[0], width), source), "bias": bias}
     common = weights.take("Wemb", sizes[0], width) if "Wemb" in weights else None
     tables = {}
     for name, stack, side, size in (("source", "encoder", source, sizes[0]), ("target", "decoder", target, sizes[1])):
         table = weights.take(f"{stack}_Wemb", size, width) if common is None else common
-        tables[name] = table[side.rows]
+        tables[name] = _rows(table, side)
     if model.shared_embeddings == "none":
         turned = "decoder_ff_logit_out_Wt" in weights
         shape = (sizes[1], width) if turned else (width, sizes[1])
         output = weights.take(f"decoder_ff_logit_out_{'Wt' if turned else 'W'}", *shape)
-        tables["output"] = (output if turned else output.T)[target.rows]
+        tables["output"] = _rows(output if turned else output.T, target)
     return tables | {"bias": bias}
+
+
+def _rows(table: np.ndarray, side: Side) -> np.ndarray:
+    """Returns the rows of a table in our order. Marian has no padding; `MarianMTModel` starts from its row of zeros."""
+    rows = table[side.rows]
+    rows[PAD] = 0.0
+    return rows
 
 
 def _stack(weights: Tensors, stack: str, model: ModelConfig) -> dict[str, Any]:

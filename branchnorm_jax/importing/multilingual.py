@@ -7,20 +7,18 @@ target language. So the tags are those of `data.tags=each`; `__de__`, `deu_Latn`
 
 import dataclasses
 import re
-import tomllib
 from pathlib import Path
 from typing import Any
 
 from branchnorm_jax.data.tokenizer import TAG
 from branchnorm_jax.errors import UserError
 from branchnorm_jax.export.fold import SUBLAYERS
+from branchnorm_jax.export.tokenizers import FIRST, LANGUAGES, SPM, VOCAB
 from branchnorm_jax.importing import bart
 from branchnorm_jax.importing.imported import Imported, Side, Values, checked_ids, read_json, read_values
 from branchnorm_jax.importing.pieces import make_side, parse
 from branchnorm_jax.importing.tensors import read
 from branchnorm_jax.options import DecodeConfig
-
-SPM, VOCAB = "sentencepiece.bpe.model", "vocab.json"
 
 FORCED = "forced_bos_token_id"
 
@@ -42,12 +40,6 @@ M2M100 = {"activation_function": "relu", "scale_embedding": True}
 LANGUAGE = re.compile(r"__(\w+)__|([a-z]{2,3}_[A-Z]\w+)")
 """Token of a language, in M2M-100 and elsewhere."""
 
-LANGUAGES: dict[str, list[str]] = {
-    name: codes.split()
-    for name, codes in tomllib.loads(Path(__file__).with_name("languages.toml").read_text(encoding="utf-8")).items()
-}
-"""Languages in the order of their ids."""
-
 
 def read_folder(folder: Path) -> Imported:
     """Reads a folder with config.json, weights, sentencepiece.bpe.model and, for M2M-100, vocab.json.
@@ -67,6 +59,7 @@ def read_folder(folder: Path) -> Imported:
         family = dict(positions="learned", max_positions=config.same("max_position_embeddings"), embedding_norm=True)
     model = bart.network(config, method="pre_ln", **family)
     source, target = (_side(folder, config, tokenizer, target) for target in (False, True))
+    generation = read_values(folder / "generation_config.json", required=False)
     weights = read(folder)
     params = bart.stacks(weights, model)
     params["embedding"], shared, unused = bart.embedding(weights, model.width, config, source, target)
@@ -79,7 +72,7 @@ def read_folder(folder: Path) -> Imported:
         params=params,
         source=source,
         target=target,
-        unused=unused,
+        unused=sorted({*unused, *target.ours(generation.get("suppress_tokens", list, []))}),
         each=True,
     )
 
@@ -107,8 +100,8 @@ def _side(folder: Path, config: Values, tokenizer: Values, target: bool) -> Side
         raise UserError(f"{folder}: the vocabulary has ids up to {max(ids.values())}, but the model has {size} pieces")
     # fairseq fills its vocabularies up.
     unnamed = {f"madeupword{index:04}": index for index in set(range(size)) - {*ids.values()}}
-    if [ids.get(piece) for piece in bart.FIRST] != [*range(len(bart.FIRST))]:
-        raise UserError(f"{folder}: the first pieces of the vocabulary must be {', '.join(bart.FIRST)}")
+    if [ids.get(piece) for piece in FIRST] != [*range(len(FIRST))]:
+        raise UserError(f"{folder}: the first pieces of the vocabulary must be {', '.join(FIRST)}")
     for name, piece in SPECIAL.items():
         if config.get(name, int) != ids[piece]:
             raise UserError(f"{config.path}: {name} must be {ids[piece]}, the id of {piece}")
@@ -132,7 +125,7 @@ def _ids(
     else:
         if [each.piece for each in model.pieces[:3]] != ["<unk>", "<s>", "</s>"]:
             raise UserError(f"{folder / SPM}: its first pieces are not <unk>, <s> and </s>")
-        ids = {piece: index for index, piece in enumerate((*bart.FIRST, *(each.piece for each in model.pieces[3:])))}
+        ids = {piece: index for index, piece in enumerate((*FIRST, *(each.piece for each in model.pieces[3:])))}
         more = _added(folder, tokenizer)
         if not any(map(LANGUAGE.fullmatch, more)):
             more = {piece: index for index, piece in enumerate((*standard, "<mask>"), start=len(ids))}

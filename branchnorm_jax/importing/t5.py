@@ -1,14 +1,9 @@
 """Models of the T5 family in the format of Hugging Face: T5, T5 v1.1, mT5, MADLAD-400 (model_type `t5` and `mt5`).
 
-A Pre-LN Transformer with RMSNorm, relative positions and no biases. Three of its constants are in our parameters:
-
-- Our scores have the factor 1 / sqrt(K), so q is multiplied by sqrt(K).
-- Our epsilon is E = 1e-5, theirs e, as a rule 1e-6. With r = sqrt(E / e), RMSNorm_E(r x) = RMSNorm_e(x). So the
-  residual stream is multiplied by r: the embeddings and the last matrix of each branch.
-- Our embeddings have the factor sqrt(D). If the output has the same table, the gain of the decoder's last norm makes
-  up for the factors of the table. T5 multiplies the decoder's output by 1 / sqrt(D), T5 v1.1 and later do not.
+`export/t5.py` writes the same format, and tells what the import multiplies into the weights.
 """
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,39 +11,24 @@ import numpy as np
 
 from branchnorm_jax.errors import UserError
 from branchnorm_jax.export.fold import SUBLAYERS
+from branchnorm_jax.export.t5 import ACTIVATIONS, BLOCKS, EPSILON, GATED, OUTPUT, PLAIN, RELATIVE, SHARED, factors
 from branchnorm_jax.importing.imported import Imported, Side, Values, read_values
 from branchnorm_jax.importing.pieces import make_side, parse
 from branchnorm_jax.importing.tensors import Tensors, read
 from branchnorm_jax.options import DecodeConfig, ModelConfig
 
-ACTIVATIONS = {
-    "relu": "relu",
-    "gelu": "gelu",
-    "silu": "swish",
+KINDS = {theirs: ours for ours, theirs in ACTIVATIONS.items()} | {
     "swish": "swish",
-    "gated-gelu": "geglu_tanh",
     "gated-gelu_new": "geglu_tanh",
-    "gated-silu": "swiglu",
     "gated-swish": "swiglu",
 }
 """feed_forward_proj in config.json -> `model.activation`."""
 
-BLOCKS = {"self": "SelfAttention", "cross": "EncDecAttention", "ffn": "DenseReluDense"}
-
-GATED, PLAIN = {"gate": "wi_0", "fc1": "wi_1", "fc2": "wo"}, {"fc1": "wi", "fc2": "wo"}
-"""Our matrices of the feed-forward sub-layer -> theirs."""
-
-TABLES = "shared.weight", "encoder.embed_tokens.weight", "decoder.embed_tokens.weight"
+TABLES = SHARED, "encoder.embed_tokens.weight", "decoder.embed_tokens.weight"
 """Names of the embedding table, of which a file has one or several."""
-
-OUTPUT = "lm_head.weight"
-"""Name of the output table, if it is another one."""
 
 EXTRA_IDS = 100
 """Pieces <extra_id_*> that a tokenizer appends, unless tokenizer_config.json has another number."""
-
-EPSILON = 1e-5
-"""Epsilon of our norms."""
 
 
 def read_folder(folder: Path) -> Imported:
@@ -63,16 +43,14 @@ def read_folder(folder: Path) -> Imported:
     weights = read(folder)
     table, output = _tables(weights, config)
     model = _options(config, start, shared="all" if output is None else "inputs")
+    of = factors(model.width, model.key_width, _epsilon(config), output is None, _scales_output(config))
     params: dict[str, Any] = {}
     for stack in SUBLAYERS:
-        params |= _stack(weights, stack, model, _stream_factor(config))
-    factor = _stream_factor(config) * model.width**-0.5
-    params["embedding"] = {"shared": table[side.rows] * np.float32(factor)}
-    scale = np.float32(model.width**-0.5 if _scales_output(config) else 1.0)
-    if output is None:
-        params["decoder_norm"]["scale"] *= scale / np.float32(factor)
-    else:
-        params["embedding"]["output"] = output[side.rows] * scale
+        params |= _stack(weights, stack, model, of)
+    params["decoder_norm"]["scale"] *= of["decoder_norm"]
+    params["embedding"] = {"shared": table[side.rows] * of["embedding"]}
+    if output is not None:
+        params["embedding"]["output"] = output[side.rows] * of["output"]
     weights.finish()
     return Imported(
         model=model,
@@ -86,7 +64,7 @@ def read_folder(folder: Path) -> Imported:
         params=params,
         source=side,
         target=side,
-        unused=[],
+        unused=side.ours(generation.get("suppress_tokens", list, [])),
     )
 
 
@@ -95,8 +73,8 @@ def _options(config: Values, start: str, shared: str) -> ModelConfig:
     activation = config.get(
         "feed_forward_proj", str, "gated-gelu" if config.get("model_type", str) == "mt5" else "relu"
     )
-    if activation not in ACTIVATIONS:
-        raise UserError(f"{config.path}: feed_forward_proj={activation} is not supported; known: {[*ACTIVATIONS]}")
+    if activation not in KINDS:
+        raise UserError(f"{config.path}: feed_forward_proj={activation} is not supported; known: {[*KINDS]}")
     dropout = config.get("dropout_rate", float, 0.1)
     return ModelConfig(
         method="pre_ln",
@@ -108,7 +86,7 @@ def _options(config: Values, start: str, shared: str) -> ModelConfig:
         ffn_width=config.same("d_ff"),
         heads=config.same("num_heads"),
         head_width=config.same("d_kv"),
-        activation=ACTIVATIONS[activation],
+        activation=KINDS[activation],
         positions="relative",
         relative_buckets=config.get("relative_attention_num_buckets", int, 32),
         relative_distance=config.get("relative_attention_max_distance", int, 128),
@@ -120,12 +98,11 @@ def _options(config: Values, start: str, shared: str) -> ModelConfig:
     )
 
 
-def _stream_factor(config: Values) -> float:
-    """Returns r, see above."""
-    epsilon = config.get("layer_norm_epsilon", float, 1e-6)
+def _epsilon(config: Values) -> float:
+    epsilon = config.get("layer_norm_epsilon", float, EPSILON)
     if not 0 < epsilon < 1:
         raise UserError(f"{config.path}: layer_norm_epsilon={epsilon} must be between 0 and 1")
-    return float((EPSILON / epsilon) ** 0.5)
+    return epsilon
 
 
 def _scales_output(config: Values) -> bool:
@@ -176,10 +153,10 @@ def _tables(weights: Tensors, config: Values) -> tuple[np.ndarray, np.ndarray | 
     return tables[0], None if np.array_equal(tables[0], output) else output
 
 
-def _stack(weights: Tensors, stack: str, model: ModelConfig, factor: float) -> dict[str, Any]:
+def _stack(weights: Tensors, stack: str, model: ModelConfig, of: Mapping[str, np.float32]) -> dict[str, Any]:
     """Returns the layers of a stack, [L, ...] each, its last norm and its relative positions.
 
-    Theirs are matrices [d_out, d_in]. `factor` is r.
+    Theirs are matrices [d_out, d_in]. `of`: see `export.t5.factors`.
     """
     width, inner, hidden = model.width, model.heads * model.key_width, model.ffn_width
     numbers = range(model.encoder_layers if stack == "encoder" else model.decoder_layers)
@@ -189,27 +166,25 @@ def _stack(weights: Tensors, stack: str, model: ModelConfig, factor: float) -> d
             [weights.take(f"{stack}.block.{layer}.layer.{place}.{name}.weight", *shape) for layer in numbers]
         )
 
-    def matrix(place: int, name: str, d_in: int, d_out: int, times: float = 1.0) -> dict[str, np.ndarray]:
-        kernel = stacked(place, name, d_out, d_in).swapaxes(1, 2)
-        return {"kernel": np.ascontiguousarray(kernel) * np.float32(times)}
+    def matrix(place: int, name: str, d_in: int, d_out: int, kind: str = "") -> dict[str, np.ndarray]:
+        kernel = np.ascontiguousarray(stacked(place, name, d_out, d_in).swapaxes(1, 2))
+        return {"kernel": kernel * of[kind] if kind else kernel}
 
     layers: dict[str, Any] = {}
     for place, sublayer in enumerate(SUBLAYERS[stack]):
         block = BLOCKS[sublayer]
         if sublayer == "ffn":
             theirs = dict(GATED if model.gated else PLAIN)
-            last = matrix(place, f"{block}.{theirs.pop('fc2')}", hidden, width, factor)
+            last = matrix(place, f"{block}.{theirs.pop('fc2')}", hidden, width, "last")
             first = {ours: matrix(place, f"{block}.{name}", width, hidden) for ours, name in theirs.items()}
             layers[sublayer] = first | {"fc2": last}
         else:
-            times = {"q": model.key_width**0.5, "k": 1.0, "v": 1.0}
-            first = {name: matrix(place, f"{block}.{name}", width, inner, each) for name, each in times.items()}
-            layers[sublayer] = first | {"o": matrix(place, f"{block}.o", inner, width, factor)}
+            first = {name: matrix(place, f"{block}.{name}", width, inner, "q" * (name == "q")) for name in "qkv"}
+            layers[sublayer] = first | {"o": matrix(place, f"{block}.o", inner, width, "last")}
         layers[f"{sublayer}_pre_norm"] = {"scale": stacked(place, "layer_norm", width)}
-    relative = "{}.block.0.layer.{}.{}.relative_attention_bias.weight"
     # Old files have a table in cross-attention that is not used.
-    weights.drop(relative.format(stack, 1, BLOCKS["cross"]))
-    name = relative.format(stack, 0, BLOCKS["self"])
+    weights.drop(RELATIVE.format(stack, 1, BLOCKS["cross"]))
+    name = RELATIVE.format(stack, 0, BLOCKS["self"])
     return {
         stack: layers,
         f"{stack}_norm": {"scale": weights.take(f"{stack}.final_layer_norm.weight", width)},

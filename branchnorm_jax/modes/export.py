@@ -13,6 +13,7 @@ from branchnorm_jax.data.corpus import read_pairs
 from branchnorm_jax.decoding.translate import Translator
 from branchnorm_jax.errors import UserError
 from branchnorm_jax.export import ctranslate2, fold, huggingface
+from branchnorm_jax.export.tokenizers import Vocabulary
 from branchnorm_jax.files import atomic_directory
 from branchnorm_jax.modes.common import TOLERANCE, Sentences, Trained, compared, load, random_sentences
 from branchnorm_jax.options import Config
@@ -55,34 +56,50 @@ def export(config: Config, workdir: Workdir) -> None:
         )
     if reason := fold.obstacle(model):
         raise UserError(f"export: {config.model.method} is not a plain Transformer: {reason}")
+    if e.format == "ctranslate2" and (reason := ctranslate2.obstacle(config.model)):
+        raise UserError(f"export: CTranslate2 cannot represent this model: {reason}")
     plain = fold.fold(model, trained.params, trained.alpha)
-    if e.format == "huggingface" and (reason := huggingface.obstacle(plain, config.model)):
-        raise UserError(f"export: cannot write this model for Hugging Face: {reason}; use export.format=ctranslate2")
     most = config.decode.max_input_length
     longest = max(most, trained.translator.engine.limit(most) + 1)
     longest = min(longest, config.model.longest or longest)
     vocabularies = tokenizer.source_pieces, tokenizer.target_pieces
     with atomic_directory(folder) as temporary:
-        for side, model_proto in zip(("source", "target"), tokenizer.models, strict=True):
-            (temporary / f"{side}.spm").write_bytes(model_proto)
         if e.format == "ctranslate2":
+            for side, model_proto in zip(("source", "target"), tokenizer.models, strict=True):
+                (temporary / f"{side}.spm").write_bytes(model_proto)
             ctranslate2.write(plain, config.model, vocabularies, temporary, longest, e.quantization)
             settings = ctranslate2.search_settings(config.decode, longest)
             (temporary / "translate.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+            tokens = np.array(vocabularies[0]), np.array(vocabularies[1])
         else:
-            first = config.data.directions()[0]
-            languages = first.source_lang, first.target_lang
-            huggingface.write(plain, config.model, config.decode, vocabularies, languages, temporary, longest)
+            vocabulary = Vocabulary(*vocabularies, tokenizer.models, model.tags, *_languages(config))
+            tokens = huggingface.write(plain, config.model, config.decode, vocabulary, temporary, longest)
         if e.check_lines:
-            check_export(config, trained, temporary, longest)
+            check_export(config, trained, temporary, longest, tokens)
     logs.say(f"wrote {folder}, step {trained.step}")
     print(folder)
 
 
-def check_export(config: Config, trained: Trained, folder: Path, longest: int) -> None:
+def _languages(config: Config) -> tuple[str, str]:
+    """Returns the languages that an exported model translates from and to; empty if the user has to choose them."""
+    first, *others = config.data.directions()
+    given = ("", "") if others and config.data.tags == "each" else (first.source_lang, first.target_lang)
+    return config.decode.source_lang or given[0], config.decode.target_lang or given[1]
+
+
+def check_export(
+    config: Config, trained: Trained, folder: Path, longest: int, tokens: tuple[np.ndarray, np.ndarray]
+) -> None:
     """Compares log-probabilities in our model and in the exported model; both force-decode the targets in float32.
 
     The sentences are the first validation pairs, or random ones if the run has no text, as an imported model.
+
+    Args:
+      config: options of the run.
+      trained: our model.
+      folder: the exported model.
+      longest: maximum sequence length of the exported model.
+      tokens: the engine's names of our source and target tokens: pieces in CTranslate2, ids in Hugging Face.
 
     Raises:
       UserError: if no pair fits into `longest` tokens.
@@ -104,11 +121,14 @@ def check_export(config: Config, trained: Trained, folder: Path, longest: int) -
         return [np.concatenate(log_probs)[used]]
 
     def theirs() -> list[np.ndarray]:
+        given = [
+            [side[line].tolist() for line in lines] for side, lines in zip(tokens, (sources, targets), strict=True)
+        ]
         if e.format == "huggingface":
-            return [np.concatenate(huggingface.log_probs(folder, sources, targets))[used]]
-        sides = (sources, tokenizer.source_pieces), (targets, tokenizer.target_pieces)
-        given = [[[pieces[token] for token in ids[:-1]] for ids in side] for side, pieces in sides]
-        return [np.concatenate(ctranslate2.log_probs(folder, *given))[used]]
+            log_probs = huggingface.log_probs(folder, *given)
+        else:
+            log_probs = ctranslate2.log_probs(folder, *([line[:-1] for line in lines] for lines in given))
+        return [np.concatenate(log_probs)[used]]
 
     compared(ours, theirs, what, "exported", math.inf if e.quantization else TOLERANCE)
 

@@ -56,13 +56,13 @@ def import_(config: Config, workdir: Workdir) -> None:
     folder = Path(config.import_.path)
     if folder.resolve() == workdir.path.resolve():
         raise UserError("--workdir is the folder of the model itself; choose another --workdir")
-    kind, found = _read(folder)
+    kind, found = read_folder(folder)
     config = _config(config, found)
     with tempfile.TemporaryDirectory() as temporary:
         tokenizer = _write_vocabulary(Path(temporary), found)
     model = make_model(config.model, tokenizer)
     difference = None
-    if config.import_.check_sentences and kind not in FAMILIES:
+    if config.import_.check_sentences and not (folder / "config.json").is_file():
         logs.say(f"not compared with {kind}, which cannot be called here: compare some translations yourself")
     elif config.import_.check_sentences:
         difference = _check(config, model, tokenizer, found)
@@ -87,17 +87,19 @@ def import_(config: Config, workdir: Workdir) -> None:
     print(workdir.path)
 
 
-def _read(folder: Path) -> tuple[str, Imported]:
-    """Reads a folder; returns its format and the model."""
+def read_folder(folder: Path) -> tuple[str, Imported]:
+    """Reads a folder; returns its format and the model. Raises `UserError` if it has no known model."""
     if not (folder / "config.json").is_file():
-        for suffix, (name, read_folder) in FILES.items():
+        for suffix, (name, read) in FILES.items():
             if next(folder.glob(f"*{suffix}"), None) is not None:
-                return name, read_folder(folder)
+                return name, read(folder)
         raise UserError(
             f"import.path={folder}: expected a folder with config.json, with Marian's .npz file, or with a .pt file of "
             "fairseq"
         )
     kind = read_json(folder / "config.json").get("model_type")
+    if kind in marian.NETWORKS and (folder / "source.spm").exists():
+        return kind, marian.read_folder(folder)
     if kind not in FAMILIES:
         raise UserError(f"{folder / 'config.json'}: model_type={kind} is not supported, only {', '.join(FAMILIES)}")
     return kind, FAMILIES[kind](folder)

@@ -16,6 +16,7 @@ from branchnorm_jax import config as configs
 from branchnorm_jax.decoding.translate import Translator
 from branchnorm_jax.errors import UserError
 from branchnorm_jax.export import ctranslate2, fold, huggingface
+from branchnorm_jax.export.tokenizers import Vocabulary
 from branchnorm_jax.model.methods import METHODS
 from branchnorm_jax.model.transformer import Transformer
 from branchnorm_jax.modes import export
@@ -26,6 +27,7 @@ from branchnorm_jax.workdir import Workdir
 SMALL = ModelConfig(encoder_layers=3, decoder_layers=2, width=32, ffn_width=48, heads=4, dropout=0.0)
 WORDS = 40
 PIECES = ["<pad>", "</s>", "<unk>", *(f"w{index}" for index in range(3, WORDS))]
+VOCABULARY = Vocabulary(PIECES, PIECES, (b"", b""))
 RANDOM = np.random.default_rng(0)
 SOURCES = [[*RANDOM.integers(3, WORDS, length).tolist(), EOS] for length in (1, 4, 9, 14)]
 TARGETS = [[*RANDOM.integers(3, WORDS, length).tolist(), EOS] for length in (2, 3, 12, 7)]
@@ -38,13 +40,17 @@ ALPHA = jnp.float32(0.25)
 
 def random_params(model: Transformer, alpha: Any = ALPHA) -> tuple[Any, list[np.ndarray]]:
     """Returns random parameters and our log-probabilities of the targets."""
-    leaves, tree = jax.tree.flatten(jax.jit(model.init)(jax.random.key(0)))
-    keys = jax.random.split(jax.random.key(7), len(leaves))
-    params = jax.tree.unflatten(
-        tree, [leaf + 0.2 * jax.random.normal(key, leaf.shape) for leaf, key in zip(leaves, keys, strict=True)]
-    )
+    params = random_tree(model)
     translator = Translator(model, None, DecodeConfig())  # type: ignore[arg-type] # only text needs a tokenizer
     return params, translator.token_log_probs(params, alpha, SOURCES, TARGETS)
+
+
+def random_tree(model: Transformer) -> Any:
+    leaves, tree = jax.tree.flatten(jax.jit(model.init)(jax.random.key(0)))
+    keys = jax.random.split(jax.random.key(7), len(leaves))
+    return jax.tree.unflatten(
+        tree, [leaf + 0.2 * jax.random.normal(key, leaf.shape) for leaf, key in zip(leaves, keys, strict=True)]
+    )
 
 
 def words(sentences: list[list[int]]) -> list[list[str]]:
@@ -104,8 +110,7 @@ def test_hugging_face_equals_our_log_probabilities(method: str, tables: str, tmp
     model = Transformer(dataclasses.replace(SMALL, method=method, shared_embeddings=tables), WORDS, WORDS)
     params, ours = random_params(model)
     plain = fold.fold(model, params, ALPHA)
-    assert huggingface.obstacle(plain, model.config) == ""
-    huggingface.write(plain, model.config, DecodeConfig(), (PIECES, PIECES), ("en", "de"), tmp_path, 64)
+    huggingface.write(plain, model.config, DecodeConfig(), VOCABULARY, tmp_path, 64)
     # To remove the embedding scale, the first branch of each stack is divided. This changes the epsilon of its norm.
     assert difference(ours, huggingface.log_probs(tmp_path, SOURCES, TARGETS)) < 5e-5
     config = json.loads((tmp_path / "config.json").read_text())
@@ -155,6 +160,8 @@ def test_methods_that_cannot_be_exported_give_a_reason() -> None:
     for method in METHODS:
         obstacle = fold.obstacle(Transformer(dataclasses.replace(SMALL, method=method), WORDS, WORDS))
         assert bool(obstacle) != (method in FOLDABLE), method
+    scaled = Transformer(dataclasses.replace(SMALL, norm="scale_norm"), WORDS, WORDS)
+    assert "scale_norm" in fold.obstacle(scaled)
     cases: list[tuple[dict[str, Any], str]] = [
         ({"norm": "rms_norm"}, "rms_norm"),
         ({"activation": "swiglu"}, "swiglu"),
@@ -163,7 +170,7 @@ def test_methods_that_cannot_be_exported_give_a_reason() -> None:
         ({"head_width": 6}, "model.width / model.heads wide"),
     ]
     for changes, word in cases:
-        assert word in fold.obstacle(Transformer(dataclasses.replace(SMALL, **changes), WORDS, WORDS))
+        assert word in ctranslate2.obstacle(dataclasses.replace(SMALL, **changes))
 
 
 FOLDABLE = {
@@ -180,16 +187,52 @@ FOLDABLE = {
 }
 
 
-def test_hugging_face_rejects_models_that_marian_cannot_represent() -> None:
+STOCK: dict[str, dict[str, Any]] = {
+    "FSMTForConditionalGeneration": dict(method="deepnorm", positions="fairseq", shared_embeddings="decoder"),
+    "BartForConditionalGeneration": dict(
+        method="branchnorm", positions="learned", max_positions=20, embedding_norm=True
+    ),
+    "M2M100ForConditionalGeneration": dict(method="layerscale", positions="fairseq", biases=False),
+    "MBartForConditionalGeneration": dict(
+        **dict(method="pre_ln", positions="learned", max_positions=20, embedding_norm=True),
+        **dict(output_bias=True, shared_embeddings="decoder"),
+    ),
+    "T5ForConditionalGeneration": dict(
+        **dict(method="pre_ln", positions="relative", norm="rms_norm", biases=False, head_width=6),
+        **dict(activation="swiglu", shared_embeddings="inputs", relative_buckets=8, relative_distance=20),
+    ),
+}
+"""Class -> options of a model that it can represent."""
+
+
+@pytest.mark.parametrize("name", list(STOCK))
+def test_the_options_select_the_class(name: str, tmp_path: Path) -> None:
+    """With unused tokens, for which some classes have no bias."""
+    model = Transformer(dataclasses.replace(SMALL, **STOCK[name]), WORDS, WORDS, (5, 17))
+    params, ours = random_params(model)
+    plain = fold.fold(model, params, ALPHA)
+    ids = huggingface.write(plain, model.config, DecodeConfig(), VOCABULARY, tmp_path, 20)
+    assert json.loads((tmp_path / "config.json").read_text())["architectures"] == [name]
+    sides = zip(ids, (SOURCES, TARGETS), strict=True)
+    theirs = huggingface.log_probs(tmp_path, *([side[line].tolist() for line in lines] for side, lines in sides))
+    for target, a, b in zip(TARGETS, ours, theirs, strict=True):
+        used = ~np.isin(target, (5, 17))
+        np.testing.assert_allclose(a[used], b[used], atol=5e-5)
+        assert (b[~used] < -1e6).all()
+
+
+def test_hugging_face_rejects_models_that_no_class_can_represent() -> None:
     cases: list[tuple[dict[str, Any], str]] = [
-        ({"method": "pre_ln"}, "Post-LN"),
-        ({"positions": "fairseq"}, "position"),
+        ({"method": "pre_ln"}, "MarianMTModel cannot have Pre-LN; M2M100.* cannot have model.positions=marian$"),
+        ({"positions": "tensor2tensor"}, "MarianMTModel cannot have model.positions=tensor2tensor; FSMT"),
+        ({"method": "admin"}, "MarianMTModel cannot have a factor per feature in the first skip connection$"),
+        ({"method": "pre_ln", "positions": "learned"}, "MBart.* always has a norm after the embeddings$"),
+        ({**STOCK["T5ForConditionalGeneration"], "output_bias": True}, "T5.* cannot have a bias of the logits$"),
     ]
-    for changes, word in cases:
+    for changes, message in cases:
         model = Transformer(dataclasses.replace(SMALL, **changes), WORDS, WORDS)
-        assert word in huggingface.obstacle(fold.fold(model, random_params(model)[0], ALPHA), model.config)
-    admin = Transformer(dataclasses.replace(SMALL, method="admin"), WORDS, WORDS)
-    assert "per feature" in huggingface.obstacle(fold.fold(admin, random_params(admin)[0], ALPHA), admin.config)
+        with pytest.raises(UserError, match=message):
+            huggingface.fitting(fold.fold(model, random_tree(model), ALPHA), model.config)
 
 
 def test_exported_models_respect_nbest_and_min_length(tmp_path: Path) -> None:
@@ -200,7 +243,7 @@ def test_exported_models_respect_nbest_and_min_length(tmp_path: Path) -> None:
     plain = plain._replace(bias=plain.bias + 100 * (np.arange(WORDS) == EOS).astype(np.float32))
     for shortest in (0, 1, 3):
         decode = DecodeConfig(beam_size=4, nbest=2, min_length=shortest)
-        huggingface.write(plain, model.config, decode, (PIECES, PIECES), ("en", "de"), tmp_path, 64)
+        huggingface.write(plain, model.config, decode, VOCABULARY, tmp_path, 64)
         theirs = transformers.MarianMTModel.from_pretrained(tmp_path)
         translations = theirs.generate(torch.tensor([SOURCES[1]])).tolist()
         assert len(translations) == 2

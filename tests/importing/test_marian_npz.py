@@ -84,8 +84,8 @@ def test_imported_and_exported(tmp_path: Path) -> None:
     assert run.returncode == 0, run.stderr
     assert "over 100 random sentences" in run.stderr
     run = run_main("--mode=export", *options, "--config.export.format=huggingface")
-    assert run.returncode == 2
-    assert "model.positions=marian" in run.stderr
+    assert run.returncode == 0, run.stderr
+    assert "over 100 random sentences" in run.stderr
 
 
 def _changed(name: str, array: Callable[[np.ndarray], np.ndarray]) -> Callable[[Path], None]:

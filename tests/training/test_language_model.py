@@ -1,4 +1,4 @@
-"""A decoder-only model against one in PyTorch: the same updates from the same start, and from each one's own start."""
+"""A decoder-only model against one in PyTorch: the same updates from the same start."""
 
 from pathlib import Path
 from typing import Any
@@ -75,7 +75,7 @@ def their_losses(config: Config, plan: BatchPlan, updates: int, model: Any) -> l
         adam.zero_grad()
         loss.backward()
         adam.step()
-        losses.append(float(loss))
+        losses.append(float(loss.detach()))
     return losses
 
 
@@ -107,16 +107,16 @@ def test_the_same_updates_as_pytorch(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_model_of_12_layers_learns_as_fast_as_pytorchs(tmp_path: Path) -> None:
-    """Starts from this project's initial values and from GPT-2's, so the losses differ at first."""
-    torch = pytest.importorskip("torch")
+def test_a_model_of_12_layers_learns_as_pytorchs(tmp_path: Path) -> None:
+    """Rounding errors grow over 300 updates, but the losses stay together."""
+    pytest.importorskip("torch")
     from tests.reference import gpt
 
     config = config_of(12, documentation(tmp_path / "text"))
-    plan, updates = plan_of(config, tmp_path), 300
-    _, _, ours = our_losses(config, plan, updates)
-    torch.manual_seed(0)
-    theirs = their_losses(config, plan, updates, gpt.GPT(259, 1024, 12, 64, 256, 4))
-    last = [float(np.mean(losses[-50:])) for losses in (ours, theirs)]
-    assert last[0] <= 1.02 * last[1]
+    plan = plan_of(config, tmp_path)
+    _, params, ours = our_losses(config, plan, 300)
+    theirs = gpt.GPT(259, 1024, 12, 64, 256, 4, scale=8.0)
+    gpt.load(theirs, params)
+    last = [float(np.mean(losses[-50:])) for losses in (ours, their_losses(config, plan, 300, theirs))]
+    assert last[0] == pytest.approx(last[1], rel=0.02)
     assert last[1] < ours[0] / 2

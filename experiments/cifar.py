@@ -22,7 +22,7 @@ class Split(NamedTuple):
 
 
 class Images(NamedTuple):
-    """The two splits. Each channel of the training images has mean 0 and variance 1; the test images are scaled alike."""
+    """The two splits. The channels of the training images have mean 0 and variance 1; test images are scaled alike."""
 
     train: Split
     test: Split

@@ -13,9 +13,8 @@ dx_L / dx_0 during training.
 """
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -23,13 +22,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from branchnorm_jax.analysis import figures
 from branchnorm_jax.model.norms import layer_norm
 from branchnorm_jax.model.stack import REMAT, run_stack
-from experiments import runs
+from experiments import mlp_figures, runs
 from experiments.cifar import CLASSES, Images, Split
 
 Params = dict[str, Any]
+State = tuple[Params, Any]
 
 
 class Method(NamedTuple):
@@ -123,7 +122,7 @@ def transform(method: Method, layers: Params, x: jax.Array, remat: str = "none")
     return run_stack(functools.partial(layer, method), x, layers, remat=remat)[0]
 
 
-def logits(method: Method, params: Params, images: jax.Array, remat: str = "none") -> jax.Array:
+def logits(method: Method, params: Params, images: jax.Array | np.ndarray, remat: str = "none") -> jax.Array:
     """[B, ...] images -> [B, 10] logits."""
     x = images.reshape(len(images), -1) @ params["embed"]
     return transform(method, params["layers"], x, remat) @ params["output"]
@@ -131,7 +130,7 @@ def logits(method: Method, params: Params, images: jax.Array, remat: str = "none
 
 def loss(method: Method, params: Params, batch: Split, remat: str = "none") -> tuple[jax.Array, jax.Array]:
     """Returns the mean cross-entropy, and [mean cross-entropy, accuracy]."""
-    scores = logits(method, params, jnp.asarray(batch.images), remat)
+    scores = logits(method, params, batch.images, remat)
     mean = optax.softmax_cross_entropy_with_integer_labels(scores, batch.labels).mean()
     return mean, jnp.stack([mean, (scores.argmax(-1) == batch.labels).mean()])
 
@@ -143,6 +142,28 @@ def singular_values(method: Method, params: Params, image: jax.Array) -> jax.Arr
     return jnp.linalg.svd(jacobian, compute_uv=False)
 
 
+def make_update(run: Run, inputs: int) -> tuple[Callable[[jax.Array], State], Callable[..., tuple[State, jax.Array]]]:
+    """Returns two functions: key -> initial state, and (state, batch) -> new state, [mean loss, accuracy].
+
+    Args:
+      run: the network and the optimiser.
+      inputs: numbers per image.
+    """
+    method, optimizer = METHODS[run.method], OPTIMIZERS[run.optimizer](run.learning_rate)
+
+    def initial(key: jax.Array) -> State:
+        params = init(method, run.depth, run.width, inputs, key)
+        return params, optimizer.init(params)
+
+    def update(state: State, batch: Split) -> tuple[State, jax.Array]:
+        params, moments = state
+        gradient, figure = jax.grad(loss, argnums=1, has_aux=True)(method, params, batch, run.remat)
+        change, moments = optimizer.update(gradient, moments, params)
+        return (optax.apply_updates(params, change), moments), figure
+
+    return initial, update
+
+
 def train(run: Run, images: Images) -> runs.Row:
     """Trains one network.
 
@@ -150,24 +171,14 @@ def train(run: Run, images: Images) -> runs.Row:
       The columns of `runs.summary`; `test_accuracy`; `singular_values`, their `QUANTILES` before training and after
       each epoch, at the first test image; `peak_bytes`, the memory of an update as the compiler reports it.
     """
-    method, optimizer = METHODS[run.method], OPTIMIZERS[run.optimizer](run.learning_rate)
-
-    @jax.jit
-    def initial(key: jax.Array) -> tuple[Params, Any]:
-        params = init(method, run.depth, run.width, images.train.images[0].size, key)
-        return params, optimizer.init(params)
-
-    def update(state: tuple[Params, Any], batch: Split) -> tuple[tuple[Params, Any], jax.Array]:
-        params, moments = state
-        gradient, figure = jax.grad(loss, argnums=1, has_aux=True)(method, params, batch, run.remat)
-        change, moments = optimizer.update(gradient, moments, params)
-        return (optax.apply_updates(params, change), moments), figure
+    method = METHODS[run.method]
+    initial, update = make_update(run, images.train.images[0].size)
 
     @jax.jit
     def quantiles(params: Params) -> jax.Array:
         return jnp.quantile(singular_values(method, params, images.test.images[0]), jnp.array(QUANTILES))
 
-    state = initial(jax.random.key(run.seed))
+    state = jax.jit(initial)(jax.random.key(run.seed))
     example = Split(*(array[: run.batch] for array in images.train))
     program: Any = jax.jit(update, donate_argnums=0).lower(state, example).compile()
     values, losses, accuracies = [quantiles(state[0]).tolist()], [], []
@@ -184,10 +195,11 @@ def train(run: Run, images: Images) -> runs.Row:
     }
 
 
-def draw(rows: Sequence[runs.Row], path: Path) -> None:
-    """Draws the figures."""
-    del rows, path
+def main(argv: Sequence[str] | None = None) -> None:
+    """Runs the command line."""
+    draw = functools.partial(mlp_figures.draw, methods=[*METHODS])
+    runs.command(Run, __doc__, "runs/deep_mlp.jsonl", train, draw, argv)
 
 
 if __name__ == "__main__":
-    runs.command(Run, __doc__, "runs/deep_mlp.jsonl", train, draw)
+    main()

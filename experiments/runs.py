@@ -21,6 +21,7 @@ import numpy as np
 from tqdm import tqdm
 
 from benchmarks.measure import machine
+from branchnorm_jax.analysis import figures
 from branchnorm_jax.errors import BranchNormError, UserError
 from branchnorm_jax.training.logs import environment, say
 from experiments.cifar import Images, Split, augment, batches, load
@@ -60,13 +61,18 @@ def fit(
       batch: images per update.
       seed: determines the order and the augmentation of the images.
       augmented: whether to flip and crop the images.
+
+    Raises:
+      UserError: if there are fewer images than one batch has.
     """
+    if batch > len(data.labels):
+        raise UserError(f"--batch={batch}: there are only {len(data.labels)} training images")
     for epoch in range(epochs):
         rng, figures = np.random.default_rng((seed, epoch)), []
         for images, labels in batches(data, batch, rng):
             state, figure = update(state, Split(augment(images, rng) if augmented else images, labels))
             figures.append(figure)
-        loss, accuracy = np.mean(jax.device_get(figures), axis=0, dtype=np.float64).tolist()
+        loss, accuracy = map(float, np.array(jax.device_get(figures), np.float64).mean(0))
         yield Epoch(state, loss, accuracy)
         if not math.isfinite(loss):
             return
@@ -84,7 +90,10 @@ def summary(losses: Sequence[float], accuracies: Sequence[float]) -> Row:
 
 
 def read(table: Path) -> list[Row]:
-    """Returns the rows of a table; a missing table has none. A kill can leave an unfinished last line, which is ignored."""
+    """Returns the rows of a table; a missing table has none.
+
+    A kill can leave an unfinished last line, which is ignored.
+    """
     text = table.read_text(encoding="utf-8") if table.exists() else ""
     return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
 
@@ -130,6 +139,7 @@ def command(
     table: str,
     train: Callable[[Run, Images], Row],
     draw: Callable[[list[Row], Path], None],
+    argv: Sequence[str] | None = None,
 ) -> None:
     """Runs an experiment from the command line.
 
@@ -139,6 +149,7 @@ def command(
       table: file of the table by default.
       train: trains one run, returns the columns of its results.
       draw: draws the figures of a table to files that begin with a path.
+      argv: the arguments; by default those of the process.
     """
     parser = argparse.ArgumentParser(description=document, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", help="npz file with x_train, y_train, x_test, y_test, or tfds; without, only draws")
@@ -149,7 +160,7 @@ def command(
         choices = field.metadata.get("choices", ())
         text = f"{', '.join(choices) or field.type} ({field.default})"
         parser.add_argument(f"--{field.name}", type=_values(field, choices), default=[field.default], help=text)
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(argv)
     points = itertools.product(*(getattr(arguments, field.name) for field in fields))
     try:
         if arguments.data:
@@ -174,6 +185,9 @@ def _values(field: Any, choices: Sequence[str]) -> Callable[[str], list[Any]]:
         for value in values:
             if choices and value not in choices:
                 raise argparse.ArgumentTypeError(f"{value!r} is not one of {', '.join(choices)}")
+            # Counts are positive, except for the seed; rates may be 0.
+            if not choices and not (value > 0 or (value == 0 and (not field.default or isinstance(value, float)))):
+                raise argparse.ArgumentTypeError(f"{value} is too small")
         return values
 
     parse.__name__ = field.name
@@ -185,3 +199,13 @@ def peak_bytes(program: Any) -> int:
     memory = program.memory_analysis()
     results = memory.output_size_in_bytes - memory.alias_size_in_bytes
     return memory.argument_size_in_bytes + results + memory.temp_size_in_bytes
+
+
+def save_figure(figure: Any, legend: Any, path: Path) -> None:
+    """Writes a figure, with the legend of the axis `legend` if there is one, and closes it."""
+    if legend is not None:
+        handles, labels = legend.get_legend_handles_labels()
+        figure.legend(handles, labels, loc="outside right center", frameon=False)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110)
+    figures.pyplot().close(figure)

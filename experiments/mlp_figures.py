@@ -55,7 +55,7 @@ def by_depth(runs: dict[tuple[int, str, int], Row], path: Path, methods: Sequenc
     pyplot = figures.pyplot()
     widths = sorted({width for width, _, _ in runs})
     figure, axes = pyplot.subplots(
-        1, len(widths), figsize=(1 + 5 * len(widths), 4), sharey=True, squeeze=False, layout="constrained"
+        1, len(widths), figsize=(1 + 4 * len(widths), 3.6), sharex=True, squeeze=False, layout="constrained"
     )
     for axis, width in zip(axes[0], widths, strict=True):
         longest = max(row["epochs"] for (w, _, _), row in runs.items() if w == width)
@@ -70,7 +70,8 @@ def by_depth(runs: dict[tuple[int, str, int], Row], path: Path, methods: Sequenc
         axis.set(title=f"width {width}, {longest} epochs", xlabel="layers", xscale="log")
         line = CHANCE if quantity == "loss" else longest + 1
         axis.axhline(line, color="0.6", linewidth=1, linestyle=":")
-        axis.text(1, line, "equal probabilities" if quantity == "loss" else "not reached", va="bottom", color="0.4")
+        text = "equal probabilities" if quantity == "loss" else "not reached"
+        axis.text(0.99, line, text, transform=axis.get_yaxis_transform(), ha="right", va="bottom", color="0.4")
     title = "training loss, last epoch" if quantity == "loss" else f"epochs to a training accuracy of {TARGET:.0%}"
     axes[0, 0].set_ylabel(title)
     save_figure(figure, axes[0, 0], path)

@@ -73,6 +73,12 @@ def test_an_epoch_contains_every_image_once_but_the_rest() -> None:
     assert len(set(np.concatenate(chosen))) == 9
 
 
+def test_batch_larger_than_the_data_is_refused() -> None:
+    split = Split(np.zeros((30, 32, 32, 3)), np.arange(30))
+    with pytest.raises(UserError, match=r"^--batch=31: there are only 30 training images$"):
+        next(runs.fit(lambda state, batch: (state, batch.labels), None, split, epochs=1, batch=31, seed=0))
+
+
 def test_augmented_images_are_shifted_and_flipped_copies() -> None:
     rng = np.random.default_rng(1)
     images = rng.normal(size=(40, 32, 32, 3)).astype(np.float32)
@@ -130,7 +136,6 @@ def test_command_trains_a_grid_and_draws_it(npz: Path, tmp_path: Path) -> None:
         (deep_mlp, ("--method=rezro",), "argument --method: 'rezro' is not one of vanilla, residual"),
         (deep_mlp, ("--depth=8,0",), "argument --depth: 0 is too small"),
         (deep_mlp, ("--data=",), "table.jsonl: there are no results yet; give --data="),
-        (deep_mlp, ("--batch=31",), "--batch=31: there are only 30 training images"),
         (resnet, ("--depth=21",), "--depth=21: give 6 n + 2 layers, such as 20"),
     ],
 )

@@ -5,8 +5,8 @@ r"""Fully connected ReLU networks of 1 to 10,000 layers on CIFAR-10 (*ReZero is 
     python -m experiments.deep_mlp --data=<npz file> --width=64 --batch=50 --epochs=3 --depth=10000 \
         --method=rezero --learning_rate=0.003
 
-With 2,000 images, 15 epochs of width 64 take 5 seconds of one CPU core (AMD EPYC) at 32 layers and 7 at 128. --data=tfds
-downloads all of CIFAR-10.
+With 2,000 images, 15 epochs of width 64 take 5 seconds of one CPU core (AMD EPYC) at 32 layers and 7 at 128.
+--data=tfds downloads all of CIFAR-10.
 
 The network maps an image to x_0 = V image, applies L layers to it, and returns the logits U x_L. A layer changes x by
 F(x) = relu(W x), combined with a skip connection, LayerNorm or a learned residual weight; see `METHODS`. There are no

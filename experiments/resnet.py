@@ -2,8 +2,8 @@ r"""ResNets of 6 n + 2 layers on CIFAR-10 (*ReZero is All You Need*, Section 6).
 
     python -m experiments.resnet --data=tfds --depth=20,56 --method=batch_norm,fixup,rezero,rezero_batch_norm
 
-This command, the setting of the paper, needs an accelerator and has not been run. On one CPU core (AMD EPYC), two epochs
-of 2,000 images with --depth=20 --width=8 take 21 to 28 seconds, including compilation.
+This command, the setting of the paper, needs an accelerator and has not been run. On one CPU core (AMD EPYC), two
+epochs of 2,000 images with --depth=20 --width=8 take 21 to 28 seconds, including compilation.
 
 The network is the one of *Deep Residual Learning for Image Recognition* (He et al., 2016) for CIFAR-10: a convolution,
 three stages of n blocks with 1, 2 and 4 times the width and 1, 1/2 and 1/4 of the resolution, the mean over all

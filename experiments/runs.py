@@ -158,7 +158,7 @@ def command(
     fields = dataclasses.fields(kind)  # type: ignore[arg-type]
     for field in fields:
         choices = field.metadata.get("choices", ())
-        text = f"{', '.join(choices) or field.type} ({field.default})"
+        text = f"{', '.join(choices) or type(field.default).__name__}; one or more ({field.default})"
         parser.add_argument(f"--{field.name}", type=_values(field, choices), default=[field.default], help=text)
     arguments = parser.parse_args(argv)
     points = itertools.product(*(getattr(arguments, field.name) for field in fields))

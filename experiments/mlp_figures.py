@@ -16,8 +16,8 @@ CHANCE = math.log(10)
 HIGHEST = 3.0
 """Higher losses, and those of diverged runs, are drawn at this loss."""
 
-FLOOR = 1e-12
-"""Smaller singular values are drawn here."""
+FLOOR, CEILING = 1e-12, 1e12
+"""Singular values outside of this range are drawn at its ends."""
 
 
 def best(rows: Sequence[Row]) -> dict[tuple[int, str, int], Row]:
@@ -37,7 +37,7 @@ def draw(rows: Sequence[Row], path: Path, methods: Sequence[str]) -> None:
     """Draws <path>_loss.png, <path>_epochs.png and <path>_jacobian.png.
 
     Every point is the run with the lowest last training loss among all learning rates and seeds. A hollow point marks a
-    run with fewer epochs than the longest run of the same width.
+    run with fewer epochs than the longest run of the same width; no line joins it.
 
     Args:
       rows: the table.
@@ -63,10 +63,14 @@ def by_depth(runs: dict[tuple[int, str, int], Row], path: Path, methods: Sequenc
             points = sorted((depth, row) for (w, m, depth), row in runs.items() if (w, m) == (width, method))
             values = [min(last_loss(row), HIGHEST) if quantity == "loss" else epochs(row, longest) for _, row in points]
             style = figures.line(index) | {"linewidth": 1.2}
-            axis.plot([depth for depth, _ in points], values, **style, label=method)
-            for (depth, row), value in zip(points, values, strict=True):
-                fill = "white" if row["epochs"] < longest else style["color"]
-                axis.plot(depth, value, "o", markersize=5, color=style["color"], markerfacecolor=fill)
+            whole = [row["epochs"] == longest for _, row in points]
+            joined = [(depth, value) for (depth, _), value, full in zip(points, values, whole, strict=True) if full]
+            axis.plot(*np.array(joined).reshape(-1, 2).T, **style, label=method)
+            for (depth, row), value, full in zip(points, values, whole, strict=True):
+                # A shorter run that did not reach the target says nothing about the epochs of the others.
+                if full or quantity == "loss" or row["epochs_to_target"] is not None:
+                    fill = style["color"] if full else "white"
+                    axis.plot(depth, value, "o", markersize=5, color=style["color"], markerfacecolor=fill)
         axis.set(title=f"width {width}, {longest} epochs", xlabel="layers", xscale="log")
         line = CHANCE if quantity == "loss" else longest + 1
         axis.axhline(line, color="0.6", linewidth=1, linestyle=":")
@@ -109,9 +113,11 @@ def jacobians(runs: dict[tuple[int, str, int], Row], path: Path, methods: Sequen
 
 def fan(axis: Any, run: Row, color: str) -> None:
     """Draws the median, the range of the middle 80 % and the full range, by epoch."""
-    values = np.array([[np.nan if v is None else max(v, FLOOR) for v in epoch] for epoch in run["singular_values"]])
+    # After a divergence the parameters are not finite, and the ReLU of NaN has a derivative all the same.
+    finite = run["singular_values"][: -1 if run["status"] == "diverged" else None]
+    values = np.clip(np.array(finite, np.float64), FLOOR, CEILING)
     lowest, low, median, high, highest = values.T
     x = np.arange(len(values))
     axis.fill_between(x, lowest, highest, color=color, alpha=0.15, linewidth=0)
     axis.fill_between(x, low, high, color=color, alpha=0.35, linewidth=0)
-    axis.plot(x, median, color=color, linewidth=1.5)
+    axis.plot(x, median, color=color, linewidth=1.5, marker="." if len(x) == 1 else None)

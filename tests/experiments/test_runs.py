@@ -6,6 +6,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import tensorflow_datasets as tfds
@@ -76,7 +77,7 @@ def test_an_epoch_contains_every_image_once_but_the_rest() -> None:
 def test_batch_larger_than_the_data_is_refused() -> None:
     split = Split(np.zeros((30, 32, 32, 3)), np.arange(30))
     with pytest.raises(UserError, match=r"^--batch=31: there are only 30 training images$"):
-        next(runs.fit(lambda state, batch: (state, batch.labels), None, split, epochs=1, batch=31, seed=0))
+        next(runs.fit(lambda state, batch: (state, jnp.zeros(2)), None, split, epochs=1, batch=31, seed=0))
 
 
 def test_augmented_images_are_shifted_and_flipped_copies() -> None:

@@ -58,13 +58,17 @@ def processor() -> str:
     return named[1] if named else platform.processor() or platform.machine()
 
 
+def machine() -> dict[str, str]:
+    """Returns the cores that this process may use, and the time."""
+    cores = len(os.sched_getaffinity(0))
+    return {"machine": f"{cores} cores of {processor()}", "date": time.strftime("%Y-%m-%d %H:%M")}
+
+
 def save(name: str, results: Mapping[str, Any]) -> None:
     """Writes benchmarks/results/<name>.json and prints one line per value, except for lists."""
-    cores = len(os.sched_getaffinity(0))
-    machine = {"machine": f"{cores} cores of {processor()}", "date": time.strftime("%Y-%m-%d %H:%M")}
     RESULTS.mkdir(exist_ok=True)
     path = RESULTS / f"{name}.json"
-    path.write_text(json.dumps({**machine, **environment(), **results}, indent=1) + "\n", encoding="utf-8")
+    path.write_text(json.dumps({**machine(), **environment(), **results}, indent=1) + "\n", encoding="utf-8")
     for key, value in results.items():
         if not isinstance(value, list):
             print(f"{key}: {value['ratio']:.4f}" if isinstance(value, dict) and "ratio" in value else f"{key}: {value}")

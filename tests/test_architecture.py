@@ -73,7 +73,9 @@ HEAVY = {
 MOST_LINES, MOST_PARAMETERS = 60, 8
 
 PACKAGE_FILES = sorted((ROOT / PACKAGE).rglob("*.py"))
-SCRIPTS = [path for name in ("configs", "launch", "benchmarks") for path in sorted((ROOT / name).rglob("*.py"))]
+SCRIPTS = [
+    path for name in ("configs", "launch", "benchmarks", "experiments") for path in sorted((ROOT / name).rglob("*.py"))
+]
 SOURCES = [*sorted(ROOT.glob("*.py")), *PACKAGE_FILES, *SCRIPTS]
 
 

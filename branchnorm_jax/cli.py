@@ -45,7 +45,7 @@ MODES = {
     "help": "list every option with its default and unit",
 }
 
-TRANSLATION = {"translate", "serve", "score", "clean", "export", "import"}
+TRANSLATION = {"translate", "serve", "score", "clean", "import"}
 """Modes that need a model for translation."""
 
 HERE = Path(__file__).resolve().parent

@@ -62,9 +62,8 @@ def tables(plain: Plain, model_type: str) -> tuple[dict[str, np.ndarray], dict[s
 def weights(plain: Plain) -> dict[str, np.ndarray]:
     """Returns the other parameters under their names; their matrices are [d_out, d_in]."""
     found: dict[str, np.ndarray] = {}
-    for stack, sublayers in SUBLAYERS.items():
-        tree = plain.layers[stack]
-        for name in sublayers:
+    for stack, tree in plain.layers.items():
+        for name in (each for each in SUBLAYERS[stack] if each in tree):
             matrices = {matrix: f"{ATTENTION[name]}.{OUT[matrix]}" for matrix in OUT} if name in ATTENTION else {}
             for matrix, theirs in (matrices or {"fc1": "fc1", "fc2": "fc2"}).items():
                 for layer, kernel in enumerate(tree[name][matrix]["kernel"]):

@@ -16,7 +16,7 @@ from branchnorm_jax.model import relative
 from branchnorm_jax.model.coefficients import Alpha, sublayer_factors
 from branchnorm_jax.model.embedding import fix_norm
 from branchnorm_jax.model.initializers import LAST_MATRIX
-from branchnorm_jax.model.recipe import STACKS, Weight
+from branchnorm_jax.model.recipe import Weight
 from branchnorm_jax.model.transformer import Transformer
 
 SUBLAYERS = {"encoder": ("self", "ffn"), "decoder": ("self", "cross", "ffn")}
@@ -37,7 +37,8 @@ class Plain(NamedTuple):
       layers: stack -> sub-layer ("self", "cross", "ffn") -> matrix ("q", ..., "fc2") -> leaf, [L, ...]. The norms are
         "self_norm", "cross_norm" and "ffn_norm", with the leaves "scale" and "bias".
       final: stack -> final norm; empty for Post-LN.
-      tables: embedding tables "source", "target" and "output", [V, D]; tied tables are the same array.
+      tables: embedding tables "source", "target" and "output", [V, D]; tied tables are the same array. Without an
+        encoder, "source" is that of the target.
       embedding_scale: stack -> factor of sqrt(D) E[token] + position, [D]; 1 if a norm follows.
       embedding_norm: stack -> norm of the embeddings; empty without one.
       positions: stack -> learned positions, [P, D]; empty without them.
@@ -97,21 +98,23 @@ def fold(model: Transformer, params: Any, alpha: Alpha) -> Plain:
     tables = dict(jax.tree.map(np.array, params["embedding"]))
     bias = np.array(tables.pop("bias", np.zeros(model.target_vocab, np.float32)))
     bias[list(model.unused)] = UNUSED_BIAS
-    positions = {stack: tables.pop(f"{stack}_positions") for stack in STACKS if c.positions == "learned"}
+    positions = {stack: tables.pop(f"{stack}_positions") for stack in c.stacks if c.positions == "learned"}
     if c.embedding == "fixnorm":
         tables = {name: np.array(fix_norm(table)) for name, table in tables.items()}
-    source, target = (tables["shared" if "shared" in tables else side] for side in ("source", "target"))
+    target = tables["shared" if "shared" in tables else "target"]
+    source = tables["source"] if "source" in tables else target
     kind = "pre" if recipe.pre else "post"
     layers, scales, norms = {}, {}, {}
-    for stack in STACKS:
+    for stack in c.stacks:
+        sublayers = tuple(name for name in SUBLAYERS[stack] if name in params[stack])
         tree = jax.tree.map(lambda leaf: np.array(leaf, np.float64), params[stack])
         factors_of = sublayer_factors(recipe, model.depth, stack, alpha, tree)
-        factors = {name: factors_of(name) for name in SUBLAYERS[stack]}
-        plain = {name: tree[name] for name in SUBLAYERS[stack]}
-        for matrix in (each for name in SUBLAYERS[stack] for each in plain[name].values()):
+        factors = {name: factors_of(name) for name in sublayers}
+        plain = {name: tree[name] for name in sublayers}
+        for matrix in (each for name in sublayers for each in plain[name].values()):
             matrix.setdefault("bias", np.zeros_like(matrix["kernel"][:, 0]))
-        plain |= {f"{name}_norm": tree[f"{name}_{kind}_norm"] for name in SUBLAYERS[stack]}
-        scales[stack] = _fold_stack(plain, factors, SUBLAYERS[stack], c.width)
+        plain |= {f"{name}_norm": tree[f"{name}_{kind}_norm"] for name in sublayers}
+        scales[stack] = _fold_stack(plain, factors, sublayers, c.width)
         layers[stack] = jax.tree.map(lambda leaf: leaf.astype(np.float32), plain)
         if recipe.embedding_norm:
             scale = scales[stack]
@@ -123,13 +126,13 @@ def fold(model: Transformer, params: Any, alpha: Alpha) -> Plain:
     return Plain(
         pre_norm=recipe.pre,
         layers=layers,
-        final={stack: jax.tree.map(np.asarray, params[f"{stack}_norm"]) for stack in STACKS} if recipe.final else {},
+        final={stack: jax.tree.map(np.asarray, params[f"{stack}_norm"]) for stack in c.stacks} if recipe.final else {},
         tables={"source": source, "target": target, "output": tables.get("output", target)},
         embedding_scale=scales,
         embedding_norm=norms,
         positions=positions,
         relative={
-            stack: np.asarray(params[relative.table_name(stack)]) for stack in STACKS if c.positions == "relative"
+            stack: np.asarray(params[relative.table_name(stack)]) for stack in c.stacks if c.positions == "relative"
         },
         bias=bias,
     )

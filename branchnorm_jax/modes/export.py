@@ -16,6 +16,7 @@ from branchnorm_jax.export import ctranslate2, fold, huggingface
 from branchnorm_jax.export.tokenizers import Vocabulary
 from branchnorm_jax.files import atomic_directory
 from branchnorm_jax.modes.common import TOLERANCE, Sentences, Trained, compared, load, random_sentences
+from branchnorm_jax.modes.language import export_text
 from branchnorm_jax.options import Config
 from branchnorm_jax.training import logs
 from branchnorm_jax.workdir import Workdir
@@ -32,6 +33,8 @@ def export(config: Config, workdir: Workdir) -> None:
     """
     workdir.check_config(config)
     e = config.export
+    if config.model.family == "decoder" and e.format != "huggingface":
+        raise UserError("config: a language model is exported to Hugging Face: set export.format=huggingface")
     if is_url(e.path):
         raise UserError(f"export.path={e.path}: this must be a folder; a workdir in a bucket exports into the bucket")
     folder = Path(e.path).absolute() if e.path else workdir / "export" / e.name
@@ -43,6 +46,8 @@ def export(config: Config, workdir: Workdir) -> None:
         raise UserError(f"export.path={folder}: it exists and is not an empty folder; choose a new folder")
     if not e.path:
         workdir.fetch(f"export/{e.name}")  # In a bucket, the files of an earlier export would otherwise remain.
+    if config.model.family == "decoder":
+        return export_text(config, workdir, folder)
     trained = load(config, workdir)
     model, tokenizer = trained.translator.model, trained.translator.tokenizer
     if config.decode.length_penalty_kind != "fairseq":

@@ -1,16 +1,22 @@
-"""Modes of language models: --mode=generate, and --mode=evaluate for texts."""
+"""Modes of language models: --mode=generate, and --mode=evaluate and --mode=export for them."""
 
+import dataclasses
 import json
 import sys
+from pathlib import Path
+
+import numpy as np
 
 from branchnorm_jax.data.texts import build_text
 from branchnorm_jax.decoding.generate import Generator
-from branchnorm_jax.decoding.text import token_nll, windows
+from branchnorm_jax.decoding.text import Windows, token_nll, windows
 from branchnorm_jax.errors import UserError
 from branchnorm_jax.evaluation.bleu import Score
 from branchnorm_jax.evaluation.evaluate import format_table, write_results
 from branchnorm_jax.evaluation.text import scores, write_lines
-from branchnorm_jax.modes.common import read_chunks
+from branchnorm_jax.export import fold, opt
+from branchnorm_jax.files import atomic_directory
+from branchnorm_jax.modes.common import compared, read_chunks
 from branchnorm_jax.modes.lines import opened
 from branchnorm_jax.options import Config
 from branchnorm_jax.training import logs
@@ -70,3 +76,41 @@ def generate(config: Config, workdir: Workdir) -> None:
                     print(json.dumps(values, ensure_ascii=False) if as_json else f"{prompt}{each.text}\n")
             sys.stdout.flush()
             done += len(lines)
+
+
+def export_text(config: Config, workdir: Workdir, folder: Path) -> None:
+    """Writes a language model for Hugging Face's `OPTForCausalLM`, and compares the log-probabilities.
+
+    The comparison uses the first `export.check_lines` rows of the validation text.
+
+    Raises:
+      UserError: if OPT cannot represent the model.
+      MismatchError: if a token's log-probability differs by more than `TOLERANCE`.
+    """
+    tokenizer, model = network(config, workdir)
+    params, alpha, step = restore_model(config, workdir, model, config.decode.checkpoint)
+    if reason := fold.obstacle(model):
+        raise UserError(f"export: {config.model.method} is not a plain Transformer: {reason}")
+    plain = fold.fold(model, params, alpha)
+    if reason := opt.obstacle(plain, config.model):
+        raise UserError(f"export: OPTForCausalLM cannot represent this model: {reason}")
+    context, in_bytes = config.data.context, config.data.vocab_type == "bytes"
+    exact = dataclasses.replace(model, config=dataclasses.replace(model.config, dtype="float32", carry_dtype="float32"))
+    with atomic_directory(folder) as temporary:
+        opt.write(plain, config.model, config.decode, temporary, context, in_bytes)
+        if not in_bytes:
+            (temporary / "vocab.spm").write_bytes(tokenizer.models[1])
+        if config.export.check_lines:
+            text = build_text(config.data, tokenizer, "valid", workdir / "corpus")
+            rows = windows(text.starts, context, context)
+            rows = Windows(*(values[: config.export.check_lines] for values in rows))
+            texts = [text.tokens[begin : end + 1] for begin, end in zip(rows.begin, rows.end, strict=True)]
+
+            def ours() -> list[np.ndarray]:
+                nll = token_nll(exact, params, alpha, text, rows, config.decode.batch_tokens)
+                return [-nll[begin:end] for begin, end in zip(rows.begin, rows.end, strict=True)]
+
+            what = f"{len(texts)} rows of the validation text"
+            compared(ours, lambda: opt.log_probs(temporary, texts), what, "exported")
+    logs.say(f"wrote {folder}, step {step}; a text begins with </s>")
+    print(folder)

@@ -69,7 +69,11 @@ def test_language_models_from_training_to_comparison(text: str, tmp_path: Path) 
     again = run_main("--mode=generate", f"--workdir={runs[0]}", "--config.decode.format=jsonl", stdin=prompts)
     assert again.stdout == generated.stdout
 
-    for mode in ("translate", "serve", "export"):
+    exported = run_main("--mode=export", f"--workdir={runs[0]}", "--config.export.format=huggingface")
+    assert exported.returncode == 0, exported.stderr
+    assert "largest difference of a token's log-probability" in exported.stderr
+
+    for mode in ("translate", "serve", "score"):
         refused = run_main(f"--mode={mode}", f"--workdir={runs[0]}")
         assert (refused.returncode, refused.stderr.count("\n")) == (2, 1)
         assert "needs a translation model" in refused.stderr

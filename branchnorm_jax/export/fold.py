@@ -95,7 +95,7 @@ def fold(model: Transformer, params: Any, alpha: Alpha) -> Plain:
     `obstacle(model)` must be "".
     """
     recipe, c = model.recipe, model.config
-    tables = dict(jax.tree.map(np.array, params["embedding"]))
+    tables: dict[str, np.ndarray] = dict(jax.tree.map(np.array, params["embedding"]))
     bias = np.array(tables.pop("bias", np.zeros(model.target_vocab, np.float32)))
     bias[list(model.unused)] = UNUSED_BIAS
     positions = {stack: tables.pop(f"{stack}_positions") for stack in c.stacks if c.positions == "learned"}

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from branchnorm_jax.model import relative
@@ -100,9 +101,9 @@ def fold(model: Transformer, params: Any, alpha: Alpha) -> Plain:
     bias[list(model.unused)] = UNUSED_BIAS
     positions = {stack: tables.pop(f"{stack}_positions") for stack in c.stacks if c.positions == "learned"}
     if c.embedding == "fixnorm":
-        tables = {name: np.array(fix_norm(table)) for name, table in tables.items()}
+        tables = {name: np.array(fix_norm(jnp.asarray(table))) for name, table in tables.items()}
     target = tables["shared" if "shared" in tables else "target"]
-    source = tables["source"] if "source" in tables else target
+    source = tables.get("source", target)
     kind = "pre" if recipe.pre else "post"
     layers, scales, norms = {}, {}, {}
     for stack in c.stacks:

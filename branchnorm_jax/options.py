@@ -255,7 +255,11 @@ class DataConfig:
         minimum=1,
         maximum=1000,
     )
-    train_split: str = option("train", "name of the training split; tfds: or another builder's, as name/de-en:test")
+    train_split: str = option(
+        "train",
+        "name of the training split; tfds: or another builder's, as name/de-en:test; several corpora with weights: "
+        "news:2,web:1",
+    )
     valid_split: str = option("valid", "name of the validation split")
     test_split: str = option("test", "name of the test split", free=True)
     numerals_pairs: int = option(40_000, "numerals: training pairs to generate", unit="pairs", minimum=100)
@@ -332,6 +336,17 @@ class DataConfig:
             dataclasses.replace(self, source_lang=source, target_lang=target, pairs="")
             for source, target in self.language_pairs(pairs)
         ]
+
+    def corpora(self) -> "list[tuple[DataConfig, float]]":
+        """Returns one config per corpus of `train_split`, and its weight, 1 unless given."""
+        found = []
+        for item in map(str.strip, self.train_split.split(",")):
+            name, _, weight = item.rpartition(":")
+            try:
+                found.append((name, float(weight)))
+            except ValueError:  # no weight; TFDS has names such as wmt14_translate/de-en:test and train[:50%]
+                found.append((item, 1.0))
+        return [(dataclasses.replace(self, train_split=name), weight) for name, weight in found]
 
     @property
     def tokenisations(self) -> int:

@@ -10,11 +10,12 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
+from urllib.parse import quote
 
 import numpy as np
 
 from branchnorm_jax.data.corpus import corpus_key, read_pairs
-from branchnorm_jax.data.mixture import Mixture
+from branchnorm_jax.data.mixture import Mixture, repeats
 from branchnorm_jax.data.report import report
 from branchnorm_jax.data.store import TokenStore, build_store, describe_counts
 from branchnorm_jax.data.tokenizer import ORIGIN, UNUSED, Tokenizer, load_tokenizer, note_unused, train_tokenizer
@@ -80,26 +81,27 @@ def prepare(
     if vocabulary.exists() and (keep or reusable(vocabulary, origin_of(config), say)):
         tokenizer = load_tokenizer(vocabulary)
     else:
+        origin = origin_of(config)  # finds missing files before any text is read
         with announced(f"training a vocabulary of {config.vocab_size} pieces", say):
             text = itertools.chain.from_iterable(read_pairs(direction, "train") for direction in directions)
-            tokenizer = train_tokenizer(config, text, vocabulary, origin_of(config), say)
+            tokenizer = train_tokenizer(config, text, vocabulary, origin, say)
     train: list[TokenStore] = []
     valid: list[TokenStore] = []
     reports: dict[str, Any] = {}
     for direction in directions:
         folder = directory / "corpus" / (direction.pair if config.pairs else "")
         tags = tokenizer.tags(config, direction.source_lang, direction.target_lang)
-        name = f"train {direction.pair}" if config.pairs else "train"
-        for sample in range(config.subword_samples) or [None]:
-            parent, label = folder, name
-            if sample is not None:
-                parent, label = folder / f"sample-{sample}", f"{name}, tokenisation {sample + 1}"
-            train.append(build(direction, tokenizer, "train", parent, filter=True, tags=tags, sample=sample))
-            say(describe_counts(label, train[-1]))
+        for corpus, _ in direction.corpora():
+            parent = folder / f"train-{quote(corpus.train_split, safe='')}" if several(config) else folder
+            for sample in range(config.subword_samples) or [None]:
+                into, label = parent, f"train{named(config, corpus)}"
+                if sample is not None:
+                    into, label = parent / f"sample-{sample}", f"{label}, tokenisation {sample + 1}"
+                train.append(build(corpus, tokenizer, "train", into, filter=True, tags=tags, sample=sample))
+                say(describe_counts(label, train[-1]))
         if direction in validated:
             valid.append(build(direction, tokenizer, "valid", folder, filter=False, tags=tags))
-            label = name.replace("train", "valid")
-            say(describe_counts(label, valid[-1]))
+            say(describe_counts(f"valid {direction.pair}" if config.pairs else "valid", valid[-1]))
         # The built-in corpus is clean, and its splits have no pair in common.
         if not trust and config.source != "numerals":
             held_out = ["valid", "test"] if direction in validated else ["test"]
@@ -108,14 +110,40 @@ def prepare(
     if not (vocabulary / UNUSED).exists() or not all(store.reused for store in train):
         used = np.unique(np.concatenate([np.unique(store.target_tokens) for store in train]))
         tokenizer = note_unused(tokenizer, used, vocabulary)
-    mixture = Mixture(train, config.temperature)
-    if config.pairs:
-        drawn = np.array(mixture.draws).reshape(len(directions), -1)[:, 0]
-        say(
-            "sentence pairs per epoch: "
-            + ", ".join(f"{n:,} of {d.pair}" for n, d in zip(drawn, directions, strict=True))
-        )
-    return Corpus(tokenizer, validated, mixture, valid, reports)
+    return Corpus(tokenizer, validated, mixed(config, train, say), valid, reports)
+
+
+def mixed(config: DataConfig, stores: Sequence[TokenStore], say: Callable[[str], None]) -> Mixture:
+    """Returns the mixture of the training stores; says how many pairs of each corpus an epoch has.
+
+    Args:
+      config: gives weights and temperature.
+      stores: a store for each direction, corpus and tokenisation, in this order.
+      say: called with the line, if there are several directions or corpora.
+    """
+    corpora = [each for direction in config.directions() for each in direction.corpora()]
+    weights = [weight for _, weight in config.corpora()]
+    sizes = np.array([len(store) for store in stores[:: config.tokenisations]]).reshape(-1, len(weights))
+    times = repeats(sizes, weights, config.temperature)
+    mixture = Mixture(stores, np.repeat(times, config.tokenisations).tolist())
+    if config.pairs or several(config):
+        drawn = mixture.draws[:: config.tokenisations]
+        each = [
+            f"{n:,} of{named(config, corpus)} ({n / sum(drawn):.1%})"
+            for n, (corpus, _) in zip(drawn, corpora, strict=True)
+        ]
+        say(f"sentence pairs per epoch: {', '.join(each)}")
+    return mixture
+
+
+def several(config: DataConfig) -> bool:
+    """Returns whether a direction has several training corpora."""
+    return len(config.corpora()) > 1
+
+
+def named(config: DataConfig, corpus: DataConfig) -> str:
+    """Returns what distinguishes a corpus from the others of the run: " en-de news", " en-de", " news" or ""."""
+    return f" {corpus.pair}" * bool(config.pairs) + f" {corpus.train_split}" * several(config)
 
 
 @contextlib.contextmanager

@@ -117,13 +117,19 @@ def take_vocabulary(config: Config, parent: Workdir, workdir: Workdir) -> None:
 
 
 def corpus_of(config: Config, workdir: Workdir) -> Corpus:
-    """Prepares the corpus of the run, with its existing vocabulary, its parent's vocabulary or a new one."""
+    """Prepares the corpus of the run, with its existing vocabulary, its parent's vocabulary or a new one.
+
+    Raises:
+      UserError: if the run has begun with other text; its tokens are kept.
+    """
     workdir.fetch("corpus")
     if config.train.parent and not workdir.has_checkpoints:
         take_vocabulary(config, parent_of(config, workdir), workdir)
     # data.json shows that training has started, even if there is no checkpoint yet.
     keep = workdir.has_checkpoints or (workdir / "data.json").exists() or bool(config.train.parent)
-    return prepare(config.data, workdir.path, logs.say, keep)
+    # An imported model has no text.
+    begun = workdir.has_checkpoints and (workdir / "data.json").exists() and "train" in workdir.data_identity()
+    return prepare(config.data, workdir.path, logs.say, keep, check=workdir.check_data if begun else None)
 
 
 def first_parameters(config: Config, model: Transformer) -> tuple[Params, int]:

@@ -707,6 +707,10 @@ class DecodeConfig:
         return {name: value for name, value in vars(self).items() if name not in excluded}
 
 
+TERM_CHARACTERS = 200
+"""Maximum number of characters of a term, or of its translation, in a request."""
+
+
 @dataclasses.dataclass(frozen=True)
 class ServeConfig:
     """Translation over HTTP."""
@@ -716,6 +720,16 @@ class ServeConfig:
     max_lines: int = option(100, "maximum number of lines of a request", unit="lines", minimum=1, free=True)
     max_characters: int = option(
         5000, "maximum number of characters of a line", unit="characters", minimum=1, free=True
+    )
+    max_terms: int = option(100, "maximum number of terms of a request's glossary", unit="terms", minimum=0, free=True)
+    max_term_tokens: int = option(
+        32,
+        "maximum number of tokens of all terms of a request's glossary that occur in one line; each is one more "
+        "hypothesis of the beam",
+        unit="tokens",
+        minimum=1,
+        maximum=1024,
+        free=True,
     )
     max_waiting: int = option(
         256, "maximum number of waiting requests; further ones get status 503", unit="requests", minimum=1, free=True
@@ -731,7 +745,8 @@ class ServeConfig:
     @property
     def max_body_bytes(self) -> int:
         """Maximum size of a body within the limits, in bytes. JSON may escape a character as two 6-byte sequences."""
-        return self.max_lines * (12 * self.max_characters + 16) + 1000
+        terms = 2 * self.max_terms * (12 * TERM_CHARACTERS + 16)
+        return self.max_lines * (12 * self.max_characters + 16) + terms + 1000
 
 
 @dataclasses.dataclass(frozen=True)

@@ -323,8 +323,7 @@ def test_padded_lengths_fit_their_sentences() -> None:
 @pytest.mark.slow
 def test_programs_for_terms_prevent_later_compilation(translator: tuple[Translator, dict]) -> None:
     engine, params = translator
-    words = [word for word in LINES[0].split() if word.isalpha()][:2]
-    glossary = make_glossary({"": [words[0], words[1]]}, "")
+    glossary = make_glossary({"": WORDS[:2]}, "")
     config = dataclasses.replace(engine.config, beam_size=2, batch_tokens=64)
     server = dataclasses.replace(engine, config=config, rounding=coarse, glossary=glossary)
     compiled: list[str] = []
@@ -333,6 +332,6 @@ def test_programs_for_terms_prevent_later_compilation(translator: tuple[Translat
         program()
     compiled.clear()
     for count in (1, 3, 7):
-        for (best,) in server.translate(params, ALPHA, [words[0]] * count):
-            assert words[1] in best.text
+        for best, *_ in server.translate(params, ALPHA, [WORDS[0]] * count):
+            assert WORDS[1] in best.text
     assert [event for event in compiled if "backend_compile" in event] == []

@@ -23,7 +23,7 @@ from branchnorm_jax import config as configs
 from branchnorm_jax.errors import BranchNormError, Preempted, StorageError, UserError
 from branchnorm_jax.model.methods import get_recipe
 from branchnorm_jax.options import Config, fields, sections
-from branchnorm_jax.workdir import Workdir
+from branchnorm_jax.workdir import Workdir, runs_near
 
 MODES = {
     "train": "train, or resume the run in the workdir",
@@ -53,6 +53,9 @@ CONFIGS = HERE / "configs" if (HERE / "configs").is_dir() else HERE.parent / "co
 """Folder of the project's config files. An installed package contains it; in a checkout it is next to the package."""
 
 FLAGS = flags.FLAGS
+NEED_RUN = "evaluate", "translate", "serve", "average", "export", "score"
+"""Modes that need a trained run."""
+
 flags.DEFINE_enum("mode", "train", list(MODES), "; ".join(f"{name}: {text}" for name, text in MODES.items()))
 flags.DEFINE_string(
     "workdir",
@@ -273,6 +276,8 @@ def default_config(mode: str | None, workdir: str | None, saved: Path) -> str | 
     if mode in ("help", "methods"):
         return None
     where = f"and no config.json of an earlier run in {workdir}" if workdir else "and no --workdir of an earlier run"
+    if workdir and mode in NEED_RUN:
+        raise UserError(f"--workdir={workdir}: no training run in this folder{runs_near(saved.parent)}")
     raise UserError(f"no --config {where}; give --config=<file or name>; {config_names()}")
 
 

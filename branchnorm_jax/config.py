@@ -215,11 +215,16 @@ def _checked(name: str, field: dataclasses.Field[Any], value: Any) -> Any:
     return value
 
 
+LARGEST_RATIO = 1000
+"""Largest ratio of the weights of two corpora: an epoch repeats the pairs of one so often."""
+
+
 def _validate(config: Config) -> None:
     """Checks the rules that involve several options. Raises `UserError` if one is broken."""
     _validate_model(config)
     _validate_train(config)
     _validate_directions(config)
+    _validate_corpora(config)
     _validate_decode(config)
     if config.data.subword_samples and config.data.vocab_type != "unigram":
         raise UserError("config: data.subword_samples needs the probabilities of data.vocab_type=unigram")
@@ -375,6 +380,23 @@ def _validate_directions(config: Config) -> None:
         raise UserError(
             f"config: data.tags=none: without tags the model cannot know which of {', '.join(data.targets)} to "
             "translate to; set data.tags=source or data.tags=target"
+        )
+
+
+def _validate_corpora(config: Config) -> None:
+    """Checks the training corpora and their weights. Raises `UserError` if they are invalid."""
+    data, option = config.data, f"config: data.train_split={config.data.train_split!r}"
+    names = [corpus.train_split for corpus, _ in data.corpora()]
+    weights = [weight for _, weight in data.corpora()]
+    if not all(names):
+        raise UserError(f"{option}: a corpus has no name; write names and weights as in news:2,web:1")
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise UserError(f"{option}: {twice[0]} is there twice; give it a weight, as in {twice[0]}:2")
+    if len(names) > 1 and data.source == "numerals":
+        raise UserError(f"{option}: the built-in corpus is a single one; several need data.source=text or tfds")
+    if not (min(weights) > 0 and math.isfinite(sum(weights)) and max(weights) <= LARGEST_RATIO * min(weights)):
+        raise UserError(
+            f"{option}: weights must be above 0, and the largest at most {LARGEST_RATIO} times the smallest"
         )
 
 

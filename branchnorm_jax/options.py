@@ -280,7 +280,11 @@ class DataConfig:
         minimum=1,
         maximum=1000,
     )
-    train_split: str = option("train", "name of the training split; tfds: or another builder's, as name/de-en:test")
+    train_split: str = option(
+        "train",
+        "name of the training split; tfds: or another builder's, as name/de-en:test; several corpora with weights: "
+        "news:2,web:1",
+    )
     valid_split: str = option("valid", "name of the validation split")
     test_split: str = option("test", "name of the test split", free=True)
     numerals_pairs: int = option(40_000, "numerals: training pairs to generate", unit="pairs", minimum=100)
@@ -373,6 +377,17 @@ class DataConfig:
             dataclasses.replace(self, source_lang=source, target_lang=target, pairs="")
             for source, target in self.language_pairs(pairs)
         ]
+
+    def corpora(self) -> "list[tuple[DataConfig, float]]":
+        """Returns one config per corpus of `train_split`, and its weight, 1 unless given."""
+        found = []
+        for item in map(str.strip, self.train_split.split(",")):
+            name, _, weight = item.rpartition(":")
+            try:
+                found.append((name, float(weight)))
+            except ValueError:  # no weight; TFDS has names such as wmt14_translate/de-en:test and train[:50%]
+                found.append((item, 1.0))
+        return [(dataclasses.replace(self, train_split=name), weight) for name, weight in found]
 
     @property
     def tokenisations(self) -> int:
@@ -740,6 +755,10 @@ class DecodeConfig:
         return {name: value for name, value in vars(self).items() if name not in excluded}
 
 
+TERM_CHARACTERS = 200
+"""Maximum number of characters of a term, or of its translation, in a request."""
+
+
 @dataclasses.dataclass(frozen=True)
 class ServeConfig:
     """Translation over HTTP."""
@@ -749,6 +768,16 @@ class ServeConfig:
     max_lines: int = option(100, "maximum number of lines of a request", unit="lines", minimum=1, free=True)
     max_characters: int = option(
         5000, "maximum number of characters of a line", unit="characters", minimum=1, free=True
+    )
+    max_terms: int = option(100, "maximum number of terms of a request's glossary", unit="terms", minimum=0, free=True)
+    max_term_tokens: int = option(
+        32,
+        "maximum number of tokens of all terms of a request's glossary that occur in one line; each is one more "
+        "hypothesis of the beam",
+        unit="tokens",
+        minimum=1,
+        maximum=1024,
+        free=True,
     )
     max_waiting: int = option(
         256, "maximum number of waiting requests; further ones get status 503", unit="requests", minimum=1, free=True
@@ -764,7 +793,8 @@ class ServeConfig:
     @property
     def max_body_bytes(self) -> int:
         """Maximum size of a body within the limits, in bytes. JSON may escape a character as two 6-byte sequences."""
-        return self.max_lines * (12 * self.max_characters + 16) + 1000
+        terms = 2 * self.max_terms * (12 * TERM_CHARACTERS + 16)
+        return self.max_lines * (12 * self.max_characters + 16) + terms + 1000
 
 
 @dataclasses.dataclass(frozen=True)

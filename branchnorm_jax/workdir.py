@@ -15,7 +15,7 @@ from etils import epath
 
 from branchnorm_jax import config as configs
 from branchnorm_jax.bucket import MARK, Bucket, is_url
-from branchnorm_jax.errors import BranchNormError, UserError
+from branchnorm_jax.errors import BranchNormError, UserError, some
 from branchnorm_jax.files import lock, write_atomically
 from branchnorm_jax.options import Config
 
@@ -208,22 +208,25 @@ class Workdir:
         Raises:
           UserError: if a hash changed, or the saved hashes cannot be read.
         """
-        path = self / "data.json"
-        if path.exists():
-            known = self.data_identity()
-            changed = [
-                f"{name}: {known.get(name, 'none')[:12]} -> {value[:12]}"
-                for name, value in identity.items()
-                if known.get(name) != value
-            ]
-            if changed:
-                raise UserError(
-                    f"{self.path}: the data of this run changed ({'; '.join(changed)}); restore the old files or "
-                    f"choose another --workdir"
-                )
+        if (self / "data.json").exists():
+            self.check_data(identity)
         content = json.dumps({**identity, "reports": reports}, indent=2, ensure_ascii=False)
-        write_atomically(path, content + "\n")
+        write_atomically(self / "data.json", content + "\n")
         write_atomically(self / "config.json", configs.to_json(config))
+
+    def check_data(self, identity: Mapping[str, str]) -> None:
+        """Raises `UserError` if the saved hashes differ from `identity`, or cannot be read."""
+        known = self.data_identity()
+        changed = [
+            f"{name}: {known.get(name, 'none')[:12]} -> {value[:12]}"
+            for name, value in identity.items()
+            if known.get(name) != value
+        ]
+        if changed:
+            raise UserError(
+                f"{self.path}: the data of this run changed ({'; '.join(changed)}); restore the old files or "
+                f"choose another --workdir"
+            )
 
     def data_identity(self) -> dict[str, str]:
         """Returns the hashes that `agree_on_data` saved. Raises `UserError` if they are missing or broken."""
@@ -236,3 +239,10 @@ class Workdir:
                 f"{path}: cannot read the hashes of this run's data ({error}); if text and vocabulary have not "
                 f"changed, delete the file and resume training, which then accepts them unchecked"
             ) from error
+
+
+def runs_near(folder: Path) -> str:
+    """Returns "; runs near it: ..." with the runs beside a folder and in it, for a message, or "" if there are none."""
+    found = [path.parent for place in (folder.parent, folder) for path in sorted(place.glob("*/config.json"))]
+    found = [path for path in found if (path / "data.json").exists()]
+    return f"; runs near it: {some([str(path) for path in found], 8)}" if found else ""

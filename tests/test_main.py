@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from branchnorm_jax import config as configs
+from branchnorm_jax.cli import parse
 from branchnorm_jax.errors import UserError
 from branchnorm_jax.model.methods import METHODS
 from branchnorm_jax.options import Config, fields
@@ -405,6 +406,17 @@ def test_inference_without_a_run_is_rejected(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_a_wrong_workdir_lists_the_runs_near_it(tmp_path: Path) -> None:
+    for name in ("german", "french"):
+        (tmp_path / name).mkdir()
+        for file in ("config.json", "data.json"):
+            (tmp_path / name / file).write_text("{}")
+    near = f"no training run in this folder; runs near it: {tmp_path / 'french'}, {tmp_path / 'german'}"
+    for folder in (tmp_path, tmp_path / "germna"):
+        with pytest.raises(UserError, match=re.escape(f"--workdir={folder}: {near}")):
+            parse(["main.py", "--mode=translate", f"--workdir={folder}"])
+
+
 def test_diverging_run_is_reported_and_saves_no_checkpoint(tmp_path: Path) -> None:
     options = ("--config.train.learning_rate=1e38", "--config.train.warmup_steps=0", "--config.train.eval_every=0")
     done = run_main(*TINY, f"--workdir={tmp_path}", *options)

@@ -2,6 +2,7 @@
 
 import hashlib
 import importlib.metadata
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,8 @@ _HELD_OUT_NUMERALS = 500
 def read_pairs(config: DataConfig, split: str) -> Iterator[Pair]:
     """Streams the (source, target) sentence pairs of a split in a fixed order.
 
-    Surrounding white space is stripped. Empty sentences are kept, so the position of a pair is its line number.
+    Surrounding white space is stripped. Empty sentences are kept, so the position of a pair is its line number. Several
+    training corpora follow one another, each once.
 
     Args:
       config: specifies the source and the languages.
@@ -25,6 +27,8 @@ def read_pairs(config: DataConfig, split: str) -> Iterator[Pair]:
     Raises:
       UserError: during iteration, if the text is missing, unreadable, not UTF-8, not parallel or empty.
     """
+    if split == "train" and len(corpora := config.corpora()) > 1:
+        return itertools.chain.from_iterable(read_pairs(corpus, split) for corpus, _ in corpora)
     if config.source == "numerals":
         return numerals.pairs(split, config.source_lang, config.target_lang, _numerals_count(config, split))
     pairs = {"text": textfiles.pairs, "tfds": tfds.pairs}[config.source]
@@ -42,6 +46,8 @@ def corpus_key(config: DataConfig, split: str) -> dict[str, Any]:
       UserError: if the text is missing.
     """
     key: dict[str, Any] = {"source": config.source, "languages": [config.source_lang, config.target_lang]}
+    if split == "train" and len(corpora := config.corpora()) > 1:
+        return key | {"corpora": [corpus_key(corpus, split) for corpus, _ in corpora]}
     if config.source == "numerals":
         module = Path(numerals.__file__)
         code = module.read_bytes() + module.with_suffix(".toml").read_bytes()
@@ -58,7 +64,7 @@ def corpus_key(config: DataConfig, split: str) -> dict[str, Any]:
 
 
 def _split_name(config: DataConfig, split: str) -> str:
-    return {"train": config.train_split, "valid": config.valid_split, "test": config.test_split}[split]
+    return {"train": config.corpora()[0][0].train_split, "valid": config.valid_split, "test": config.test_split}[split]
 
 
 def _numerals_count(config: DataConfig, split: str) -> int:

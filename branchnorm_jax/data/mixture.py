@@ -1,4 +1,4 @@
-"""Mixture of several corpora with temperature-based sampling."""
+"""Mixture of several corpora: how often an epoch draws the pairs of each."""
 
 import dataclasses
 import functools
@@ -13,25 +13,47 @@ Store = Any
 """A `store.TokenStore`; in a language model `texts.TextRows`."""
 
 
+def repeats(sizes: np.ndarray, weights: Sequence[float], temperature: float) -> np.ndarray:
+    """Returns how often an epoch draws each pair of a corpus: float64 [directions, corpora], at least 1.
+
+    Within a direction, pairs are drawn in proportion to the weight of their corpus; those of the corpus with the
+    smallest weight are drawn once. If n_i is the number of pairs that this gives for direction i, and T the
+    temperature, direction i makes up n_i^(1/T) / sum_j n_j^(1/T) of an epoch, because all its pairs are repeated
+    (Aharoni et al., "Massively Multilingual Neural Machine Translation in the Wild"). The largest direction is not
+    repeated.
+
+    Args:
+      sizes: number of pairs, int [directions, corpora].
+      weights: weight of each corpus.
+      temperature: T, at least 1.
+
+    >>> repeats(np.array([[10, 80]]), (2, 1), 1.0)
+    array([[2., 1.]])
+    >>> repeats(np.array([[400], [100]]), (1,), 2.0)
+    array([[1.],
+           [2.]])
+    """
+    relative = np.array(weights) / min(weights)
+    totals = (sizes * relative).sum(1, keepdims=True)
+    return relative * (totals.max() / totals) ** (1 - 1 / temperature)
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Mixture:
-    """The sentence pairs of several stores, sampled with a temperature.
+    """The sentence pairs of several stores, some of which an epoch repeats.
 
-    Store i makes up n_i^(1/T) / sum_j n_j^(1/T) of an epoch, where n_i is the number of its pairs and T the
-    temperature (Aharoni et al., "Massively Multilingual Neural Machine Translation in the Wild"). An epoch contains
-    each pair of the largest store once. With T = 1 it contains every pair once. With a larger T it repeats pairs of
-    smaller stores: within a store, pairs of the same lengths are repeated equally often, up to a remainder that rotates
-    through them from epoch to epoch.
+    Within a store, pairs of the same lengths are repeated equally often, up to a remainder that rotates through them
+    from epoch to epoch.
 
     Pairs are numbered consecutively, store by store.
 
     Attributes:
       stores: the corpora.
-      temperature: T, at least 1.
+      repeats: how often an epoch draws each pair of each store, at least 1; empty: once.
     """
 
     stores: Sequence[Store]
-    temperature: float = 1.0
+    repeats: Sequence[float] = ()
 
     @functools.cached_property
     def starts(self) -> np.ndarray:
@@ -60,15 +82,14 @@ class Mixture:
     @functools.cached_property
     def draws(self) -> list[int]:
         """Number of pairs that an epoch draws from each store."""
-        sizes = np.diff(self.starts)
-        return np.rint(sizes * (sizes.max() / sizes) ** (1 - 1 / self.temperature)).astype(int).tolist()
+        return np.rint(np.diff(self.starts) * np.array(self.repeats or 1.0)).astype(int).tolist()
 
     def drawn(self, epoch: int) -> np.ndarray:
         """Returns the pairs of an epoch: int64 [draws].
 
         The lengths of the i-th pair are the same in every epoch.
         """
-        if self.temperature == 1:
+        if all(times == 1 for times in self.repeats):
             return np.arange(self.starts[-1])
         first, size, count, order = self._groups
         rank = np.arange(count.sum()) - np.repeat(np.cumsum(count) - count, count)

@@ -10,18 +10,20 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
+from urllib.parse import quote
 
 import numpy as np
 
 from branchnorm_jax.data.corpus import corpus_key, read_pairs
 from branchnorm_jax.data.documents import read_documents
-from branchnorm_jax.data.mixture import Mixture, Store
+from branchnorm_jax.data.mixture import Mixture, Store, repeats
 from branchnorm_jax.data.report import report
-from branchnorm_jax.data.store import TokenStore, build_store, describe_counts
+from branchnorm_jax.data.store import TokenStore, build_store, describe_counts, fingerprint_of, text_digest
 from branchnorm_jax.data.texts import TextRows, build_text
 from branchnorm_jax.data.tokenizer import (
     ORIGIN,
     UNUSED,
+    Tags,
     Tokenizer,
     load_tokenizer,
     note_unused,
@@ -48,14 +50,34 @@ class Corpus(NamedTuple):
 
         A resumed run uses them to check that neither has changed.
         """
-        fingerprints = {
-            "train": [store.fingerprint for store in self.train.stores],
-            "valid": [store.fingerprint for store in self.valid],
-        }
-        return {"vocabulary": self.tokenizer.sha256} | {
-            split: values[0] if len(values) == 1 else hashlib.sha256("".join(values).encode()).hexdigest()
-            for split, values in fingerprints.items()
-        }
+        stores = {"train": self.train.stores, "valid": self.valid}
+        return identity_of(self.tokenizer, {name: [one.fingerprint for one in each] for name, each in stores.items()})
+
+
+def identity_of(tokenizer: Tokenizer, fingerprints: Mapping[str, Sequence[str]]) -> dict[str, str]:
+    """Returns hashes of a vocabulary and of the stores of each split."""
+    return {"vocabulary": tokenizer.sha256} | {
+        split: values[0] if len(values) == 1 else hashlib.sha256("".join(values).encode()).hexdigest()
+        for split, values in fingerprints.items()
+    }
+
+
+class Wanted(NamedTuple):
+    """A token store that a run needs."""
+
+    config: DataConfig
+    split: str
+    directory: Path
+    tags: Tags
+    sample: int | None
+    label: str
+    """Name of the store in messages."""
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """Arguments of `build_store` and `fingerprint_of`, beside the tokenizer."""
+        given = {name: value for name, value in self._asdict().items() if name != "label"}
+        return given | {"filter": self.split == "train"}
 
 
 PATIENCE = 30
@@ -69,7 +91,12 @@ INGREDIENTS = (
 
 
 def prepare(
-    config: DataConfig, directory: Path, say: Callable[[str], None], keep: bool = False, trust: bool = False
+    config: DataConfig,
+    directory: Path,
+    say: Callable[[str], None],
+    keep: bool = False,
+    trust: bool = False,
+    check: Callable[[dict[str, str]], None] | None = None,
 ) -> Corpus:
     """Loads or creates `vocabulary/` and `corpus/` under `directory`.
 
@@ -83,51 +110,100 @@ def prepare(
       say: called with one line per completed step.
       keep: whether to keep an existing vocabulary even if its text or options have changed.
       trust: whether to open existing stores without looking at the text, which another process has just tokenised.
+      check: called with the identity of the corpus before any text is tokenised; raises an error to refuse it.
     """
     if config.source == "documents":
         return prepare_text(config, directory, say, keep, trust)
-    vocabulary, directions = directory / "vocabulary", config.directions()
-    build = functools.partial(build_store, trust=trust)
-    validated = [direction for direction in directions if direction in config.validated()]
-    if vocabulary.exists() and (keep or reusable(vocabulary, origin_of(config), say)):
-        tokenizer = load_tokenizer(vocabulary)
-    else:
-        with announced(f"training a vocabulary of {config.vocab_size} pieces", say):
-            text = itertools.chain.from_iterable(read_pairs(direction, "train") for direction in directions)
-            tokenizer = train_tokenizer(config, text, vocabulary, origin_of(config), say)
-    train: list[TokenStore] = []
-    valid: list[TokenStore] = []
+    tokenizer = vocabulary_of(config, directory / "vocabulary", say, keep)
+    wanted = list(wanted_stores(config, tokenizer, directory / "corpus"))
+    if check is not None:
+        digest = functools.cache(text_digest)
+        prints: dict[str, list[str]] = {"train": [], "valid": []}
+        for one in wanted:
+            prints[one.split].append(fingerprint_of(tokenizer=tokenizer, digest=digest, **one.arguments))
+        check(identity_of(tokenizer, prints))
+    stores: dict[str, list[TokenStore]] = {"train": [], "valid": []}
+    for one in wanted:
+        stores[one.split].append(build_store(tokenizer=tokenizer, trust=trust, **one.arguments))
+        say(describe_counts(one.label, stores[one.split][-1]))
+    validated = [direction for direction in config.directions() if direction in config.validated()]
     reports: dict[str, Any] = {}
-    for direction in directions:
-        folder = directory / "corpus" / (direction.pair if config.pairs else "")
-        tags = tokenizer.tags(config, direction.source_lang, direction.target_lang)
-        name = f"train {direction.pair}" if config.pairs else "train"
-        for sample in range(config.subword_samples) or [None]:
-            parent, label = folder, name
-            if sample is not None:
-                parent, label = folder / f"sample-{sample}", f"{name}, tokenisation {sample + 1}"
-            train.append(build(direction, tokenizer, "train", parent, filter=True, tags=tags, sample=sample))
-            say(describe_counts(label, train[-1]))
-        if direction in validated:
-            valid.append(build(direction, tokenizer, "valid", folder, filter=False, tags=tags))
-            label = name.replace("train", "valid")
-            say(describe_counts(label, valid[-1]))
-        # The built-in corpus is clean, and its splits have no pair in common.
-        if not trust and config.source != "numerals":
-            held_out = ["valid", "test"] if direction in validated else ["test"]
-            label = f" {direction.pair}" if config.pairs else ""
-            reports[direction.pair] = report(direction, folder, held_out, label, say)
-    if not (vocabulary / UNUSED).exists() or not all(store.reused for store in train):
+    # The built-in corpus is clean, and its splits have no pair in common.
+    for direction in config.directions() if not trust and config.source != "numerals" else ():
+        held_out = ["valid", "test"] if direction in validated else ["test"]
+        folder, label = folder_of(config, direction, directory / "corpus"), f" {direction.pair}" if config.pairs else ""
+        reports[direction.pair] = report(direction, folder, held_out, label, say)
+    train = stores["train"]
+    if not (directory / "vocabulary" / UNUSED).exists() or not all(store.reused for store in train):
         used = np.unique(np.concatenate([np.unique(store.target_tokens) for store in train]))
-        tokenizer = note_unused(tokenizer, used, vocabulary)
-    mixture = Mixture(train, config.temperature)
-    if config.pairs:
-        drawn = np.array(mixture.draws).reshape(len(directions), -1)[:, 0]
-        say(
-            "sentence pairs per epoch: "
-            + ", ".join(f"{n:,} of {d.pair}" for n, d in zip(drawn, directions, strict=True))
-        )
-    return Corpus(tokenizer, validated, mixture, valid, reports)
+        tokenizer = note_unused(tokenizer, used, directory / "vocabulary")
+    return Corpus(tokenizer, validated, mixed(config, train, say), stores["valid"], reports)
+
+
+def vocabulary_of(config: DataConfig, vocabulary: Path, say: Callable[[str], None], keep: bool) -> Tokenizer:
+    """Loads the vocabulary, or trains it; see `prepare`."""
+    if vocabulary.exists() and (keep or reusable(vocabulary, origin_of(config), say)):
+        return load_tokenizer(vocabulary)
+    origin = origin_of(config)  # finds missing files before any text is read
+    with announced(f"training a vocabulary of {config.vocab_size} pieces", say):
+        text = itertools.chain.from_iterable(read_pairs(direction, "train") for direction in config.directions())
+        return train_tokenizer(config, text, vocabulary, origin, say)
+
+
+def folder_of(config: DataConfig, direction: DataConfig, directory: Path) -> Path:
+    """Returns the folder of the stores of a direction."""
+    return directory / (direction.pair if config.pairs else "")
+
+
+def wanted_stores(config: DataConfig, tokenizer: Tokenizer, directory: Path) -> Iterator[Wanted]:
+    """Yields the token stores of a run in their order: by direction, corpus and tokenisation."""
+    for direction in config.directions():
+        folder = folder_of(config, direction, directory)
+        tags = tokenizer.tags(config, direction.source_lang, direction.target_lang)
+        for corpus, _ in direction.corpora():
+            parent = folder / f"train-{quote(corpus.train_split, safe='')}" if several(config) else folder
+            label = f"train{named(config, corpus)}"
+            if not config.subword_samples:
+                yield Wanted(corpus, "train", parent, tags, None, label)
+            for sample in range(config.subword_samples):
+                number = f"{label}, tokenisation {sample + 1}"
+                yield Wanted(corpus, "train", parent / f"sample-{sample}", tags, sample, number)
+        if direction in config.validated():
+            label = f"valid {direction.pair}" if config.pairs else "valid"
+            yield Wanted(direction, "valid", folder, tags, None, label)
+
+
+def mixed(config: DataConfig, stores: Sequence[TokenStore], say: Callable[[str], None]) -> Mixture:
+    """Returns the mixture of the training stores; says how many pairs of each corpus an epoch has.
+
+    Args:
+      config: gives weights and temperature.
+      stores: a store for each direction, corpus and tokenisation, in this order.
+      say: called with the line, if there are several directions or corpora.
+    """
+    corpora = [each for direction in config.directions() for each in direction.corpora()]
+    weights = [weight for _, weight in config.corpora()]
+    sizes = np.array([len(store) for store in stores[:: config.tokenisations]]).reshape(-1, len(weights))
+    times = repeats(sizes, weights, config.temperature)
+    mixture = Mixture(stores, np.repeat(times, config.tokenisations).tolist())
+    if config.pairs or several(config):
+        drawn = mixture.draws[:: config.tokenisations]
+        each = [
+            f"{n:,} of{named(config, corpus)} ({n / sum(drawn):.1%})"
+            for n, (corpus, _) in zip(drawn, corpora, strict=True)
+        ]
+        say(f"sentence pairs per epoch: {', '.join(each)}")
+    return mixture
+
+
+def several(config: DataConfig) -> bool:
+    """Returns whether a direction has several training corpora."""
+    return len(config.corpora()) > 1
+
+
+def named(config: DataConfig, corpus: DataConfig) -> str:
+    """Returns what distinguishes a corpus from the others of the run: " en-de news", " en-de", " news" or ""."""
+    return f" {corpus.pair}" * bool(config.pairs) + f" {corpus.train_split}" * several(config)
 
 
 def prepare_text(config: DataConfig, directory: Path, say: Callable[[str], None], keep: bool, trust: bool) -> Corpus:

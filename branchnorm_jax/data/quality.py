@@ -154,9 +154,9 @@ class Seen:
         return before
 
 
-def inspect(pairs: Iterable[Pair], expected: Usual) -> Iterator[tuple[Pair, list[str]]]:
-    """Yields each pair with its faults. Remembers one hash per pair."""
-    seen, pairs = Seen(), iter(pairs)
+def inspect(pairs: Iterable[Pair], expected: Usual, seen: Seen | None = None) -> Iterator[tuple[Pair, list[str]]]:
+    """Yields each pair with its faults. Remembers one hash per pair in `seen`, which other text may have filled."""
+    seen, pairs = Seen() if seen is None else seen, iter(pairs)
     while chunk := list(itertools.islice(pairs, CHUNK)):
         before = seen.add(np.fromiter(map(hash, chunk), np.int64, len(chunk)))
         for pair, repeated in zip(chunk, before.tolist(), strict=True):
@@ -177,7 +177,7 @@ def overlap(pair: Pair, others: Container[int]) -> list[str]:
 
 
 def foreign(pair: Pair, languages: tuple[str, str]) -> list[str]:
-    """Returns ["language"] if a side is in another language than its own, which py3langid identifies.
+    """Returns ["language=fr"] if a side is in another language than its own, here French, which py3langid identifies.
 
     Sides in a language that py3langid does not know are not checked.
     """
@@ -185,8 +185,9 @@ def foreign(pair: Pair, languages: tuple[str, str]) -> list[str]:
     for text, language in zip(pair, languages, strict=True):
         log_probs = {name: log_prob for name, log_prob in rank(text) if name != "zxx"}  # zxx: no language
         own = log_probs.get(base(language))
-        if own is not None and max(log_probs.values()) - own > MARGIN:
-            return ["language"]
+        likeliest = max(log_probs, key=log_probs.__getitem__)
+        if own is not None and log_probs[likeliest] - own > MARGIN:
+            return [f"language={likeliest}"]
     return []
 
 

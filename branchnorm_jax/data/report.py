@@ -8,7 +8,7 @@ from typing import Any
 
 from branchnorm_jax.data.corpus import corpus_key, read_pairs
 from branchnorm_jax.data.formats import Pair
-from branchnorm_jax.data.quality import SAMPLE, Report, describe, inspect, keys, overlap, usual
+from branchnorm_jax.data.quality import SAMPLE, Report, Seen, describe, inspect, keys, overlap, usual
 from branchnorm_jax.errors import UserError
 from branchnorm_jax.files import write_atomically
 from branchnorm_jax.options import DataConfig
@@ -27,7 +27,8 @@ def report(
       say: called with each line.
 
     Returns:
-      Split -> `pairs` (their number) and `faults`, see `quality.Report.faults`.
+      Split -> `pairs` (their number) and `faults`, see `quality.Report.faults`. Each of several training corpora is a
+      split of its own, "train news".
     """
     texts = {split: _key(config, split) for split in ("train", *held_out)}
     path = directory / "report.json"
@@ -47,8 +48,9 @@ def report(
     for split, one in found.items():
         for name, example in one.faults.items():
             first = f"first line {example['line']}: {example['source']} | {example['target']}"
-            say(f"{split}{label}: {describe(name, example['pairs'])}, {first}")
-    if found["train"].faults:
+            kind, space, corpus = split.partition(" ")
+            say(f"{kind}{label}{space}{corpus}: {describe(name, example['pairs'])}, {first}")
+    if any(one.faults for split, one in found.items() if split not in held_out):
         say("--mode=clean lists faulty training pairs, and writes a copy without them to train on in a new workdir")
     splits = {split: vars(one) for split, one in found.items()}
     directory.mkdir(parents=True, exist_ok=True)
@@ -65,13 +67,19 @@ def _key(config: DataConfig, split: str) -> dict[str, Any] | None:
 
 
 def inspected(config: DataConfig, others: Mapping[str, Sequence[Pair]]) -> dict[str, Report]:
-    """Reads the training text; returns its faults and those of the other splits."""
+    """Reads the training text; returns its faults and those of the other splits.
+
+    A pair of a corpus that an earlier corpus has is a duplicate, too.
+    """
     expected = usual(itertools.islice(read_pairs(config, "train"), SAMPLE), (config.source_lang, config.target_lang))
     wanted = set[int]().union(*map(keys, itertools.chain.from_iterable(others.values())))
-    reports, common = {"train": Report()}, set[int]()
-    for pair, found in inspect(read_pairs(config, "train"), expected):
-        common |= wanted & keys(pair)
-        reports["train"].add(pair, [*found, *overlap(pair, wanted)])
+    reports, common, seen = dict[str, Report](), set[int](), Seen()
+    corpora = config.corpora()
+    for corpus, _ in corpora:
+        one = reports["train" if len(corpora) == 1 else f"train {corpus.train_split}"] = Report()
+        for pair, found in inspect(read_pairs(corpus, "train"), expected, seen):
+            common |= wanted & keys(pair)
+            one.add(pair, [*found, *overlap(pair, wanted)])
     for split, pairs in others.items():
         reports[split] = Report()
         for pair, found in inspect(pairs, expected):

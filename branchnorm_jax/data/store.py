@@ -7,7 +7,7 @@ import hashlib
 import itertools
 import json
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -123,15 +123,11 @@ def build_store(
     """
     if trust and (store := open_store(directory / split, None)):
         return store
-    filters: dict[str, Any] = {"max_length": config.max_length, "max_ratio": config.max_ratio if filter else 0.0}
-    key: dict[str, Any] = {"corpus": corpus_key(config, split), "tokenizer": tokenizer.sha256, "filters": filters}
-    # Without tags the key has no entry for them, so stores built before tags were introduced stay valid.
-    key |= {"tags": [list(side) for side in tags]} if tags != NO_TAGS else {}
-    key |= {} if sample is None else {"sample": [sample, config.subword_alpha]}
-    key["format"] = _FORMAT
+    key = _key(config, tokenizer, split, filter, tags, sample)
     store = open_store(directory / split, key)
     if store is not None:
         return store
+    filters = key["filters"]
     with atomic_directory(directory / split) as temporary:
         counts, corpus_digest = _write(config, tokenizer, split, temporary, filters, tags, sample)
         if not counts["kept"]:
@@ -139,10 +135,9 @@ def build_store(
             worst = max(_OUTCOMES[1:], key=counts.__getitem__)
             what = _described(split, counts, **filters)
             raise UserError(f"no pair is left after filtering: {what}; {option.get(worst, 'correct the text files')}")
-        identity = [_FORMAT, corpus_digest, tokenizer.sha256, filters, *key.get("tags", ()), *key.get("sample", ())]
         meta = {
             "key": key,
-            "fingerprint": hashlib.sha256(json.dumps(identity).encode()).hexdigest(),
+            "fingerprint": _fingerprint(key, corpus_digest),
             "counts": counts,
             "dtypes": {side: np.dtype(_dtype(tokenizer, side)).name for side in _SIDES},
             "bytes": {path.name: path.stat().st_size for path in sorted(temporary.iterdir())},
@@ -150,6 +145,55 @@ def build_store(
         (temporary / "meta.json").write_text(json.dumps(meta, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
         # Open the store before it is moved: the maps stay valid even if another process replaces the directory.
         return _opened(temporary, meta, reused=False)
+
+
+def fingerprint_of(
+    config: DataConfig,
+    tokenizer: Tokenizer,
+    split: str,
+    directory: Path,
+    filter: bool,
+    tags: Tags = NO_TAGS,
+    sample: int | None = None,
+    digest: Callable[[DataConfig, str], str] | None = None,
+) -> str:
+    """Returns the fingerprint of the store that `build_store` would return, without tokenising.
+
+    Reads the text only if it may have changed. `digest` computes its digest, by default `text_digest`.
+
+    Raises:
+      UserError: if the text cannot be read.
+    """
+    key = _key(config, tokenizer, split, filter, tags, sample)
+    if store := open_store(directory / split, key):
+        return store.fingerprint
+    return _fingerprint(key, (digest or text_digest)(config, split))
+
+
+def text_digest(config: DataConfig, split: str) -> str:
+    """Returns a digest of all pairs of a split."""
+    digest, pairs = hashlib.sha256(), read_pairs(config, split)
+    while chunk := list(itertools.islice(pairs, _CHUNK_PAIRS)):
+        _digest(digest, chunk)
+    return digest.hexdigest()
+
+
+def _key(
+    config: DataConfig, tokenizer: Tokenizer, split: str, filter: bool, tags: Tags, sample: int | None
+) -> dict[str, Any]:
+    """Returns what a store is made of, as JSON values."""
+    filters = {"max_length": config.max_length, "max_ratio": config.max_ratio if filter else 0.0}
+    key: dict[str, Any] = {"corpus": corpus_key(config, split), "tokenizer": tokenizer.sha256, "filters": filters}
+    # Without tags the key has no entry for them, so stores built before tags were introduced stay valid.
+    key |= {"tags": [list(side) for side in tags]} if tags != NO_TAGS else {}
+    key |= {} if sample is None else {"sample": [sample, config.subword_alpha]}
+    return key | {"format": _FORMAT}
+
+
+def _fingerprint(key: Mapping[str, Any], digest: str) -> str:
+    """Returns the hash that identifies the sentences of a store, from its key and the digest of its text."""
+    identity = [key["format"], digest, key["tokenizer"], key["filters"], *key.get("tags", ()), *key.get("sample", ())]
+    return hashlib.sha256(json.dumps(identity).encode()).hexdigest()
 
 
 def open_store(path: Path, key: dict[str, Any] | None) -> TokenStore | None:

@@ -81,14 +81,15 @@ def _files(config: DataConfig, split: str) -> list[tuple[Path | UPath, ...]]:
     """Returns the (source, target) files of a split, or the files that contain both sides, in reading order."""
     if not config.path:
         raise UserError("config: data.source=text needs data.path, the folder of the text files")
-    apart = "{lang}" in config.files
-    if "{split}" not in config.files or not (apart or format_of(config.files)):
+    named = config.files.replace("{split}", split)
+    apart = "{lang}" in named
+    if "{split}" not in config.files or not (apart or format_of(named)):
         raise UserError(
-            f"config: data.files={config.files!r} must contain {{split}} and {{lang}}; without {{lang}}, a file "
-            f"contains both sides, and its name ends in one of {', '.join(FORMATS)}"
+            f"config: data.files={config.files!r}, here {named!r}, must contain {{split}} and {{lang}}; without "
+            f"{{lang}}, a file contains both sides, and its name ends in one of {', '.join(FORMATS)}"
         )
     folder = _folder(config.path)
-    patterns = [config.files.replace("{split}", split).replace("{pair}", pair) for pair in config.either_pair]
+    patterns = [named.replace("{pair}", pair) for pair in config.either_pair]
     languages = config.source_lang, config.target_lang
     pattern = next((p for p in patterns if _glob_files(folder, p, languages[0])), patterns[0])
     if not apart:
@@ -166,6 +167,7 @@ def _matching_files(folder: Path | UPath, pattern: str, lang: str) -> dict[Path,
         more = f" and {len(names) - _NAMES_SHOWN} more" if len(names) > _NAMES_SHOWN else ""
         wanted = f"{pattern.replace('{lang}', lang)} (or with {', '.join(COMPRESSED)})"
         raise UserError(
-            f"{folder}: no file matches {wanted}; the folder contains {names_shown}{more}; change data.files"
+            f"{folder}: no file matches {wanted}; the folder contains {names_shown}{more}; change data.files "
+            "or the names of the splits (data.train_split ...)"
         )
     return paths

@@ -7,7 +7,7 @@ import io
 import itertools
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
@@ -109,12 +109,8 @@ class Tokenizer:
 
     @functools.cached_property
     def languages(self) -> list[str]:
-        """Languages that have a tag.
-
-        Tags are control symbols. SentencePiece places control symbols directly after UNK.
-        """
-        first = self.target_pieces[UNK + 1 :]
-        return [match[1] for match in map(TAG.fullmatch, itertools.takewhile(TAG.fullmatch, first)) if match]
+        """Languages that have a tag."""
+        return leading_tags(self.target_pieces)
 
     def tags(self, config: DataConfig, source_lang: str, target_lang: str) -> Tags:
         """Returns the tags of a direction, see `data.tags`.
@@ -167,6 +163,15 @@ class Tokenizer:
     def decode_target(self, ids: Iterable[int]) -> str:
         """Returns the text of token ids up to the first EOS, without PAD."""
         return _decode(self.target_processor, ids)
+
+
+def leading_tags(pieces: Sequence[str]) -> list[str]:
+    """Returns the languages that have a tag in a vocabulary.
+
+    Tags are control symbols. SentencePiece places control symbols directly after UNK.
+    """
+    tags = itertools.takewhile(TAG.fullmatch, pieces[UNK + 1 :])
+    return [match[1] for match in map(TAG.fullmatch, tags) if match]
 
 
 def _pieces(processor: sentencepiece.SentencePieceProcessor) -> list[str]:
@@ -250,7 +255,7 @@ def _written(models: Mapping[str, bytes], directory: Path, origin: str) -> Token
     with atomic_directory(directory) as temporary:
         for name, model in models.items():
             (temporary / f"{name}.model").write_bytes(model)
-            (temporary / f"{name}.vocab").write_text(_readable(model), encoding="utf-8")
+            (temporary / f"{name}.vocab").write_text(readable(model), encoding="utf-8")
         if origin:
             (temporary / ORIGIN).write_text(origin, encoding="utf-8")
     return load_tokenizer(directory)
@@ -387,7 +392,8 @@ def _train(config: DataConfig, text: Iterable[str], text_of: str, whole: bool = 
     return model.getvalue()
 
 
-def _readable(model: bytes) -> str:
+def readable(model: bytes) -> str:
+    """Returns the pieces of a serialised SentencePiece model with their scores, one per line."""
     processor = sentencepiece.SentencePieceProcessor(model_proto=model)
     ids = range(processor.get_piece_size())
     return "".join(f"{processor.id_to_piece(i)}\t{processor.get_score(i):.6g}\n" for i in ids)

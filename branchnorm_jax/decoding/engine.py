@@ -256,27 +256,33 @@ class Engine:
                 ring = wanted
                 search = self._resized(search, ring)
 
-    def warm_up(self, weights: Weights, longest: int, prefix: int) -> None:
-        """Compiles the programs for sources of up to `longest` tokens.
+    def shapes(self, longest: int, prefix: int, phrases: tuple[int, int] = (0, 0)) -> list[Shape]:
+        """Returns the shapes of batches of sources of up to `longest` tokens.
 
-        They cover any number of sources, with prefixes of `prefix` tokens.
+        They cover any number of sources, with prefixes of `prefix` tokens and these `Shape.phrases`.
         """
         prefix = padded_length(prefix) if prefix else 0
+        found = []
         for length in padded_lengths(longest):
-            full, rings = self._rows(length), self._rings(Shape(1, length, prefix))
-            for rows in {min(full, self.rounding(count)) for count in range(1, full + 1)}:
-                ready, shape = self._ready(weights, 0, rows), Shape(rows, length, prefix)
-                for index, ring in enumerate(rings):
-                    # All rows are empty and hence done, so this only compiles.
-                    search = self._start(ready, shape, ring)
-                    for encoded in encoded_lengths(length):
-                        none = self._new([Query([PAD] * encoded, 0)], [rows], shape)
-                        search = self._begin(ready, search, none)
-                    search = self._run(ready, search, np.int32(rows))
-                    self._look(search)
-                    # The same transitions as in `_stream`: to the next size, or to any of less than half the size.
-                    for other in [*rings[index + 1 : index + 2], *(size for size in rings if size * 2 < ring)]:
-                        self._resized(search, other)
+            full = self._rows(length)
+            rows = {min(full, self.rounding(count)) for count in range(1, full + 1)}
+            found += [Shape(each, length, prefix, phrases) for each in sorted(rows)]
+        return found
+
+    def compile(self, weights: Weights, shape: Shape) -> None:
+        """Compiles the programs for batches of this shape."""
+        rings, ready = self._rings(shape), self._ready(weights, 0, shape.rows)
+        for index, ring in enumerate(rings):
+            # All rows are empty and hence done, so this only compiles.
+            search = self._start(ready, shape, ring)
+            for encoded in encoded_lengths(shape.length):
+                none = self._new([Query([PAD] * encoded, 0)], [shape.rows], shape)
+                search = self._begin(ready, search, none)
+            search = self._run(ready, search, np.int32(shape.rows))
+            self._look(search)
+            # The same transitions as in `_stream`: to the next size, or to any of less than half the size.
+            for other in [*rings[index + 1 : index + 2], *(size for size in rings if size * 2 < ring)]:
+                self._resized(search, other)
 
     def _new(self, queries: Sequence[Query], row_numbers: Sequence[int], shape: Shape) -> New:
         """Converts queries to arrays for the given rows of a batch."""

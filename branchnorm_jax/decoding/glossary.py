@@ -52,6 +52,16 @@ class Glossary(NamedTuple):
             place += 1
         return list(dict.fromkeys(found))
 
+    @property
+    def all_translations(self) -> list[str]:
+        """The translations of all terms."""
+        return [*self.as_written.values(), *self.any_case.values()]
+
+    def over(self, base: "Glossary") -> "Glossary":
+        """Returns the terms of both; a term of this glossary replaces the same term of `base`. Without a hash."""
+        as_written, any_case = {**base.as_written, **self.as_written}, {**base.any_case, **self.any_case}
+        return Glossary(as_written, any_case, max(base.longest, self.longest))
+
 
 NO_TERMS = Glossary()
 
@@ -63,21 +73,33 @@ def read_glossary(path: Path) -> Glossary:
       UserError: if the file cannot be read, a line has other fields, or a term has two translations.
     """
     lines = list(text_lines(path))
+    entries = {f"{path}, line {number}": line.split("\t") for number, line in enumerate(lines, 1) if line.strip()}
+    sha256 = hashlib.sha256("\n".join(lines).encode()).hexdigest()
+    return make_glossary(entries, "term<TAB>translation")._replace(sha256=sha256)
+
+
+def make_glossary(entries: Mapping[str, Sequence[str]], expected: str) -> Glossary:
+    """Makes a glossary of terms and their translations.
+
+    Args:
+      entries: where an entry is, for messages -> its fields, which should be two.
+      expected: what an entry should be, for messages.
+
+    Raises:
+      UserError: if an entry has other fields, or a term has two translations.
+    """
     as_written: dict[tuple[str, ...], str] = {}
     any_case: dict[tuple[str, ...], str] = {}
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        term, *rest = (field.strip() for field in line.split("\t"))
+    for where, fields in entries.items():
+        term, *rest = map(str.strip, fields) if fields else [""]
         words = tuple(_words(term))
         if len(rest) != 1 or not words or not rest[0]:
             found = f"{1 + len(rest)} fields" if len(rest) != 1 else "an empty one"
-            raise UserError(f"{path}, line {number}: expected term<TAB>translation, not {found}")
+            raise UserError(f"{where}: expected {expected}, not {found}")
         terms = any_case if words == tuple(map(str.lower, words)) else as_written
         if terms.setdefault(words, rest[0]) != rest[0]:
-            raise UserError(f"{path}, line {number}: {term!r} already has the translation {terms[words]!r}")
-    longest = max(map(len, (*as_written, *any_case)), default=0)
-    return Glossary(as_written, any_case, longest, hashlib.sha256("\n".join(lines).encode()).hexdigest())
+            raise UserError(f"{where}: {term!r} already has the translation {terms[words]!r}")
+    return Glossary(as_written, any_case, max(map(len, (*as_written, *any_case)), default=0))
 
 
 def encode_phrase(tokenizer: Tokenizer, phrase: str, unused: Collection[int]) -> list[int]:

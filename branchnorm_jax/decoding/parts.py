@@ -21,6 +21,10 @@ _WORDS_TOUCH = re.compile(f"[{UNSPACED}]")
 """Characters of languages that write no space between words."""
 
 
+_END = re.compile(r"[^\w\s,;:()\"'-]\s*\S")
+"""A mark that may end a sentence, with text after it."""
+
+
 class Part(NamedTuple):
     """A part of a line, or a whole line."""
 
@@ -59,6 +63,16 @@ def split(text: str, tokenizer: Tokenizer, limit: int, language: str = "") -> li
                 inside = bool(before) and not _WORDS_TOUCH.match(before[-1])
                 parts.append(Part([*content[start : start + room], EOS], "" if start else group, inside))
     return parts or [Part([EOS])]
+
+
+def has_several_sentences(text: str, language: str = "") -> bool:
+    """Returns whether a text has several sentences. `language` is as in `split`.
+
+    >>> [has_several_sentences(text, "en") for text in ("Mr. Smith is here.", "Who is it? It is me.", "Go!")]
+    [False, True, False]
+    """
+    # The first test is fast, and true for few lines.
+    return bool(_END.search(text)) and len([each for each in _sentences(text, language) if each.strip()]) > 1
 
 
 def _sentences(text: str, language: str) -> list[str]:

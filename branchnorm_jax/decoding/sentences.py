@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 from branchnorm_jax.data.tokenizer import NO_TAGS, Tags
 from branchnorm_jax.decoding.engine import Query
+from branchnorm_jax.decoding.glossary import Glossary
 
 
 class Required(NamedTuple):
@@ -14,6 +15,8 @@ class Required(NamedTuple):
     """Its beginning."""
     phrases: Sequence[str] = ()
     """Whole words that occur anywhere in it."""
+    glossary: Glossary | None = None
+    """Terms of the source with their translations; None: the glossary of the translator."""
 
 
 class Line(NamedTuple):
@@ -25,7 +28,7 @@ class Line(NamedTuple):
     tags: Tags = NO_TAGS
     """Its language tags."""
     required: Required = Required()
-    """What the translation must contain, beside the terms of the glossary."""
+    """What the translation must contain."""
     nbest: int = 1
     """Number of translations requested."""
     attention: bool = False

@@ -117,7 +117,8 @@ class Translator:
         They are the translations of the terms of the glossary that occur in the text, and those of `required`. Raises
         `UserError` if the model cannot write one of them.
         """
-        return [self.encoded(each) for each in dict.fromkeys([*self.glossary.translations(text), *required.phrases])]
+        glossary = self.glossary if required.glossary is None else required.glossary
+        return [self.encoded(each) for each in dict.fromkeys([*glossary.translations(text), *required.phrases])]
 
     @functools.cached_property
     def encoded(self) -> Callable[[str], list[int]]:
@@ -240,10 +241,12 @@ class Translator:
         """
         groups: dict[int, list[int]] = {}
         for index, query in queries.items():
-            tokens = sum(map(len, query.phrases))
-            more = max(MORE, 1 << (tokens - 1).bit_length()) if tokens else 0
-            groups.setdefault(self.config.beam_size + more, []).append(index)
+            groups.setdefault(self._beam_size(sum(map(len, query.phrases))), []).append(index)
         return [(self._engines(beam_size), group) for beam_size, group in sorted(groups.items())]
+
+    def _beam_size(self, tokens: int) -> int:
+        """Returns the number of hypotheses of a sentence with phrases of this many tokens together."""
+        return self.config.beam_size + (max(MORE, 1 << (tokens - 1).bit_length()) if tokens else 0)
 
     def with_attention(
         self,
@@ -280,14 +283,22 @@ class Translator:
             tuple(sentence.source),
         )
 
-    def warm_up(self, params: Params, alpha: Alpha, longest: int, tags: Tags = NO_TAGS) -> None:
-        """Compiles the programs for lines of up to `longest` tokens, with these tags."""
+    def programs(self, params: Params, alpha: Alpha, longest: int, tags: Tags = NO_TAGS) -> Iterator[Callable[[], Any]]:
+        """Yields functions that compile the programs for lines of up to `longest` tokens, with these tags.
+
+        They include those for lines with one term of the glossary.
+        """
         weights = self._weights(params, alpha)
-        self.engine.warm_up(weights, longest + len(tags.source), len(tags.target))
+        sizes = {len(self.encoded(each)) for each in self.glossary.all_translations}
+        searches = {(self._beam_size(size), coarse(size)) for size in sizes} | {(self.config.beam_size, 0)}
+        for beam_size, size in sorted(searches):
+            engine, phrases = self._engines(beam_size), (coarse(1), size) if size else (0, 0)
+            for shape in engine.shapes(longest + len(tags.source), len(tags.target), phrases):
+                yield functools.partial(engine.compile, weights, shape)
         for length in padded_lengths(longest + max(map(len, tags))):
             full = max(1, self.config.batch_tokens // length)
-            for rows in {min(full, coarse(count)) for count in range(1, full + 1)}:
-                self._attention(weights, *[pad([], rows, length)] * 2)
+            for rows in sorted({min(full, coarse(count)) for count in range(1, full + 1)}):
+                yield functools.partial(self._attention, weights, *[pad([], rows, length)] * 2)
 
     def score(
         self,

@@ -6,7 +6,7 @@ import itertools
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from branchnorm_jax.bucket import is_url
 from branchnorm_jax.data.corpus import corpus_key, read_pairs
 from branchnorm_jax.data.filters import CHUNK, Filter, load_filters, rejections
 from branchnorm_jax.data.formats import Pair
-from branchnorm_jax.data.quality import FAULTS, SAMPLE, describe, foreign, inspect, keys, overlap, usual
+from branchnorm_jax.data.quality import FAULTS, SAMPLE, Seen, describe, foreign, inspect, keys, overlap, usual
 from branchnorm_jax.errors import UserError
 from branchnorm_jax.files import atomic_directory
 from branchnorm_jax.modes.gain import SourceGain
@@ -33,8 +33,9 @@ def clean(config: Config, workdir: Workdir) -> None:
     """Writes the splits to `clean.path`, with the training pairs without a fault of `clean.drop` that pass the filters.
 
     The files are `train.<language>`, `valid.<language>`, `test.<language>`; `removed.tsv` with the line, the faults,
-    the source and the target of each removed pair; and `clean.json` with the numbers. With several language pairs, each
-    has its own folder, which serves both directions.
+    the source and the target of each removed pair; and `clean.json` with the numbers. Each of several training corpora
+    has files of its own, see `file_names`. With several language pairs, each has its own folder, which serves both
+    directions.
     """
     c, data = config.clean, config.data
     if unknown := [name for name in c.dropped if name not in FAULTS]:
@@ -50,15 +51,18 @@ def clean(config: Config, workdir: Workdir) -> None:
         raise UserError(
             f"clean.path={folder}: this is the text itself; choose another folder, or the uncleaned data.path"
         )
+    names = file_names(data)
     with atomic_directory(folder) as temporary:
         for one in texts(data):
             filters = load_filters(c.filters, one) if c.filters else []
             filters += [Filter("source_gain", SourceGain(config, one))] if c.score_with else []
             clean_pair(c, one, filters, temporary / one.pair if data.pairs else temporary)
     files = "{pair}/{split}.{lang}" if data.pairs else "{split}.{lang}"
+    weighted = ",".join(f"{name}:{data.corpora()[index][1]:g}" for index, name in enumerate(names))
     logs.say(
-        f"wrote {folder}; removed.tsv lists the removed pairs; to train on it: --config.data.path={folder} "
-        f"--config.data.files={files}"
+        f"wrote {folder}; {removed_name(names, names[0])} lists the removed pairs; to train on it: "
+        f"--config.data.path={folder} --config.data.files={files}"
+        + (f" --config.data.train_split={weighted}" if len(names) > 1 else "")
     )
     print(folder)
 
@@ -67,11 +71,33 @@ def texts(data: DataConfig) -> Iterable[DataConfig]:
     """Returns the directions of the corpus, without those that have the text of an earlier one in the other order."""
     found: dict[str, DataConfig] = {}
     for one in data.directions():
-        key = corpus_key(one, "train")
-        key["languages"] = sorted(key["languages"])
-        key["files"] = sorted(map(str, itertools.chain(*key.get("files", []))))
-        found.setdefault(json.dumps(key), one)
+        keys_of = [corpus_key(corpus, "train") for corpus, _ in one.corpora()]
+        for key in keys_of:
+            key["languages"] = sorted(key["languages"])
+            key["files"] = sorted(map(str, itertools.chain(*key.get("files", []))))
+        found.setdefault(json.dumps(keys_of), one)
     return found.values()
+
+
+def file_names(data: DataConfig) -> list[str]:
+    """Returns the names of the training corpora in the copy: "train" if there is only one.
+
+    Raises:
+      UserError: if two corpora would have the same name.
+    """
+    given = [corpus.train_split for corpus, _ in data.corpora()]
+    names = ["train"] if len(given) == 1 else [re.sub(r"[^\w.-]+", "-", name) for name in given]
+    if len(set(names)) < len(names) or {"valid", "test"} & {*names}:
+        raise UserError(
+            f"clean: the corpora {', '.join(given)} would be the files {', '.join(names)}, beside valid and test; "
+            "rename the text files"
+        )
+    return names
+
+
+def removed_name(names: list[str], name: str) -> str:
+    """Returns the name of the file with the pairs removed from a corpus."""
+    return "removed.tsv" if len(names) == 1 else f"removed.{name}.tsv"
 
 
 def clean_pair(c: CleanConfig, data: DataConfig, filters: list[Filter], folder: Path) -> None:
@@ -81,22 +107,29 @@ def clean_pair(c: CleanConfig, data: DataConfig, filters: list[Filter], folder: 
       UserError: if no training pair is left.
     """
     folder.mkdir(exist_ok=True)
-    total = sum(1 for _ in read_pairs(data, "train"))
     held_out = copy_split(data, "valid", folder) | copy_split(data, "test", folder)
-    counts = Counter[str]()
-    with logs.progress_bar(total, 0, "pair", "clean") as bar:
-        pairs = filtered(judged(c, data, held_out, counts), filters)
-        write_training_text(data, pairs, folder, counts, bar.update)
-    removed = {name: counts[name] for name in (*c.dropped, *(one.name for one in filters)) if counts[name]}
-    for name, number in removed.items():
-        logs.say(f"{data.pair}: removed {describe(name, number)}")
-    if counts["unescaped"]:
-        logs.say(f"{data.pair}: replaced entities in {counts['unescaped']:,} pairs")
-    logs.say(f"{data.pair}: kept {counts['kept']:,} of {total:,} pairs")
-    if not counts["kept"]:
-        raise UserError("no pair is left; see clean.drop, clean.filters and clean.score_with")
-    numbers = {"read": total, "kept": counts["kept"], "unescaped": counts["unescaped"], "removed": removed}
-    (folder / "clean.json").write_text(json.dumps(numbers, indent=2) + "\n", encoding="utf-8")
+    # Duplicates of a pair of an earlier corpus are duplicates, too.
+    names, numbers, seen = file_names(data), dict[str, Any](), Seen()
+    for (corpus, _), name in zip(data.corpora(), names, strict=True):
+        label = data.pair if len(names) == 1 else f"{data.pair} {name}"
+        total, counts = sum(1 for _ in read_pairs(corpus, "train")), Counter[str]()
+        with logs.progress_bar(total, 0, "pair", "clean") as bar:
+            pairs = filtered(judged(c, corpus, held_out, counts, seen), filters)
+            paths = [folder / f"{name}.{lang}" for lang in (data.source_lang, data.target_lang)]
+            write_training_text(pairs, [*paths, folder / removed_name(names, name)], counts, bar.update)
+        removed = {fault: counts[fault] for fault in (*c.dropped, *(one.name for one in filters)) if counts[fault]}
+        for fault, number in removed.items():
+            logs.say(f"{label}: removed {describe(fault, number)}")
+        if counts["unescaped"]:
+            logs.say(f"{label}: replaced entities in {counts['unescaped']:,} pairs")
+        logs.say(f"{label}: kept {counts['kept']:,} of {total:,} pairs")
+        if not counts["kept"]:
+            raise UserError(f"{label}: no pair is left; see clean.drop, clean.filters and clean.score_with")
+        numbers[name] = {
+            "read": total, "kept": counts["kept"], "unescaped": counts["unescaped"], "removed": removed
+        }  # fmt: skip
+    content = numbers if len(names) > 1 else numbers[names[0]]
+    (folder / "clean.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
 def copy_split(data: DataConfig, split: str, folder: Path) -> set[int]:
@@ -124,8 +157,11 @@ def unescaped(pair: Pair) -> Pair:
     return source, target
 
 
-def judged(c: CleanConfig, data: DataConfig, held_out: set[int], counts: Counter[str]) -> Iterator[Judged]:
-    """Yields the training pairs with their faults of `clean.drop`; counts those that were `unescaped`."""
+def judged(c: CleanConfig, data: DataConfig, held_out: set[int], counts: Counter[str], seen: Seen) -> Iterator[Judged]:
+    """Yields the training pairs with their faults of `clean.drop`; counts those that were `unescaped`.
+
+    `seen` has the pairs of earlier corpora, and gets those of this one.
+    """
 
     def plain(pairs: Iterable[Pair]) -> Iterator[Pair]:
         for pair in pairs:
@@ -136,7 +172,7 @@ def judged(c: CleanConfig, data: DataConfig, held_out: set[int], counts: Counter
     languages = data.source_lang, data.target_lang
     expected = usual(itertools.islice(read_pairs(data, "train"), SAMPLE), languages)
     pairs = read_pairs(data, "train")
-    for pair, found in inspect(plain(pairs) if c.unescape else pairs, expected):
+    for pair, found in inspect(plain(pairs) if c.unescape else pairs, expected, seen):
         reasons = [name for name in (*found, *overlap(pair, held_out)) if name in c.dropped]
         yield pair, reasons or (foreign(pair, languages) if "language" in c.dropped else [])
 
@@ -151,21 +187,18 @@ def filtered(pairs: Iterator[Judged], filters: list[Filter]) -> Iterator[Judged]
 
 
 def write_training_text(
-    data: DataConfig, pairs: Iterator[Judged], folder: Path, counts: Counter[str], progress: Callable[[], Any]
+    pairs: Iterator[Judged], paths: Sequence[Path], counts: Counter[str], progress: Callable[[], Any]
 ) -> None:
-    """Writes the pairs without reasons to the training text, and the others to removed.tsv.
+    """Writes the pairs without reasons to the files of both sides, and the others to the last of the three `paths`.
 
     Counts those that were `kept`, and the others by reason. Calls `progress` once per pair.
     """
-    names = f"train.{data.source_lang}", f"train.{data.target_lang}", "removed.tsv"
     with contextlib.ExitStack() as stack:
-        *sides, removed = (
-            stack.enter_context(open(folder / name, "w", encoding="utf-8", newline="\n")) for name in names
-        )
+        *sides, removed = (stack.enter_context(open(path, "w", encoding="utf-8", newline="\n")) for path in paths)
         removed.write("line\tfaults\tsource\ttarget\n")
         for line, (pair, reasons) in enumerate(pairs, start=1):
             progress()
-            counts.update(reasons or ["kept"])
+            counts.update(reason.partition("=")[0] for reason in reasons or ["kept"])
             if reasons:
                 fields = (str(line), ",".join(reasons), *(text.replace("\t", " ") for text in pair))
                 removed.write("\t".join(fields) + "\n")

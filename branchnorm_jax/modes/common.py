@@ -82,7 +82,7 @@ def checked_glossary(config: Config, translator: Translator) -> Glossary:
     if not config.decode.glossary:
         return NO_TERMS
     glossary = read_glossary(Path(config.decode.glossary))
-    for translation in (*glossary.as_written.values(), *glossary.any_case.values()):
+    for translation in glossary.all_translations:
         try:
             translator.encoded(translation)
         except UserError as error:

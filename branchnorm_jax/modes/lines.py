@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from branchnorm_jax.decoding.languages import Languages
+from branchnorm_jax.decoding.parts import has_several_sentences
+from branchnorm_jax.decoding.results import Translation
 from branchnorm_jax.decoding.sentences import Required
 from branchnorm_jax.errors import UserError
 from branchnorm_jax.files import lock, write_atomically
@@ -87,7 +89,7 @@ def translated(
       done: number of lines before the first chunk.
       total: number of lines of the input; 0 if unknown.
     """
-    languages, split = Languages(config.data, trained.translator.tokenizer), 0
+    languages, split, hinted = Languages(config.data, trained.translator.tokenizer), 0, False
     for lines in chunks:
         sources, tags = languages.split_tags(lines, config.decode.target_lang, done + 1, config.decode.source_lang)
         required = None
@@ -111,6 +113,7 @@ def translated(
                 tags,
                 config.decode.alignments,
             )
+        hinted = hinted or hint_at_sentences(config, trained, sources, results, done)
         split += count_split(results)
         if config.decode.format == "jsonl":
             each = zip(sources, results, strict=True)
@@ -120,6 +123,27 @@ def translated(
             yield [line for index, found in numbered for line in plain_lines(index, found, config.decode)]
         done += len(lines)
     say_split(split, config.decode, trained.translator.limit)
+
+
+def hint_at_sentences(
+    config: Config, trained: Trained, sources: list[str], results: list[list[Translation]], done: int
+) -> bool:
+    """Says which is the first line of several sentences that was not split; returns whether there is one.
+
+    A model that was trained on single sentences often translates only one of them. Whether this one was is not known:
+    its training text may be gone.
+    """
+    if config.decode.split != "auto" or config.decode.constraints:
+        return False
+    language = config.decode.source_lang or trained.translator.source_lang
+    for number, (source, (best, *_)) in enumerate(zip(sources, results, strict=True), start=done + 1):
+        if not best.parts and has_several_sentences(source, language):
+            logs.say(
+                f"line {number} has several sentences; if the model was trained on single ones, "
+                "--config.decode.split=sentences translates each by itself"
+            )
+            return True
+    return False
 
 
 def check_phrases(trained: Trained, required: Required, where: str) -> None:

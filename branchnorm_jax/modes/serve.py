@@ -20,6 +20,9 @@ from branchnorm_jax.serving.messages import answers, parse
 from branchnorm_jax.training import logs
 from branchnorm_jax.workdir import Workdir
 
+LIMITS = "max_lines", "max_characters", "max_terms", "max_term_tokens", "max_body_bytes", "max_waiting"
+"""Options of the server that GET /health shows."""
+
 
 def serve(config: Config, workdir: Workdir) -> None:
     """Answers requests until a signal arrives.
@@ -41,13 +44,20 @@ def serve(config: Config, workdir: Workdir) -> None:
         # Caches small programs too, so that the next start compiles nothing.
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
         if longest := min(config.serve.warm_up_length, translator.limit):
-            logs.say(f"compiling for lines of up to {longest} tokens (serve.warm_up_length)")
+            terms = " and for terms of decode.glossary" if config.decode.glossary else ""
+            logs.say(f"compiling for lines of up to {longest} tokens (serve.warm_up_length){terms}")
             begin = time.perf_counter()
             tags = translator.tokenizer.tags(config.data, languages.sources[0], languages.targets[0])
-            translator.warm_up(trained.params, trained.alpha, longest, tags)
+            programs = list(translator.programs(trained.params, trained.alpha, longest, tags))
+            with logs.progress_bar(len(programs), 0, "shape", "compile") as bar:
+                for program in programs:
+                    program()
+                    bar.update()
             logs.say(f"compiled in {time.perf_counter() - begin:.1f} s")
         app = make_app(
-            functools.partial(parse, serve=config.serve, decode=config.decode, languages=languages),
+            functools.partial(
+                parse, serve=config.serve, decode=config.decode, languages=languages, encode=translator.encoded
+            ),
             answers(translator, trained.params, trained.alpha),
             config.serve,
             about(config, trained.step, languages),
@@ -95,5 +105,5 @@ def about(config: Config, step: int, languages: Languages) -> dict[str, Any]:
         "source_langs": languages.sources,
         "target_langs": languages.targets,
         "decode": {"checkpoint": config.decode.checkpoint, **config.decode.search},
-        "serve": {name: getattr(s, name) for name in ("max_lines", "max_characters", "max_body_bytes", "max_waiting")},
+        "serve": {name: getattr(s, name) for name in LIMITS},
     }

@@ -8,30 +8,49 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from branchnorm_jax.data.tokenizer import Tags, Tokenizer
+from branchnorm_jax.decoding.glossary import NO_TERMS, Glossary, make_glossary
 from branchnorm_jax.decoding.languages import Languages
 from branchnorm_jax.decoding.results import Translation, block_diagonal
-from branchnorm_jax.decoding.sentences import Line
+from branchnorm_jax.decoding.sentences import Line, Required
 from branchnorm_jax.decoding.translate import Translator
 from branchnorm_jax.errors import UserError
 from branchnorm_jax.model.coefficients import Alpha
 from branchnorm_jax.model.parameters import Params
-from branchnorm_jax.options import DecodeConfig, ServeConfig
+from branchnorm_jax.options import TERM_CHARACTERS, DecodeConfig, ServeConfig
+
+Encode = Callable[[str], Sequence[int]]
+
+PAIRS = '[["term", "translation"], ...]'
+"""What the field "glossary" looks like."""
 
 
 class TranslationRequest(NamedTuple):
-    """A parsed request; `tags` has one entry per line."""
+    """A parsed request; `tags` has one entry per line, and `glossary` the terms of the request."""
 
     lines: tuple[str, ...]
     tags: tuple[Tags, ...]
     nbest: int
     alignments: bool
+    glossary: Glossary = NO_TERMS
 
 
-def parse(body: bytes, serve: ServeConfig, decode: DecodeConfig, languages: Languages) -> TranslationRequest:
+def parse(
+    body: bytes, serve: ServeConfig, decode: DecodeConfig, languages: Languages, encode: Encode
+) -> TranslationRequest:
     """Parses the JSON body of a request.
 
-    Example: {"text": ["one", "two"], "nbest": 2, "alignments": true, "target_lang": "de"}. Fields other than "text" are
-    optional; their defaults come from `decode`. Another one is "source_lang". Raises `UserError` for an invalid body.
+    Example: {"text": ["one", "two"], "nbest": 2, "alignments": true, "target_lang": "de", "glossary": [["one",
+    "eins"]]}. Fields other than "text" are optional; their defaults come from `decode`. Another one is "source_lang".
+
+    Args:
+      body: the body.
+      serve: limits.
+      decode: defaults.
+      languages: the languages of the model.
+      encode: returns the token ids of a phrase; raises `UserError` if the model cannot write it.
+
+    Raises:
+      UserError: for an invalid body.
     """
     try:
         given = json.loads(body.decode("utf-8"))
@@ -44,8 +63,9 @@ def parse(body: bytes, serve: ServeConfig, decode: DecodeConfig, languages: Lang
     text, nbest = given.pop("text"), given.pop("nbest", decode.nbest)
     alignments = given.pop("alignments", decode.alignments)
     named = {name: given.pop(name, getattr(decode, name)) for name in ("source_lang", "target_lang")}
+    entries = given.pop("glossary", [])
     if given:
-        fields = ", ".join(("text", "nbest", "alignments", *named))
+        fields = ", ".join(("text", "nbest", "alignments", "glossary", *named))
         raise UserError(f"unknown field {next(iter(given))[:40]!r}; fields are {fields}")
     lines = [text] if isinstance(text, str) else text
     if not isinstance(lines, list) or not all(isinstance(line, str) for line in lines):
@@ -56,12 +76,7 @@ def parse(body: bytes, serve: ServeConfig, decode: DecodeConfig, languages: Lang
         if len(line) > serve.max_characters:
             most = f"{serve.max_characters:,} (serve.max_characters)"
             raise UserError(f"line {number} has {len(line):,} characters, more than {most}")
-        try:
-            line.encode()
-        except UnicodeEncodeError as error:
-            raise UserError(
-                f"line {number}: {line[error.start]!a} is an unpaired surrogate; send valid Unicode"
-            ) from error
+        check_unicode(f"line {number}", line)
     if type(nbest) is not int or not 1 <= nbest <= decode.beam_size:
         raise UserError(f"nbest must be a whole number from 1 to {decode.beam_size} (decode.beam_size)")
     if type(alignments) is not bool:
@@ -70,7 +85,46 @@ def parse(body: bytes, serve: ServeConfig, decode: DecodeConfig, languages: Lang
         if not isinstance(lang, str) or not lang.isascii():
             raise UserError(f"{name} must be a string such as de")
     texts, tags = languages.split_tags(lines, named["target_lang"], source=named["source_lang"])
-    return TranslationRequest(tuple(texts), tuple(tags), nbest, alignments)
+    glossary = parse_glossary(entries, serve, decode)
+    for number, line in enumerate(texts, start=1):
+        tokens = sum(len(encode(phrase)) for phrase in glossary.translations(line))
+        if tokens > serve.max_term_tokens:
+            most = f"{serve.max_term_tokens:,} (serve.max_term_tokens)"
+            raise UserError(f"line {number}: its terms have {tokens:,} tokens, more than {most}; split the line")
+    return TranslationRequest(tuple(texts), tuple(tags), nbest, alignments, glossary)
+
+
+def parse_glossary(entries: Any, serve: ServeConfig, decode: DecodeConfig) -> Glossary:
+    """Parses the field "glossary": a list of pairs of a term and its translation.
+
+    Raises:
+      UserError: if it is something else, is too large, or gives a term two translations.
+    """
+    if not isinstance(entries, list):
+        raise UserError(f"glossary must be a list such as {PAIRS}")
+    if len(entries) > serve.max_terms:
+        raise UserError(f"glossary has {len(entries):,} terms, more than {serve.max_terms:,} (serve.max_terms)")
+    if entries and decode.temperature:
+        raise UserError("glossary needs beam search; this server samples (decode.temperature)")
+    for number, entry in enumerate(entries, start=1):
+        if not isinstance(entry, list) or len(entry) != 2 or not all(isinstance(text, str) for text in entry):
+            raise UserError(f"glossary, entry {number}: expected two strings, as in {PAIRS}")
+        for text in entry:
+            if len(text) > TERM_CHARACTERS:
+                raise UserError(
+                    f"glossary, entry {number}: a text of {len(text):,} characters, more than {TERM_CHARACTERS}"
+                )
+            check_unicode(f"glossary, entry {number}", text)
+    named = {f"glossary, entry {number}": entry for number, entry in enumerate(entries, start=1)}
+    return make_glossary(named, "a term and a translation")
+
+
+def check_unicode(where: str, text: str) -> None:
+    """Raises `UserError` if a text from JSON is not valid Unicode."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise UserError(f"{where}: {text[error.start]!a} is an unpaired surrogate; send valid Unicode") from error
 
 
 def answers(
@@ -84,8 +138,9 @@ def answers(
 
     def translate(requests: Sequence[TranslationRequest]) -> list[bytes]:
         lines = [
-            Line(text, number, tag, nbest=request.nbest, attention=request.alignments)
+            Line(text, number, tag, Required(glossary=glossary), request.nbest, request.alignments)
             for request in requests
+            for glossary in (request.glossary.over(translator.glossary),)
             for number, (text, tag) in enumerate(zip(request.lines, request.tags, strict=True), start=1)
         ]
         shown = iter(

@@ -11,8 +11,9 @@ import jax
 import jax.numpy as jnp
 
 from branchnorm_jax.data.prepare import Corpus, prepare
-from branchnorm_jax.data.tokenizer import ORIGIN, UNUSED
-from branchnorm_jax.errors import UserError
+from branchnorm_jax.data.tags import add_tags, new_languages
+from branchnorm_jax.data.tokenizer import ORIGIN, UNUSED, Tokenizer, leading_tags, load_tokenizer
+from branchnorm_jax.errors import UserError, some
 from branchnorm_jax.files import atomic_directory
 from branchnorm_jax.model import growth
 from branchnorm_jax.model.coefficients import uniform
@@ -20,6 +21,7 @@ from branchnorm_jax.model.methods import get_recipe
 from branchnorm_jax.model.parameters import Params
 from branchnorm_jax.model.transformer import Transformer
 from branchnorm_jax.options import Config, ModelConfig
+from branchnorm_jax.tokens import UNK
 from branchnorm_jax.training import deepen, logs, schedules
 from branchnorm_jax.training.state import INIT_STREAM
 from branchnorm_jax.training.trained import find_run, network, open_checkpoints, restore_model
@@ -68,7 +70,11 @@ def parent_of(config: Config, workdir: Workdir) -> Workdir:
     if changed:
         raise UserError(f"{option}: {parent.path} has a different model; set {' '.join(changed)} here as well")
     # Check the vocabulary and the checkpoint now, so that errors appear before any work starts.
-    network(theirs, parent)
+    tokenizer, _ = network(theirs, parent)
+    try:
+        new_languages(tokenizer.languages, config.data.tagged)
+    except UserError as error:
+        raise UserError(f"{option}: {parent.path}: {error}") from error
     checkpoints, name = open_checkpoints(theirs, parent, which)
     checkpoints.named(name)
     return parent
@@ -93,23 +99,38 @@ def _check_deepening(ours: ModelConfig, theirs: ModelConfig) -> None:
         raise UserError(f"train.deepen_from: {ours.method} cannot grow from {theirs.method}; {hint}")
 
 
-def take_vocabulary(parent: Workdir, workdir: Workdir) -> None:
-    """Copies the parent's vocabulary, without the list of pieces that are unused in the parent's text."""
+def take_vocabulary(config: Config, parent: Workdir, workdir: Workdir) -> None:
+    """Copies the parent's vocabulary, without the list of pieces that are unused in the parent's text.
+
+    Languages of the new run that have no tag in it get one.
+    """
     with atomic_directory(workdir / "vocabulary") as temporary:
         # The unused pieces depend on the text of the new run.
         shutil.copytree(parent / "vocabulary", temporary, ignore=shutil.ignore_patterns(UNUSED), dirs_exist_ok=True)
+        known = load_tokenizer(temporary).languages
+        if new := new_languages(known, config.data.tagged):
+            add_tags(temporary, new)
+            logs.say(
+                f"new languages: {some(new)}; their tags begin as the mean of the tags of {parent.path}: {some(known)}"
+            )
         # The origin matches no text, so a later run here without a parent trains its own vocabulary.
         (temporary / ORIGIN).write_text(json.dumps({"run": str(parent.stored("."))}) + "\n", encoding="utf-8")
 
 
 def corpus_of(config: Config, workdir: Workdir) -> Corpus:
-    """Prepares the corpus of the run, with its existing vocabulary, its parent's vocabulary or a new one."""
+    """Prepares the corpus of the run, with its existing vocabulary, its parent's vocabulary or a new one.
+
+    Raises:
+      UserError: if the run has begun with other text; its tokens are kept.
+    """
     workdir.fetch("corpus")
     if config.train.parent and not workdir.has_checkpoints:
-        take_vocabulary(parent_of(config, workdir), workdir)
+        take_vocabulary(config, parent_of(config, workdir), workdir)
     # data.json shows that training has started, even if there is no checkpoint yet.
     keep = workdir.has_checkpoints or (workdir / "data.json").exists() or bool(config.train.parent)
-    return prepare(config.data, workdir.path, logs.say, keep)
+    # An imported model has no text.
+    begun = workdir.has_checkpoints and (workdir / "data.json").exists() and "train" in workdir.data_identity()
+    return prepare(config.data, workdir.path, logs.say, keep, check=workdir.check_data if begun else None)
 
 
 def first_parameters(config: Config, model: Transformer) -> tuple[Params, int]:
@@ -121,15 +142,15 @@ def first_parameters(config: Config, model: Transformer) -> tuple[Params, int]:
     """
     option = _option(config)
     theirs, parent, which = find_run(option, config.train.parent, config)
+    tokenizer, old = network(theirs, parent)
+    params, alpha, step = restore_model(theirs, parent, old, which)
+    params = with_new_tags(params, tokenizer, model)
     if config.train.deepen_from:
-        old = network(theirs, parent)[1]
-        params, alpha, step = restore_model(theirs, parent, old, which)
         if not old.recipe.grows:
             alpha = uniform(1.0, old.depth)
         logs.say(f"{config.model.grown_from} grows from the parameters of {parent.path}, step {step}")
         fresh = model.init(jax.random.fold_in(jax.random.key(config.train.seed), INIT_STREAM))
         return deepen.deepened(params, alpha, fresh, config.model), 0
-    params, alpha, step = restore_model(theirs, parent, model, which)
     end = growth.alpha(config.model)(jnp.int32(config.model.alpha_steps))
     largest, allowed = (max(float(values.max()) for values in by_stack.values()) for by_stack in (alpha, end))
     if get_recipe(config.model.method).grows and largest > allowed + 1e-6:
@@ -139,3 +160,31 @@ def first_parameters(config: Config, model: Transformer) -> tuple[Params, int]:
         )
     logs.say(f"starting from the parameters of {parent.path}, step {step}")
     return params, schedules.clock_at(config.model, alpha)
+
+
+def with_new_tags(params: Params, tokenizer: Tokenizer, model: Transformer) -> Params:
+    """Adds the rows of new language tags to the embedding tables, the output table and its bias.
+
+    Each is the mean of the rows of the existing tags. So the input of a model that is given a new tag is a typical one,
+    and in the softmax a new tag is about as improbable as the others: log-probabilities of old languages become lower
+    by log(1 + p), where p is the probability of the new tags relative to all other pieces.
+
+    Args:
+      params: parameters of the parent.
+      tokenizer: its vocabulary.
+      model: the new model, with `data.tags.add_tags` of the vocabulary.
+    """
+    sides = {
+        "source": (leading_tags(tokenizer.source_pieces), model.source_vocab - tokenizer.source_size),
+        "target": (leading_tags(tokenizer.target_pieces), model.target_vocab - tokenizer.target_size),
+    }
+    side_of = {"shared": "source", "source": "source", "target": "target", "output": "target", "bias": "target"}
+    tables = dict(params["embedding"])
+    for name in tables.keys() & side_of.keys():
+        tags, new = sides[side_of[name]]
+        if new:
+            first, end = UNK + 1, UNK + 1 + len(tags)
+            table = tables[name]
+            mean = table[first:end].mean(0, keepdims=True)
+            tables[name] = jnp.concatenate([table[:end], jnp.repeat(mean, new, axis=0), table[end:]])
+    return params | {"embedding": tables}

@@ -443,6 +443,10 @@ class Run:
             f"batches of {', '.join(f'{rows}x{source}+{target}' for rows, source, target in self._shapes())} positions "
             f"({100 * self.plan.fill:.1f} % real tokens)"
         )
+        if self.step == self.total:
+            option = "train.steps" if self.config.train.steps else "train.epochs"
+            logs.say(f"this run is finished: it has made its {self.total:,} updates; to train longer, raise {option}")
+            return
         rate = float(self.rate(self.state.step) * self.state.rate_scale)
         logs.say(f"training from step {self.step} to {self.total}; the learning rate is {rate:.2e} now")
         if 0 < self.total < self.config.train.warmup_steps:

@@ -14,7 +14,7 @@ from branchnorm_jax.training import logs
 from branchnorm_jax.training.checkpoint import Checkpoints
 from branchnorm_jax.training.network import make_model
 from branchnorm_jax.training.state import abstract_params
-from branchnorm_jax.workdir import Workdir
+from branchnorm_jax.workdir import Workdir, runs_near
 
 
 def network(config: Config, workdir: Workdir) -> tuple[Tokenizer, Transformer]:
@@ -24,7 +24,8 @@ def network(config: Config, workdir: Workdir) -> tuple[Tokenizer, Transformer]:
       UserError: if the workdir has no run, or if its vocabulary is not the one that the run was trained with.
     """
     if not (workdir / "config.json").exists():
-        raise UserError(f"{workdir.path}: no training run in this workdir; train first (--mode=train)")
+        near = runs_near(workdir.path)
+        raise UserError(f"{workdir.path}: no training run in this workdir; train first (--mode=train){near}")
     tokenizer = load_tokenizer(workdir / "vocabulary")
     if tokenizer.sha256 != workdir.data_identity().get("vocabulary"):
         raise UserError(f"{workdir / 'vocabulary'}: not the vocabulary that this run was trained with; restore it")
@@ -78,6 +79,6 @@ def find_run(option: str, name: str, config: Config) -> tuple[Config, Workdir, s
         raise UserError(f"{option}={name}: no workdir given; write workdir or workdir:checkpoint")
     workdir = Workdir.open(folder)
     if not (workdir / "config.json").exists():
-        raise UserError(f"{option}: {folder}: no training run in this folder")
+        raise UserError(f"{option}: {folder}: no training run in this folder{runs_near(workdir.path)}")
     theirs = dataclasses.replace(configs.load(workdir / "config.json"), parallel=config.parallel)
     return theirs, workdir, which or "best"

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -80,6 +81,33 @@ def write(folder: Path, splits: Mapping[str, Sequence[tuple[str, str]]]) -> Data
             text = "".join(f"{pair[side]}\n" for pair in pairs)
             (folder / f"{split}.{language}").write_text(text, encoding="utf-8")
     return DataConfig(source="text", path=str(folder), source_lang="en", target_lang="el", vocab_size=80)
+
+
+@pytest.mark.parametrize("options", [{}, {"subword_samples": 2}, {"pairs": "en-el,el-en"}, {"train_split": "a:2,b"}])
+def test_changed_text_is_refused_before_it_is_tokenised(tmp_path: Path, options: dict[str, Any]) -> None:
+    """The text of a run is only read: the hashes are those of the stores that it would have."""
+    some = sentences(200)
+    config = write(tmp_path / "text", {"train": some, "a": some[:120], "b": some[120:], "valid": some[:5]})
+    config = dataclasses.replace(config, max_ratio=3.0, **options)
+    run, identities = tmp_path / "run", list[dict[str, str]]()
+    first = prepare(config, run, lambda line: None, check=identities.append).identity()
+    files = {path: path.stat().st_mtime_ns for path in run.rglob("*.bin")}
+    text = tmp_path / "text" / ("b.el" if "train_split" in options else "train.el")
+    content = text.read_text(encoding="utf-8")
+    text.write_text(content.replace("α", "ά"), encoding="utf-8")
+
+    def refuse(identity: dict[str, str]) -> None:
+        identities.append(identity)
+        raise UserError("changed")
+
+    with pytest.raises(UserError, match="changed"):
+        prepare(config, run, lambda line: None, keep=True, check=refuse)
+    assert {path: path.stat().st_mtime_ns for path in run.rglob("*.bin")} == files
+    changed = prepare(config, run, lambda line: None, keep=True).identity()
+    text.write_text(content, encoding="utf-8")
+    again = prepare(config, run, lambda line: None, keep=True, check=identities.append).identity()
+    assert identities == [first, changed, again]
+    assert again == first != changed
 
 
 def test_faults_of_all_splits_are_reported_once(tmp_path: Path) -> None:

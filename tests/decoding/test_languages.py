@@ -80,7 +80,8 @@ def test_warm_up_with_tags_prevents_later_compilation(case: Case) -> None:
     server = dataclasses.replace(translator, config=config, rounding=coarse)
     compiled: list[str] = []
     jax.monitoring.register_event_duration_secs_listener(lambda event, *_, **__: compiled.append(event))
-    server.warm_up(params, ALPHA, 16, server.tokenizer.tags(data, "en", "de"))
+    for program in server.programs(params, ALPHA, 16, server.tokenizer.tags(data, "en", "de")):
+        program()
     assert any("backend_compile" in event for event in compiled)
     compiled.clear()
     lines = [*LINES, " ".join(WORDS[:7])]
@@ -150,8 +151,8 @@ def test_the_source_language_has_a_tag_of_its_own(case: Case) -> None:
     single = Languages(dataclasses.replace(data, tags="each", pairs="de-en"), translator.tokenizer)
     assert single.split_tags(["x"], "") == (["x"], [(german, english)])
     body = b'{"text": "x", "source_lang": "de", "target_lang": "en"}'
-    assert parse(body, ServeConfig(), DecodeConfig(), languages).tags == ((german, english),)
+    assert parse(body, ServeConfig(), DecodeConfig(), languages, translator.encoded).tags == ((german, english),)
     with pytest.raises(UserError, match="source_lang must be a string"):
-        parse(body.replace(b'"de"', b"1"), ServeConfig(), DecodeConfig(), languages)
+        parse(body.replace(b'"de"', b"1"), ServeConfig(), DecodeConfig(), languages, translator.encoded)
     others = Languages(dataclasses.replace(data, tags="source"), translator.tokenizer)
     assert others.split_tags(["x"], "en")[1] == others.split_tags(["x"], "en", source="de")[1] == [(english, ())]

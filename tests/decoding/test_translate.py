@@ -14,6 +14,7 @@ import pytest
 from branchnorm_jax.data.tokenizer import Tokenizer, train_tokenizer
 from branchnorm_jax.decoding import engine as engines
 from branchnorm_jax.decoding.engine import coarse, interleave, padded_length, padded_lengths, rounded
+from branchnorm_jax.decoding.glossary import make_glossary
 from branchnorm_jax.decoding.results import pharaoh
 from branchnorm_jax.decoding.sentences import Line, Required, Sentence
 from branchnorm_jax.decoding.translate import Translator
@@ -283,7 +284,8 @@ def test_warm_up_prevents_later_compilation(translator: tuple[Translator, dict])
     expected = plain.translate(params, ALPHA, LINES * 3)
     compiled: list[str] = []
     jax.monitoring.register_event_duration_secs_listener(lambda event, *_, **__: compiled.append(event))
-    server.warm_up(params, ALPHA, 16)
+    for program in server.programs(params, ALPHA, 16):
+        program()
     assert any("backend_compile" in event for event in compiled)
     compiled.clear()
     for count in (1, 3, 7, 27):
@@ -316,3 +318,20 @@ def test_padded_lengths_fit_their_sentences() -> None:
     assert {padded_length(length) for length in range(1, 1025)} == {16, 32, 64, 128, 256, 512, 1024}
     for longest in (1, 16, 17, 100, 1024):
         assert padded_lengths(longest) == sorted({padded_length(length) for length in range(1, longest + 1)})
+
+
+@pytest.mark.slow
+def test_programs_for_terms_prevent_later_compilation(translator: tuple[Translator, dict]) -> None:
+    engine, params = translator
+    glossary = make_glossary({"": WORDS[:2]}, "")
+    config = dataclasses.replace(engine.config, beam_size=2, batch_tokens=64)
+    server = dataclasses.replace(engine, config=config, rounding=coarse, glossary=glossary)
+    compiled: list[str] = []
+    jax.monitoring.register_event_duration_secs_listener(lambda event, *_, **__: compiled.append(event))
+    for program in server.programs(params, ALPHA, 16):
+        program()
+    compiled.clear()
+    for count in (1, 3, 7):
+        for best, *_ in server.translate(params, ALPHA, [WORDS[0]] * count):
+            assert WORDS[1] in best.text
+    assert [event for event in compiled if "backend_compile" in event] == []

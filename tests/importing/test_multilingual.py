@@ -16,13 +16,16 @@ from transformers.models.m2m_100.tokenization_m2m_100 import FAIRSEQ_LANGUAGE_CO
 from transformers.models.mbart50.tokenization_mbart50 import FAIRSEQ_LANGUAGE_CODES as MBART50_LANGUAGES
 from transformers.models.nllb.tokenization_nllb import FAIRSEQ_LANGUAGE_CODES as NLLB_LANGUAGES
 
-from branchnorm_jax.data.tokenizer import load_tokenizer
+from branchnorm_jax.data.tags import add_tags
+from branchnorm_jax.data.tokenizer import ABSENT, load_tokenizer
 from branchnorm_jax.decoding.languages import Languages
 from branchnorm_jax.decoding.translate import Translator
 from branchnorm_jax.errors import UserError
 from branchnorm_jax.importing import multilingual
 from branchnorm_jax.model.embedding import sinusoids
+from branchnorm_jax.model.transformer import Transformer
 from branchnorm_jax.options import DataConfig, DecodeConfig
+from branchnorm_jax.training.finetune import with_new_tags
 from tests.conftest import run_main
 from tests.importing import examples
 from tests.importing.damage import changed, check_refused
@@ -175,6 +178,31 @@ def test_imported_fine_tuned_and_exported(name: str, tmp_path: Path) -> None:
     assert run.returncode == 0, run.stderr
     found = multilingual.read_folder(tmp_path / "child" / "export" / "huggingface")
     assert found.unused == list(load_tokenizer(tmp_path / "child" / "vocabulary").unused_target)
+
+
+def test_a_new_language_keeps_the_old_ones(tmp_path: Path) -> None:
+    """With the row of the new tag masked, the log-probabilities are those of the import."""
+    examples.m2m100(tmp_path / "theirs", nllb=True)
+    found = multilingual.read_folder(tmp_path / "theirs")
+    tokenizer = tokenizer_of(found, tmp_path / "ours")
+    absent = found.unused[-3:]
+    (tmp_path / "ours" / ABSENT).write_text("".join(f"{index}\n" for index in absent))
+    add_tags(tmp_path / "ours", ["tlh_Latn"])
+    new = load_tokenizer(tmp_path / "ours")
+    assert new.languages == [*tokenizer.languages, "tlh_Latn"]
+    tag = 3 + len(found.tags)
+    assert new.target_pieces == [*tokenizer.target_pieces[:tag], ">>tlh_Latn<<", *tokenizer.target_pieces[tag:]]
+    assert list(new.absent_target) == [index + 1 for index in absent]
+    shifted = tuple(index + (index >= tag) for index in found.unused)
+    old = model_of(found)
+    model = Transformer(old.config, new.source_size, new.target_size, (tag, *shifted), len(new.languages))
+    params = with_new_tags(found.params, tokenizer, model)
+    results = []
+    for each, network, weights in ((tokenizer, old, found.params), (new, model, params)):
+        tags = each.tags(DataConfig(pairs="+".join(found.tags), tags="each"), "eng_Latn", "fra_Latn")
+        pairs = list(zip(LINES, TARGETS, strict=True))
+        results.append(Translator(network, each, found.decode).score(weights, ALPHA, pairs, [tags] * len(pairs)))
+    np.testing.assert_allclose(results[1], results[0], rtol=1e-6)
 
 
 def test_the_folder_names_languages(tmp_path: Path) -> None:

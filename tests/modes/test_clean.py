@@ -70,7 +70,7 @@ def test_sides_in_another_language_are_removed(tmp_path: Path) -> None:
             file.write(f"{text}\n")
     clean(config_of(tmp_path / "text", drop="language,empty"), Workdir(tmp_path / "run"))
     rows = (tmp_path / "run" / "clean" / "removed.tsv").read_text(encoding="utf-8").splitlines()
-    assert rows[-1].split("\t") == ["305", "language", *foreign]
+    assert rows[-1].split("\t") == ["305", "language=fr", *foreign]
     assert "303\tempty\t\tτίποτα" in rows
 
 
@@ -116,6 +116,28 @@ def test_each_pair_of_a_multilingual_corpus_is_cleaned_once(tmp_path: Path) -> N
             "kept"
         ]
         assert len(list(read_pairs(direction, "train"))) == count
+
+
+def test_each_corpus_is_cleaned_into_a_file_of_its_own(tmp_path: Path) -> None:
+    folder = write(tmp_path / "text")
+    for language in ("en", "el"):
+        (folder / "web").mkdir(exist_ok=True)
+        (folder / f"train.{language}").rename(folder / f"news.{language}")
+        first = "".join((folder / f"news.{language}").read_text(encoding="utf-8").splitlines(keepends=True)[:3])
+        (folder / "web" / f"all.{language}").write_text(first + "new words\n", encoding="utf-8")
+    config = config_of(folder, drop="duplicate,held_out")
+    split = dataclasses.replace(config.data, train_split="news:2,web/all")
+    clean(dataclasses.replace(config, data=split), Workdir(tmp_path / "run"))
+    copy = dataclasses.replace(split, path=str(tmp_path / "run" / "clean"), train_split="news:2,web-all:1")
+    (news, _), (web, _) = copy.corpora()
+    assert list(read_pairs(web, "train")) == [("new words", "new words")]
+    assert len(list(read_pairs(news, "train"))) == 302
+    assert len((tmp_path / "run" / "clean" / "removed.web-all.tsv").read_text().splitlines()) == 4
+    numbers = json.loads((tmp_path / "run" / "clean" / "clean.json").read_text())
+    assert numbers["web-all"]["removed"] == {"duplicate": 3} and numbers["news"]["kept"] == 302
+    both = dataclasses.replace(config.data, train_split="web/all,web-all")
+    with pytest.raises(UserError, match="would be the files web-all, web-all"):
+        clean(dataclasses.replace(config, data=both), Workdir(tmp_path / "other"))
 
 
 def test_filters_of_opusfilter_see_only_pairs_without_faults(tmp_path: Path) -> None:

@@ -83,12 +83,14 @@ def test_interrupted_translation_continues(
 
 def test_input_and_output_options(trained: Path, tmp_path: Path) -> None:
     source, target = tmp_path / "in", tmp_path / "out"
-    source.write_text("one\ntwo\tto\n", encoding="utf-8")
+    source.write_text("one\nTwo is it. Three is it.\nOne is it. Two is it.\n", encoding="utf-8")
     command = f"--workdir={trained}", "--mode=translate", f"--config.decode.input={source}"
     done = run_main(*command, f"--config.decode.output={target}", "--config.decode.token_scores=True")
     assert done.returncode == 0, done.stderr
     first = target.read_text(encoding="utf-8").splitlines()
-    assert len(first) == 2
+    assert len(first) == 3
+    assert "\nline 2 has several sentences; " in done.stderr
+    assert done.stderr.count("has several sentences") == 1
     assert all(" ||| " in line and "</s>:" in line for line in first)
     done = run_main(*command, "--config.decode.target_prefix=True")
     assert done.returncode == 2

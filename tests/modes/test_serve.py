@@ -38,7 +38,11 @@ DECODE = (
     "--config.decode.no_repeat_ngram=1",  # so that translations of the tiny model differ and end
 )
 SERVE = ("--config.serve.port=0", "--config.serve.warm_up_length=16", "--config.serve.max_lines=4")
-LIMITS = ("--config.serve.max_characters=500",)
+LIMITS = (
+    "--config.serve.max_characters=500",
+    "--config.serve.max_terms=2",
+    "--config.serve.max_term_tokens=8",
+)
 
 LUMINANCE = np.array((0.2126, 0.7152, 0.0722))
 """Weights of red, green and blue in the luminance of a colour (sRGB)."""
@@ -206,7 +210,17 @@ def test_cut_lines_return_a_warning(trained: Path) -> None:
         (b'{"text": "one", "nbest": true}', 400, "from 1 to 2"),
         (b'{"text": "one", "nbest": NaN}', 400, "from 1 to 2"),
         (b'{"text": "one", "alignments": 1}', 400, "true or false"),
-        (b'{"text": "' + b"x" * 30_000 + b'"}', 413, "more than 25,064 bytes"),
+        (b'{"text": "one", "glossary": {"one": "eins"}}', 400, 'glossary must be a list such as [["term", "trans'),
+        (b'{"text": "one", "glossary": [["one"]]}', 400, "glossary, entry 1: expected two strings"),
+        (b'{"text": "one", "glossary": [["one", "eins"], ["two", 2]]}', 400, "glossary, entry 2: expected two strings"),
+        (b'{"text": "one", "glossary": [["one", " "]]}', 400, "glossary, entry 1: expected a term and a translation"),
+        (b'{"text": "", "glossary": [["a", "b"], ["a", "c"]]}', 400, "entry 2: 'a' already has the translation 'b'"),
+        (b'{"text": "", "glossary": [["a", "b"], ["c", "d"], ["e", "f"]]}', 400, "3 terms, more than 2"),
+        (b'{"text": "", "glossary": [["' + b"a" * 201 + b'", "b"]]}', 400, "entry 1: a text of 201 characters"),
+        (rb'{"text": "", "glossary": [["a", "\ud800"]]}', 400, r"glossary, entry 1: '\ud800' is an unpaired surrogate"),
+        ('{"text": "one", "glossary": [["one", "北"]]}'.encode(), 400, "the model cannot write '北'"),
+        (b'{"text": ["", "one"], "glossary": [["one", "' + b"sieben " * 12 + b'"]]}', 400, "line 2: its terms have"),
+        (b'{"text": "' + b"x" * 40_000 + b'"}', 413, "more than 34,728 bytes"),
     ],
     ids=lambda value: str(value[:30]) if isinstance(value, bytes) else None,
 )
@@ -218,7 +232,7 @@ def test_invalid_requests_are_rejected(server: Server, body: bytes, status: int,
 
 
 def test_bodies_of_unknown_length_have_the_same_limit(server: Server) -> None:
-    for size, status in ((20_000, 200), (30_000, 413)):
+    for size, status in ((30_000, 200), (40_000, 413)):
         connection = http.client.HTTPConnection(server.url.removeprefix("http://"))
         parts = iter([b'{"text": "one"', b" " * size, b"}"])
         connection.request("POST", "/translate", parts, {"transfer-encoding": "chunked"}, encode_chunked=True)
@@ -229,6 +243,33 @@ def test_other_paths_and_methods_are_rejected(server: Server) -> None:
     for path, body, status in (("/nothing", None, 404), ("/translate", None, 405), ("/health", b"", 405)):
         code, _, answer = ask(server.url + path, body)
         assert (code, "POST /translate" in answer["error"]) == (status, True)
+
+
+def test_a_request_has_terms_of_its_own(trained: Path, tmp_path: Path) -> None:
+    """Requests with other terms, or none, are translated in the same batch; terms of the request replace those of the
+    server. Programs for the terms of the server are compiled first.
+    """
+    (tmp_path / "terms.tsv").write_text("one\tacht\nseven\tneun\n")
+    few = "--config.decode.batch_tokens=16", "--config.serve.batch_wait_ms=200"
+    terms = f"--config.decode.glossary={tmp_path / 'terms.tsv'}"
+    server = Server(f"--workdir={trained}", *DECODE, *SERVE, *LIMITS, *few, terms)
+    try:
+        requests: list[dict[str, Any]] = [
+            {"text": ["one", "two"]},
+            {"text": ["one", "seven", "two"], "glossary": [["one", "elf"], ["two", "zwei"]]},
+            {"text": "one", "glossary": []},
+        ]
+        with ThreadPoolExecutor(len(requests)) as clients:
+            found = list(clients.map(lambda request: translations(server.url, **request), requests))
+        texts = [[best["text"] for (best,) in each] for each in found]
+        assert re.search(r"\bacht\b", texts[0][0])
+        for term, text in zip(("elf", "neun", "zwei"), texts[1], strict=True):
+            assert re.search(rf"\b{term}\b", text)
+        assert texts[2][0] == texts[0][0]
+        assert any("and for terms of decode.glossary" in line for line in server.log)
+        assert ask(server.url + "/health")[2]["serve"]["max_terms"] == 2
+    finally:
+        server.end()
 
 
 def test_valid_edge_cases_are_accepted(server: Server) -> None:
@@ -298,7 +339,7 @@ def serving(device: Device, log: list[str], **serve: Any) -> Iterator[str]:
     """Runs the application with this device in a thread."""
     limits, no_tokenizer = ServeConfig(**serve), cast(Tokenizer, None)  # a model of one pair needs none
     languages = Languages(DataConfig(), no_tokenizer)
-    read = functools.partial(parse, serve=limits, decode=DecodeConfig(), languages=languages)
+    read = functools.partial(parse, serve=limits, decode=DecodeConfig(), languages=languages, encode=lambda phrase: [])
     app = make_app(read, device, limits, {}, log.append)
     server = uvicorn.Server(uvicorn.Config(app, lifespan="on", log_config=None, log_level="warning"))
     with socket.create_server(("127.0.0.1", 0)) as listener:

@@ -12,18 +12,27 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scipy.special import logsumexp
 
 from branchnorm_jax import config as configs
 from branchnorm_jax.data.prepare import prepare
-from branchnorm_jax.data.tokenizer import load_tokenizer
+from branchnorm_jax.data.tags import new_languages
+from branchnorm_jax.data.tokenizer import Tokenizer, load_tokenizer
 from branchnorm_jax.errors import UserError
 from branchnorm_jax.model import growth
+from branchnorm_jax.model.coefficients import uniform
+from branchnorm_jax.model.parameters import Params
+from branchnorm_jax.model.segments import decoder_inputs
+from branchnorm_jax.model.transformer import Transformer
 from branchnorm_jax.modes.runs import sweep
 from branchnorm_jax.options import Config, ModelConfig, SweepConfig
 from branchnorm_jax.training import logs, loop, schedules
-from branchnorm_jax.training.finetune import corpus_of
+from branchnorm_jax.training.checkpoint import Checkpoints
+from branchnorm_jax.training.finetune import corpus_of, first_parameters
+from branchnorm_jax.training.network import make_model
 from branchnorm_jax.training.trained import network, restore_model
 from branchnorm_jax.workdir import Workdir
+from tests.conftest import run_main
 
 
 def child_of(parent: Path, which: str = "last", model: dict[str, Any] | None = None, **train: Any) -> Config:
@@ -137,6 +146,102 @@ def test_child_must_keep_the_language_tags_of_the_parent(trained: Path, tmp_path
 def test_different_models_are_rejected(trained: Path, tmp_path: Path, model: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         loop.train(child_of(trained, model=model), Workdir(tmp_path / "child"))
+
+
+@pytest.fixture(scope="module")
+def tagged(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An untrained parent with the tags de and en, an unshared vocabulary and an output bias."""
+    values = configs.default_config("1L-1L")
+    values.model.update(width=16, ffn_width=16, heads=2, shared_embeddings="none", output_bias=True)
+    values.data.update(pairs="en-de,de-en", tags="each", numerals_pairs=200, vocab_size=300, shared_vocab=False)
+    values.train.update(batch_tokens=1024, eval_bleu_sentences=2, best_metric="loss")
+    config, workdir = configs.from_config_dict(values), Workdir(tmp_path_factory.mktemp("tagged") / "run")
+    workdir.create()
+    tokenizer = prepare(config.data, workdir.path, logs.say).tokenizer
+    model = make_model(config.model, tokenizer)
+    params = jax.jit(model.init)(jax.random.key(0))
+    params["embedding"]["bias"] = jax.random.normal(jax.random.key(1), params["embedding"]["bias"].shape)
+    checkpoints = Checkpoints(workdir.stored("checkpoints"), config.train, logs.say)
+    checkpoints.save_params(0, params, uniform(0.5, model.depth), {})
+    (workdir / "data.json").write_text(json.dumps({"vocabulary": tokenizer.sha256}))
+    (workdir / "config.json").write_text(configs.to_json(config))
+    return workdir.path
+
+
+def without(array: Any, axis: int) -> np.ndarray:
+    """Removes the entries of the two new tags."""
+    return np.delete(np.asarray(array), np.array([5, 6]), axis)
+
+
+def test_new_languages_get_tags(tagged: Path, tmp_path: Path) -> None:
+    """Text has the same pieces as before; old languages have the same probabilities, up to that of the new tags."""
+    config, child = child_of(tagged), Workdir(tmp_path / "child")
+    pairs = dataclasses.replace(config.data, pairs="cs-fr,en-de")
+    config = dataclasses.replace(config, data=pairs)
+    child.create()
+    corpus = corpus_of(config, child)
+    parent, old = network(configs.load(tagged / "config.json"), Workdir(tagged))
+    new = corpus.tokenizer
+    assert (parent.languages, new.languages) == (["de", "en"], ["de", "en", "cs", "fr"])
+    assert sorted(set(new.target_pieces) - set(parent.target_pieces)) == [">>cs<<", ">>fr<<"]
+    lines = ["twenty-one", "zwölf", "eight"]
+    for encode, again in ((parent.encode_source, new.encode_source), (parent.encode_target, new.encode_target)):
+        assert [[i + 2 * (i > 4) for i in ids] for ids in encode(lines)] == again(lines)
+    assert new.decode_target(new.encode_target(["zwölf"])[0]) == "zwölf"
+    assert not new.source_processor.is_unknown(new.source_pieces.index(">>fr<<"))
+    assert new.tags(config.data, "cs", "fr") == ((5,), (6,))
+    assert [new.source_pieces[5], new.target_pieces[6]] == [">>cs<<", ">>fr<<"]
+
+    model = make_model(dataclasses.replace(config.model, mask_unused=False), new)
+    old = dataclasses.replace(old, unused=())
+    params, _ = first_parameters(config, model)
+    old_params, alpha, _ = restore_model(config, Workdir(tagged), old, "last")
+    for name, table in params["embedding"].items():
+        rows = np.asarray(old_params["embedding"][name])
+        np.testing.assert_array_equal(without(table, 0), rows)
+        np.testing.assert_allclose(table[5:7], [rows[3:5].mean(0)] * 2, rtol=1e-6, atol=1e-8)
+
+    def logits(model: Transformer, params: Params, tokenizer: Tokenizer) -> np.ndarray:
+        ids = []
+        for source, target in (("en", "de"), ("de", "en")):
+            tags = tokenizer.tags(config.data, source, target)
+            texts = tokenizer.encode_source(["twenty-one"])[0], tokenizer.encode_target(["acht zwölf"])[0]
+            ids.append([[*tag, *text] for tag, text in zip(tags, texts, strict=True)])
+        sources, targets = (jnp.array(side) for side in zip(*ids, strict=True))
+        return np.asarray(model(params, sources, decoder_inputs(targets), alpha), np.float64)
+
+    before, after = logits(old, old_params, parent), logits(model, params, new)
+    np.testing.assert_allclose(without(after, 2), before, atol=1e-6)
+    change = logsumexp(after, axis=-1) - logsumexp(before, axis=-1)
+    np.testing.assert_allclose(change, np.log1p(np.exp(after[..., 5:7]).sum(-1) / np.exp(before).sum(-1)), atol=1e-6)
+    # If the new rows are masked, the probabilities are those of the parent.
+    masked = logits(dataclasses.replace(model, unused=(5, 6)), params, new)
+    assert np.isneginf(masked[..., 5:7]).all()
+    np.testing.assert_array_equal(without(masked, 2), without(after, 2))
+
+
+@pytest.mark.slow
+def test_new_languages_are_trained_and_translated(tagged: Path, tmp_path: Path) -> None:
+    config = child_of(tagged, learning_rate=1e-3)
+    config = dataclasses.replace(config, data=dataclasses.replace(config.data, pairs="en-fr,en-de"))
+    loop.train(config, child := Workdir(tmp_path / "child"))
+    translations = run_main(
+        "--mode=translate", f"--workdir={child.path}", stdin=">>fr<< twenty-one\n>>de<< twenty-one\n"
+    )
+    assert translations.returncode == 0, translations.stderr
+    assert len(translations.stdout.splitlines()) == 2
+    grandchild = child_of(child.path)
+    grandchild = dataclasses.replace(grandchild, data=dataclasses.replace(grandchild.data, pairs="en-pl"))
+    loop.train(grandchild, Workdir(tmp_path / "grandchild"))
+    assert load_tokenizer(tmp_path / "grandchild" / "vocabulary").languages == ["de", "en", "fr", "pl"]
+
+
+def test_another_code_of_a_known_language_is_no_new_language() -> None:
+    assert new_languages(["deu_Latn", "fra_Latn"], ["fra_Latn", "gl", "glg_Latn", "fra_CA"]) == [
+        *("gl", "glg_Latn", "fra_CA")
+    ]
+    with pytest.raises(UserError, match="the vocabulary has no language 'de', but deu_Latn; use that name"):
+        new_languages(["deu_Latn", "fra_Latn"], ["fra_Latn", "de"])
 
 
 def test_parent_without_tags_rejects_language_pairs(trained: Path, tmp_path: Path) -> None:

@@ -138,7 +138,7 @@ class ModelConfig:
     norm: str = option(
         "layer_norm",
         "kind of all norms of the method; scale_norm_fixed learns a single g, in the norm after the decoder",
-        choices=("layer_norm", "rms_norm", "scale_norm", "scale_norm_fixed", "dyt", "none"),
+        choices=("layer_norm", "rms_norm", "scale_norm", "scale_norm_fixed", "dyt", "derf", "none"),
     )
     embedding: str = option(
         "standard", "embedding tables: unchanged, or with rows of norm 1 (fixnorm)", choices=("standard", "fixnorm")

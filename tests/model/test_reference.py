@@ -97,7 +97,7 @@ def test_forward_and_gradient_of_every_method(method: str, dtype: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize("kind", ["rms_norm", "scale_norm", "scale_norm_fixed", "dyt", "none"])
+@pytest.mark.parametrize("kind", ["rms_norm", "scale_norm", "scale_norm_fixed", "dyt", "derf", "none"])
 def test_forward_and_gradient_with_other_norms(kind: str, dtype: str) -> None:
     measured = errors("sub_ln", dtype, kind)
     assert {name: error for name, error in measured.items() if not error <= TOLERANCE[dtype]} == {}

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
+from scipy.special import erf
 
 Params = dict[str, Any]
 Branch = Callable[[np.ndarray], np.ndarray]
@@ -61,6 +62,10 @@ def dyt(x: np.ndarray, p: Params, eps: float = 0.0) -> np.ndarray:
     return np.tanh(p["alpha"] * x) * p["scale"] + p["bias"]
 
 
+def derf(x: np.ndarray, p: Params, eps: float = 0.0) -> np.ndarray:
+    return erf(p["alpha"] * x + p["shift"]) * p["scale"] + p["bias"]
+
+
 def no_norm(x: np.ndarray, p: Params, eps: float = 0.0) -> np.ndarray:
     return x
 
@@ -71,6 +76,7 @@ NORMS = {
     "scale_norm": scale_norm,
     "scale_norm_fixed": scale_norm,
     "dyt": dyt,
+    "derf": derf,
     "none": no_norm,
 }
 

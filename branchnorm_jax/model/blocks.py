@@ -19,6 +19,7 @@ from branchnorm_jax.model.fused_residual import Weights, fused_residual, support
 from branchnorm_jax.model.norms import Norm, apply_norm
 from branchnorm_jax.model.recipe import Recipe, Weight
 from branchnorm_jax.model.relative import NO_RELATIVE, Relative
+from branchnorm_jax.model.streams import KINDS, Stream, exact
 from branchnorm_jax.model.taps import watched_rows
 from branchnorm_jax.options import ModelConfig
 
@@ -33,19 +34,6 @@ class LayerInput(NamedTuple):
     """Added to the layer's input, [B, T, D] (in the stack [L, B, T, D])."""
     attention_weight: jax.Array | None = None
     """Weight of the layer in `Stream.attention`: float32 [] (in the stack [L])."""
-
-
-class Stream(NamedTuple):
-    """The carry of the stack: what a layer passes to the next one."""
-
-    x: jax.Array
-    """The residual stream, [B, T, D]."""
-    total: jax.Array | None = None
-    """Sum of the embedding and of all branches so far, float32 [B, T, D]; only in a dual stream."""
-    spread: jax.Array | None = None
-    """r_k of Admin's profiling pass (see `admin.py`), float32 []; None otherwise."""
-    attention: jax.Array | None = None
-    """Weighted sum of the cross-attention weights of the layers so far, float32 [B, T, S]; None if not recorded."""
 
 
 class Block(nn.Module):
@@ -67,13 +55,15 @@ class Block(nn.Module):
         site: Site,
         bottom: jax.Array | None = None,
     ) -> Stream:
-        """x' = P(a x + b Dropout(G(F(c Q(x)))) + bottom), computed in float32 and returned in the stream's type."""
-        recipe, x = self.recipe, stream.x.astype(jnp.promote_types(stream.x.dtype, jnp.float32))
+        """x' = P(a x + b Dropout(G(F(c Q(u)))) + bottom), computed in float32 and returned in the stream's type."""
+        recipe, streams = self.recipe, KINDS[self.recipe.stream](self.config, name=f"{name}_streams")
+        stream, u = streams.read(stream)
+        x = exact(stream.x)
         if recipe.post_layers is None:
-            z = self._norm(f"{name}_pre_norm", x) if recipe.pre else stream.x
+            z = self._norm(f"{name}_pre_norm", u) if recipe.pre else u
         else:
             norm = Norm(self.config.norm, name=f"{name}_norm")
-            z = jnp.where(layer.coefficients.post, x, norm(x))
+            z = jnp.where(layer.coefficients.post, u, norm(u))
         if recipe.pre_scale is not None:
             z = z * layer.coefficients.pre_scale
         if recipe.shifts:
@@ -86,7 +76,8 @@ class Block(nn.Module):
         given, key = h, site_key(layer.key, site)
         a = self._weight("skip", name, layer.coefficients.skip) if stream.spread is None else stream.spread
         b = self._weight("branch", name, layer.coefficients.branch)
-        h = b * dropout(h.astype(x.dtype), self.config.dropout, key)
+        h = dropout(h.astype(x.dtype), self.config.dropout, key)
+        stream, h = streams.write(stream, h), b * h
         y = a * x + h if bottom is None else a * x + h + bottom
         if recipe.post_layers is not None:
             y = jnp.where(layer.coefficients.post, norm(y), y)
@@ -102,8 +93,6 @@ class Block(nn.Module):
         if self.is_mutable_collection("watch"):
             self.sow("watch", "branch", mean_square(h))
             self.sow("watch", "skip", mean_square(a * x))
-        if stream.total is not None:
-            stream = stream._replace(total=stream.total + h)
         if stream.spread is not None:
             self.sow("profile", f"{name}_skip", stream.spread)
             stream = stream._replace(spread=jnp.sqrt(jnp.var(a * x) + jnp.var(h)))

@@ -12,7 +12,7 @@ import numpy as np
 
 from branchnorm_jax.axes import gather
 from branchnorm_jax.model import relative
-from branchnorm_jax.model.blocks import Block, LayerInput, Stream, make_block, watched
+from branchnorm_jax.model.blocks import Block, LayerInput, make_block, watched
 from branchnorm_jax.model.coefficients import Alpha, resolve
 from branchnorm_jax.model.combination import combined
 from branchnorm_jax.model.declared import map_declared
@@ -33,6 +33,7 @@ from branchnorm_jax.model.segments import (
     target_segments,
 )
 from branchnorm_jax.model.stack import Layer, rematerialised, run_and_update, run_stack, unstack
+from branchnorm_jax.model.streams import KINDS, Stream
 from branchnorm_jax.model.taps import Taps
 from branchnorm_jax.options import ModelConfig
 from branchnorm_jax.tokens import EOS
@@ -42,8 +43,8 @@ from branchnorm_jax.tokens import EOS
 class Transformer:
     """A Transformer of any depth and method: encoder and decoder, or a decoder alone (`model.family`).
 
-    A decoder alone is a language model; its vocabulary is that of the target. `alpha` is given by stack and layer, or as
-    one number for all layers. Recipes without a growing branch ignore it.
+    A decoder alone is a language model; its vocabulary is that of the target. `alpha` is given by stack and layer, or
+    as one number for all layers. Recipes without a growing branch ignore it.
 
     Attributes:
       config: the network's options.
@@ -280,12 +281,12 @@ class Transformer:
         remat = c.remat if per_layer is None else "none"
         run = functools.partial(run_stack, remat=remat, group=c.group, unroll=c.unroll)
         attention = None if taps.attention is None else jnp.zeros(arguments(per_layer)[2].shape)
+        start = KINDS[recipe.stream].start(x, getattr(self.depth, stack))._replace(attention=attention)
         if recipe.combines:
             assert update is None, "layers that read the outputs of all earlier layers cannot be updated one by one"
             # Rematerialise each layer alone. The sums over layers are linear, so the backward pass does not need them.
             checkpointed = rematerialised(layer, "full" if remat == "nested" else remat)
             run = functools.partial(run, remat="none")
-            start = Stream(x, attention=attention)
             combine, carry, inputs = combined(
                 checkpointed,
                 params[f"{stack}_combination"],
@@ -296,8 +297,7 @@ class Transformer:
             )
             (stream, _), outputs = run(combine, carry, inputs)
         else:
-            total = x.astype(jnp.promote_types(x.dtype, jnp.float32)) if recipe.stream == "dual" else None
-            start = Stream(x, total, jnp.ones(()) if taps.record == "profile" else None, attention)
+            start = start._replace(spread=jnp.ones(()) if taps.record == "profile" else None)
             if update is None:
                 stream, outputs = run(layer, start, scanned)
             else:
@@ -332,17 +332,16 @@ class Transformer:
         return either
 
     def _end(self, params: Params, stack: str, stream: Stream) -> jax.Array:
-        """Applies what the recipe has after the last layer: a norm, Fixup's shift or nothing."""
-        recipe = self.recipe
-        if not recipe.final:
-            return stream.x
-        end = params[f"{stack}_norm"]
-        if recipe.final == "shift":
-            return (stream.x - end["shift"]) * end.get("scale", 1.0)
-        kind = final_kind(self.config.norm, stack)
-        if stream.total is not None:
-            return stream.x + apply_norm(kind, end, stream.total, recipe.final_epsilon)
-        return apply_norm(kind, end, stream.x, recipe.final_epsilon)
+        """Returns the output of a stack: its stream after what the recipe has behind the last layer."""
+        recipe, end = self.recipe, params.get(f"{stack}_norm", {})
+
+        def final(x: jax.Array) -> jax.Array:
+            if recipe.final == "shift":
+                return (x - end["shift"]) * end.get("scale", 1.0)
+            kind = final_kind(self.config.norm, stack)
+            return apply_norm(kind, end, x, recipe.final_epsilon) if recipe.final else x
+
+        return KINDS[recipe.stream].end(self.config, params.get(f"{stack}_streams", {}), stream, final)
 
     def layer_inputs(
         self,

@@ -58,6 +58,7 @@ def obstacle(model: Transformer) -> str:
         "it has norms after its branches": bool(r.branch_norm),
         "it has norms inside its branches": bool(r.inner_norm),
         "its attention heads have scaling factors": bool(r.head_scale),
+        "its sub-layers end with a learned damping": r.damped,
         "its branches subtract scalars from their inputs": r.shifts,
         "it has both Pre-LN and Post-LN layers": r.post_layers is not None,
         "it has no norms": not r.pre and not r.post,

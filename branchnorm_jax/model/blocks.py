@@ -90,6 +90,9 @@ class Block(nn.Module):
                     # Equal to the operations above, which XLA then drops.
                     normed = fused_residual(platform, stream.x, given, weights, self.config.dropout, key)
             y = normed if recipe.post_first is None or name != "self" else jnp.where(layer.coefficients.post, normed, y)
+        if recipe.damped:
+            gate = self.param(f"{name}_gate", declared(nn.initializers.zeros), ())
+            y = y - jax.nn.silu(gate) * jax.lax.stop_gradient(y)
         if self.is_mutable_collection("watch"):
             self.sow("watch", "branch", mean_square(h))
             self.sow("watch", "skip", mean_square(a * x))

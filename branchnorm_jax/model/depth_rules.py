@@ -66,6 +66,11 @@ def branches_power(power: float) -> Rule:
     return rule
 
 
+def sublayers_power(power: float) -> Rule:
+    """Returns the rule n^power."""
+    return lambda depth: PerStack(*(float(max(1, n)) ** power for n in depth.sublayers))
+
+
 def depth_power(power: float) -> Rule:
     """Returns the rule N^power in the encoder and M^power in the decoder."""
     return lambda depth: PerStack(max(1, depth.encoder) ** power, depth.decoder**power)

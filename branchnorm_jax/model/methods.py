@@ -368,6 +368,26 @@ METHODS["keel"] = Recipe(
     skip=Weight(by.keel_skip),
     recommended={"model.norm": "rms_norm"},
 )
+METHODS["gpas"] = replace(
+    PRE_LN,
+    equation="y = x + F(LN(x)), x' = y - silu(g) stop_gradient(y), g learned from 0, one per sub-layer",
+    citation="GPAS: Gradient-Preserving Activation Scaling (2025)",
+    arxiv="2506.22049",
+    note="The stream shrinks by 1 - silu(g), but gradients pass through as in Pre-LN. The sub-layers of a layer share "
+    "one g in the official code, which also clips the gradient of g in some runs; here each has its own.",
+    damped=True,
+)
+METHODS["deepnorm_deeploop"] = replace(
+    DEEPNORM,
+    equation="x' = LN(sqrt(n) x + F(x)), n the number of sub-layers",
+    citation="DeepLoop (2026)",
+    arxiv="2607.13491",
+    note="Skip weight sqrt(n) and gain 1 / (2 sqrt(n)). The paper gives (2N)^(1/2) and (8N)^(-1/2) for N layers of a "
+    "decoder-only model, which has n = 2N; with a cross-attention, n = 3M in the decoder. DeepNorm's exponents are "
+    "1/4. The paper's models run the same layers several times; here only its constants are used.",
+    skip=Weight(by.sublayers_power(0.5)),
+    gain=dict.fromkeys(BRANCH_MATRICES, scaled(by.sublayers_power(-0.5), 0.5)),
+)
 
 
 def _prores(base: Recipe, equation: str) -> Recipe:

@@ -4,6 +4,8 @@
     h  = Dropout(G(F(z)))             F: attention or feed-forward with its inner hooks, G: norm or identity
     x' = P(a x + b h)                 a, b: constant, scheduled or learned; P: norm or identity
 
+z and x may also come from several residual streams; see `streams.py`.
+
 `blocks.py` implements this update without knowing any method by name. `methods.py` is the table of methods.
 """
 
@@ -109,6 +111,7 @@ class Recipe:
       embedding_norm: a norm follows the embeddings of each stack.
       skip: the factor a.
       branch: the factor b.
+      damped: each sub-layer ends with x' - silu(g) stop_gradient(x'), g a learned scalar from 0.
       inner_norm: sub-layers with a norm before their last matrix (o or fc2).
       head_scale: attention sub-layers with a learned factor per head, applied before o.
       head_scale_last: the factors are applied after o instead, each to its head's share of the features.
@@ -141,6 +144,7 @@ class Recipe:
     embedding_norm: bool = False
     skip: Weight = Weight()
     branch: Weight = Weight()
+    damped: bool = False
     inner_norm: frozenset[str] = NOWHERE
     head_scale: frozenset[str] = NOWHERE
     head_scale_last: bool = False

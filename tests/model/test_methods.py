@@ -38,6 +38,15 @@ def test_deepnorm_constants(n: int, m: int, alpha_e: float, beta_e: float, alpha
     np.testing.assert_allclose(deepnorm_beta(Depth(n, m)), (beta_e, beta_d), atol=5e-7)
 
 
+def test_constants_of_deeploop() -> None:
+    """A decoder-only model of N layers has (2N)^(1/2) and (8N)^(-1/2)."""
+    recipe = METHODS["deepnorm_deeploop"]
+    np.testing.assert_allclose(recipe.skip.start(Depth(0, 50)).decoder, 10)
+    np.testing.assert_allclose(recipe.gain["o"](Depth(0, 50)).decoder, 1 / 20)
+    np.testing.assert_allclose(recipe.skip.start(Depth(8, 27)), (4, 9))
+    np.testing.assert_allclose(recipe.gain["v"](Depth(8, 27)), (1 / 8, 1 / 18))
+
+
 SUB_LN = [
     (6, 1.547288, 1.700109),
     (18, 2.182857, 1.997244),
@@ -108,6 +117,8 @@ COUNTS = {
     "layerscale": tuple(count + 2048 + 512 * 5 * n for count, n in zip(PLAIN, (6, 18, 100), strict=True)),
     "skipinit": tuple(count - 1024 * 5 * n + 5 * n for count, n in zip(PLAIN, (6, 18, 100), strict=True)),
     "keel": tuple(count + 1024 * 5 * n for count, n in zip(PLAIN, (6, 18, 100), strict=True)),
+    # Derived: Pre-LN with one scalar per sub-layer.
+    "gpas": tuple(count + 2048 + 5 * n for count, n in zip(PLAIN, (6, 18, 100), strict=True)),
     "gpt2norm": tuple(count + 2048 for count in PLAIN),
     "peri_ln": tuple(count + 4096 + 1024 * 5 * n for count, n in zip(PLAIN, (6, 18, 100), strict=True)),
     "rezero_ln": tuple(count + 2 * n for count, n in zip(PLAIN, (6, 18, 100), strict=True)),
@@ -223,7 +234,9 @@ def gains(method: str, layers: int) -> dict[str, tuple[float, float]]:
     everywhere = [f"{sub}/{matrix}" for sub in ("self", "cross") for matrix in "qkvo"] + ["ffn/fc1", "ffn/fc2"]
     result = dict.fromkeys(everywhere, (1.0, 1.0))
     branch = [name for name in everywhere if name[-1] not in "qk"]
-    if method in ("deepnorm", "branchnorm", "mixnorm"):
+    if method == "deepnorm_deeploop":
+        result |= dict.fromkeys(branch, ((8 * n) ** -0.5, (12 * n) ** -0.5))
+    elif method in ("deepnorm", "branchnorm", "mixnorm"):
         result |= dict.fromkeys(branch, (0.87 * (n**5) ** (-1 / 16), (12 * n) ** -0.25))
     elif method == "sub_ln":
         encoder, decoder = math.sqrt(math.log(3 * n) * math.log(2 * n) / 3), math.sqrt(math.log(3 * n))
@@ -242,7 +255,11 @@ def gains(method: str, layers: int) -> dict[str, tuple[float, float]]:
 
 
 @pytest.mark.parametrize(
-    "method", ["post_ln", "deepnorm", "branchnorm", "mixnorm", "sub_ln", "t_fixup", "fixup", "b2t", "admin", "dlcl"]
+    "method",
+    [
+        *("post_ln", "deepnorm", "deepnorm_deeploop", "branchnorm", "mixnorm"),
+        *("sub_ln", "t_fixup", "fixup", "b2t", "admin", "dlcl"),
+    ],
 )
 def test_initial_weights_of_the_model(method: str) -> None:
     """Monte Carlo: the std of every matrix role in both stacks is within 5 standard errors."""

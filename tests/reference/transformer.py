@@ -239,6 +239,15 @@ def keel(x: np.ndarray, F: Branch, p: Params, at: At, norm: Any) -> np.ndarray:
     return x + h if at.sub == "self" else norm(x + h, p[f"{at.sub}_post_norm"])
 
 
+def gpas(x: np.ndarray, F: Branch, p: Params, at: At, norm: Any) -> np.ndarray:
+    y, g = pre_ln(x, F, p, at, norm), p[f"{at.sub}_gate"]
+    return y - g / (1 + np.exp(-g)) * y.real  # a constant in the complex step: stop_gradient
+
+
+def deeploop(x: np.ndarray, F: Branch, p: Params, at: At, norm: Any) -> np.ndarray:
+    return norm(math.sqrt(at.sublayers) * x + F(x), p[f"{at.sub}_post_norm"])
+
+
 SUBLAYER: dict[str, Callable[..., np.ndarray]] = {
     "post_ln": post_ln,
     "pre_ln": pre_ln,
@@ -277,6 +286,8 @@ SUBLAYER: dict[str, Callable[..., np.ndarray]] = {
     "lns": lns,
     "mix_ln": mix_ln,
     "keel": keel,
+    "gpas": gpas,
+    "deepnorm_deeploop": deeploop,
     "prores_post_ln": branchnorm,
     "prores_pre_ln": prores_pre_ln,
     "prores_deepnorm": mixnorm,
@@ -286,7 +297,7 @@ SUBLAYER: dict[str, Callable[..., np.ndarray]] = {
 
 NO_FINAL_NORM = {"post_ln", "deepnorm", "deepnorm_torchscale", "branchnorm", "mixnorm", "mixnorm_anneal", "rezero"}
 NO_FINAL_NORM |= {"rezero_one", "rezero_ln", "admin", "admin_log", "admin_constant", "admin_linear", "skipinit"}
-NO_FINAL_NORM |= {"ds_init", "ds_init_code", "t_fixup", "b2t", "keel", "dlcl_post"}
+NO_FINAL_NORM |= {"deepnorm_deeploop", "ds_init", "ds_init_code", "t_fixup", "b2t", "keel", "dlcl_post"}
 NO_FINAL_NORM |= {"prores_post_ln", "prores_deepnorm"}
 
 # Stacks

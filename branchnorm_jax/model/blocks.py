@@ -34,6 +34,8 @@ class LayerInput(NamedTuple):
     """Added to the layer's input, [B, T, D] (in the stack [L, B, T, D])."""
     attention_weight: jax.Array | None = None
     """Weight of the layer in `Stream.attention`: float32 [] (in the stack [L])."""
+    streams: Any = None
+    """What the kind of stream needs to know about the layer, see `streams.Single.by_layer`."""
 
 
 class Block(nn.Module):
@@ -55,9 +57,9 @@ class Block(nn.Module):
         site: Site,
         bottom: jax.Array | None = None,
     ) -> Stream:
-        """x' = P(a x + b Dropout(G(F(c Q(u)))) + bottom), computed in float32 and returned in the stream's type."""
-        recipe, streams = self.recipe, KINDS[self.recipe.stream](self.config, name=f"{name}_streams")
-        stream, u = streams.read(stream)
+        """x' = P(a x + b E(Dropout(G(F(c Q(u))))) + bottom), computed in float32 and returned in the stream's type."""
+        recipe, streams = self.recipe, KINDS[self.recipe.stream](self.config, name, name=f"{name}_streams")
+        stream, u, enter = streams.read(stream, layer.streams)
         x = exact(stream.x)
         if recipe.post_layers is None:
             z = self._norm(f"{name}_pre_norm", u) if recipe.pre else u
@@ -77,7 +79,7 @@ class Block(nn.Module):
         a = self._weight("skip", name, layer.coefficients.skip) if stream.spread is None else stream.spread
         b = self._weight("branch", name, layer.coefficients.branch)
         h = dropout(h.astype(x.dtype), self.config.dropout, key)
-        stream, h = streams.write(stream, h), b * h
+        stream, h = streams.write(stream, h), b * enter(h)
         y = a * x + h if bottom is None else a * x + h + bottom
         if recipe.post_layers is not None:
             y = jnp.where(layer.coefficients.post, norm(y), y)
@@ -120,7 +122,8 @@ class Block(nn.Module):
     def _begin(self, stream: Stream, layer: LayerInput) -> tuple[Stream, LayerInput, jax.Array | None]:
         """Returns the inputs of the first sub-layer, and the term `bottom` of the last one (or None)."""
         if layer.probe is not None:
-            stream = stream._replace(x=stream.x + layer.probe)
+            copies = stream.x.shape[-1] // self.config.width
+            stream = stream._replace(x=stream.x + jnp.tile(layer.probe, copies))
         # The sub-layers of a layer share this parameter.
         weights = {"skip": self.recipe.skip, "branch": self.recipe.branch}
         shared = {which: self._learned(which, weight) for which, weight in weights.items() if weight.learned == "layer"}

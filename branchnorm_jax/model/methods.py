@@ -388,6 +388,39 @@ METHODS["deepnorm_deeploop"] = replace(
     skip=Weight(by.sublayers_power(0.5)),
     gain=dict.fromkeys(BRANCH_MATRICES, scaled(by.sublayers_power(-0.5), 0.5)),
 )
+METHODS["siamese_norm"] = Recipe(
+    equation="x = LN(x), h = F(LN(x + LN(y))), x' = x + h / sqrt(2 l), y' = y + h; in the end LN(LN(x) + LN(y))",
+    citation="SiameseNorm: Breaking the Barrier to Reconciling Pre/Post-Norm (2026)",
+    arxiv="2602.08064",
+    note="Two streams that start as the embedding: x as in Post-LN and y as in Pre-LN, as in the official DeiT model. "
+    "2 l counts the sub-layers up to layer l. In a decoder with cross-attention, which the paper does not have, they "
+    "are 3 l.",
+    pre=True,
+    branch=Weight(by.sublayers_so_far_power(-0.5)),
+    stream="siamese",
+    final="norm",
+)
+METHODS["mhc"] = replace(
+    PRE_LN,
+    equation="u = sum of pre_i X_i, X' = R X + post F(LN(u)), 4 streams X, R doubly stochastic",
+    citation="mHC: Manifold-Constrained Hyper-Connections (Xie et al., 2025)",
+    arxiv="2512.24880",
+    note="pre, post and R depend on the token, see branchnorm_jax/model/streams.py. Their norm has no scale, because W "
+    "can have it. W starts as N(0, 1/(4 D)), the scalars s at 0.01 and the biases at 0, as in MaxText, which is one of "
+    "several choices in use: then R starts as the mean of the streams. The streams take 4 times the memory of one.",
+    stream="hyper",
+)
+METHODS["block_attnres"] = replace(
+    PRE_LN,
+    equation="x' = x + F(LN(u)), u = sum of softmax(w . RMSNorm(v_i)) v_i over x and the sums v of earlier blocks",
+    citation="Attention Residuals (Kimi Team, 2026)",
+    arxiv="2603.15031",
+    note="A stack has 8 blocks of layers, of almost equal size. x is the sum of the branches of the block, and the "
+    "embedding is the first v. Each sub-layer and the end of the stack have a vector w, from 0; the scale of its norm, "
+    "which only multiplies w, is left out. The stored v take 8 times the memory of x, in every layer whose input is kept for "
+    "the backward pass: model.remat=nested keeps few.",
+    stream="blocks",
+)
 
 
 def _prores(base: Recipe, equation: str) -> Recipe:

@@ -92,9 +92,10 @@ def declare_stack(config: ModelConfig, recipe: Recipe, depth: Depth, stack: str,
     """Declares the parameters of a stack's layers, [L, ...] each. Layer l depends only on (key, l)."""
     # Flax finds a module's parameters by running it, here on one token.
     x, layers = jnp.zeros((1, 1, config.width), config.carry_dtype), getattr(depth, stack)
-    stream = KINDS[recipe.stream].start(x, layers)
+    kind = KINDS[recipe.stream]
+    stream, first = kind.start(x, layers), jax.tree.map(lambda leaf: leaf[0], kind.by_layer(layers))
     mask, one = jnp.ones((1, 1, 1), bool), jnp.ones(())
-    layer = LayerInput(Coefficients(one, one, one, one > 0))
+    layer = LayerInput(Coefficients(one, one, one, one > 0), streams=first)
     inputs = (layer, *((mask,) if stack == "encoder" else (x, mask, mask)))
     block = make_block(config, recipe, stack)
 

@@ -120,7 +120,7 @@ class Recipe:
       stream: what a layer passes to the next one. "plain": x. "bottom_to_top": x; the last sub-layer of a layer also
         adds the layer's input. "dual": x and the sum of all branches; the norm of the sum is added at the end.
         "combination": a learned combination of the normalised outputs of all earlier layers ("combination_post": the
-        combination is normalised instead).
+        combination is normalised instead). "siamese", "hyper", "blocks": see `streams.py`.
       profiled: a profiling pass sets the learned skip weights before the first update (`admin.py`).
       init: base distribution of the weights, a key of `initializers.BASES`.
       gain: factors on the initial weights, by matrix ("v"), by sub-layer and matrix ("cross/v", which takes

@@ -358,6 +358,7 @@ class Transformer:
             key=None if key is None else jax.vmap(functools.partial(jax.random.fold_in, key))(numbers),
             probe=taps.probes.get(stack),
             attention_weight=taps.attention,
+            streams=KINDS[self.recipe.stream].by_layer(getattr(self.depth, stack)),
         )
 
     def _block(self, stack: str, inactive: bool = False) -> Block:

@@ -222,7 +222,7 @@ def frozen_names(train: TrainConfig) -> list[str]:
 
 def parts_of(name: str) -> list[str]:
     """Returns the names in the parameter tree that belong to a stack or to the embedding; not all need to exist."""
-    return [f"{name}{suffix}" for suffix in ("", "_norm", "_embedding_norm", "_combination", "_relative")]
+    return [f"{name}{suffix}" for suffix in ("", "_norm", "_embedding_norm", "_combination", "_streams", "_relative")]
 
 
 def clock_at(model: ModelConfig, alpha: Alpha) -> int:

@@ -119,6 +119,12 @@ COUNTS = {
     "keel": tuple(count + 1024 * 5 * n for count, n in zip(PLAIN, (6, 18, 100), strict=True)),
     # Derived: Pre-LN with one scalar per sub-layer.
     "gpas": tuple(count + 2048 + 5 * n for count, n in zip(PLAIN, (6, 18, 100), strict=True)),
+    # Two more norms in each sub-layer, and three at the end of each stack.
+    "siamese_norm": tuple(count + 6 * 1024 + 5 * n * 2048 for count, n in zip(PLAIN, (6, 18, 100), strict=True)),
+    # In each sub-layer, a matrix of 4 D x (4 + 4 + 16), its bias, and three scalars.
+    "mhc": tuple(count + 2048 + 5 * n * (2048 * 24 + 24 + 3) for count, n in zip(PLAIN, (6, 18, 100), strict=True)),
+    # A vector in each sub-layer and at the end of each stack.
+    "block_attnres": tuple(count + 2048 + 512 * (5 * n + 2) for count, n in zip(PLAIN, (6, 18, 100), strict=True)),
     "gpt2norm": tuple(count + 2048 for count in PLAIN),
     "peri_ln": tuple(count + 4096 + 1024 * 5 * n for count, n in zip(PLAIN, (6, 18, 100), strict=True)),
     "rezero_ln": tuple(count + 2 * n for count, n in zip(PLAIN, (6, 18, 100), strict=True)),

@@ -7,11 +7,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from branchnorm_jax.model import streams
 from branchnorm_jax.model.methods import METHODS
 from branchnorm_jax.model.transformer import Transformer
 from branchnorm_jax.options import ModelConfig
+from tests.reference import streams as reference_streams
 from tests.reference import transformer as reference
 from tests.reference.algebra import every_method
+from tests.reference.streams import STREAMS
 
 SOURCE = np.array([[5, 6, 7, 1, 0, 0], [9, 8, 7, 6, 5, 1]])
 TARGET = np.array([[1, 4, 5, 6, 3], [1, 7, 8, 9, 3]])
@@ -103,5 +106,12 @@ def test_forward_and_gradient_with_other_norms(kind: str, dtype: str) -> None:
     assert {name: error for name, error in measured.items() if not error <= TOLERANCE[dtype]} == {}
 
 
+def test_blocks_of_several_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The five layers of the encoder form blocks of three and two layers."""
+    monkeypatch.setattr(streams, "BLOCKS", 2)
+    monkeypatch.setattr(reference_streams, "BLOCKS", 2)
+    assert max(errors("block_attnres", "float64").values()) <= TOLERANCE["float64"]
+
+
 def test_every_method_has_a_reference() -> None:
-    assert set(reference.SUBLAYER) == set(METHODS)
+    assert {*reference.SUBLAYER, *STREAMS} == set(METHODS)

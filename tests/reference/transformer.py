@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from scipy.special import erf
 
+from tests.reference.streams import STREAMS
+
 Params = dict[str, Any]
 Branch = Callable[[np.ndarray], np.ndarray]
 
@@ -324,6 +326,16 @@ def stack(
 
     if method == "peri_ln":
         x = norm(x, params[f"{name}_embedding_norm"])
+    if method in STREAMS:
+
+        def sublayers() -> Any:
+            for index in range(layers):
+                p = collections.defaultdict(dict, select_layer(params[name], index))
+                yield from ((index + 1, sub, F, p) for sub, F in branches(p).items())
+
+        count = At(name, "", 1, N, M, alpha).sublayers
+        x = STREAMS[method](x, sublayers(), norm, params.get(f"{name}_streams", {}), layers, count)
+        return norm(x, params[f"{name}_norm"])
     history, total = [x], x
     combination = params.get(f"{name}_combination")
     for index in range(layers):

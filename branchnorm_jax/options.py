@@ -135,6 +135,12 @@ class ModelConfig:
         maximum=1,
     )
     alpha_hold: int = option(20, "adaptive: length of a pause of alpha", unit="updates", minimum=1)
+    base_layers: int = option(
+        2,
+        "completep, depth_mup: depth at which the options of training were tuned, the same for both stacks",
+        unit="layers",
+        minimum=1,
+    )
     norm: str = option(
         "layer_norm",
         "kind of all norms of the method; scale_norm_fixed learns a single g, in the norm after the decoder",

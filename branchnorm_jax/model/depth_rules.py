@@ -88,6 +88,15 @@ def depth_power(power: float) -> Rule:
     return lambda depth: PerStack(max(1, depth.encoder) ** power, depth.decoder**power)
 
 
+def relative_depth(base_layers: int, power: float = 1.0) -> Rule:
+    """Returns the rule m^power, where m is the number of the stack's layers divided by `base_layers`.
+
+    >>> relative_depth(2)(Depth(8, 6))
+    PerStack(encoder=4.0, decoder=3.0)
+    """
+    return lambda depth: PerStack(*((max(1, layers) / base_layers) ** power for layers in depth))
+
+
 def layer_power(power: float) -> Rule:
     """Returns the rule l^power in layer l, counted from 1 in each stack."""
     return lambda depth: PerStack(*(tuple((l + 1) ** power for l in range(layers)) for layers in depth))  # noqa: E741

@@ -10,6 +10,7 @@ from dataclasses import replace
 from branchnorm_jax.errors import UserError
 from branchnorm_jax.model import depth_rules as by
 from branchnorm_jax.model.recipe import EVERYWHERE, ONE, ZERO, Recipe, Rule, Weight, always, scaled
+from branchnorm_jax.options import ModelConfig
 
 BRANCH_MATRICES = ("v", "o", "fc1", "fc2")
 ALL_MATRICES = ("q", "k", "v", "o", "fc1", "fc2")
@@ -417,9 +418,28 @@ METHODS["block_attnres"] = replace(
     arxiv="2603.15031",
     note="A stack has 8 blocks of layers, of almost equal size. x is the sum of the branches of the block, and the "
     "embedding is the first v. Each sub-layer and the end of the stack have a vector w, from 0; the scale of its norm, "
-    "which only multiplies w, is left out. The stored v take 8 times the memory of x, in every layer whose input is kept for "
-    "the backward pass: model.remat=nested keeps few.",
+    "which only multiplies w, is left out. The stored v take 8 times the memory of x, in every layer whose input is "
+    "kept for the backward pass: model.remat=nested keeps few.",
     stream="blocks",
+)
+METHODS["completep"] = COMPLETEP = replace(
+    PRE_LN,
+    equation="x' = x + F(LN(x)) / m, m the number of layers / model.base_layers",
+    citation="Don't be lazy: CompleteP enables compute-efficient deep transformers (Dey et al., 2025)",
+    arxiv="2505.01618",
+    note="For options tuned at a depth of model.base_layers. Adam's epsilon of the layers is divided by m; learning "
+    "rate and weight decay stay. These are the paper's rules of depth (its Table 1), without those of width. Each "
+    "stack has the m of its own depth; the paper's models are decoder-only.",
+    depth_power=1.0,
+)
+METHODS["depth_mup"] = replace(
+    COMPLETEP,
+    equation="x' = x + F(LN(x)) / sqrt(m), m the number of layers / model.base_layers",
+    citation="Tensor Programs VI: Feature Learning in Infinite-Depth Neural Networks (Yang et al., 2023)",
+    arxiv="2310.02244",
+    note="In the form of CompleteP's paper (alpha = 1/2): the learning rate and Adam's epsilon of the layers are "
+    "divided by sqrt(m). Otherwise as completep.",
+    depth_power=0.5,
 )
 
 
@@ -442,6 +462,16 @@ METHODS["prores_pre_ln"] = _prores(PRE_LN, "x' = x + alpha_l,t F(LN(x))")
 METHODS["prores_deepnorm"] = _prores(DEEPNORM, "x' = LN(a x + alpha_l,t F(x)), a from the depth")
 METHODS["prores_sandwich"] = _prores(SANDWICH, "x' = x + alpha_l,t LN(F(LN(x)))")
 METHODS["prores_lns"] = _prores(LNS, "x' = x + alpha_l,t F(LN(x) / sqrt(l))")
+
+
+def recipe_of(config: ModelConfig) -> Recipe:
+    """Returns the recipe of the config's method, with the options of the config that add to it."""
+    recipe = get_recipe(config.method)
+    if config.embedding_norm:
+        recipe = replace(recipe, embedding_norm=True)
+    if recipe.depth_power:
+        recipe = replace(recipe, branch=Weight(by.relative_depth(config.base_layers, -recipe.depth_power)))
+    return recipe
 
 
 def get_recipe(method: str) -> Recipe:

@@ -111,6 +111,8 @@ class Recipe:
       embedding_norm: a norm follows the embeddings of each stack.
       skip: the factor a.
       branch: the factor b.
+      depth_power: p > 0 makes b = m^-p in a stack of m model.base_layers layers. Training then multiplies the learning
+        rate of the layers by m^(p - 1), and Adam's epsilon by m^-p.
       damped: each sub-layer ends with x' - silu(g) stop_gradient(x'), g a learned scalar from 0.
       inner_norm: sub-layers with a norm before their last matrix (o or fc2).
       head_scale: attention sub-layers with a learned factor per head, applied before o.
@@ -144,6 +146,7 @@ class Recipe:
     embedding_norm: bool = False
     skip: Weight = Weight()
     branch: Weight = Weight()
+    depth_power: float = 0.0
     damped: bool = False
     inner_norm: frozenset[str] = NOWHERE
     head_scale: frozenset[str] = NOWHERE

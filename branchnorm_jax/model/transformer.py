@@ -19,7 +19,7 @@ from branchnorm_jax.model.declared import map_declared
 from branchnorm_jax.model.dropout import dropout
 from branchnorm_jax.model.embedding import STARTS, TABLE_AXES, drop_words, embed, fix_norm, sinusoids
 from branchnorm_jax.model.growth import starts_closed
-from branchnorm_jax.model.methods import get_recipe
+from branchnorm_jax.model.methods import recipe_of
 from branchnorm_jax.model.norms import apply_norm, final_kind
 from branchnorm_jax.model.output import Output
 from branchnorm_jax.model.parameters import Params, declare_parameters
@@ -63,8 +63,7 @@ class Transformer:
     @property
     def recipe(self) -> Recipe:
         """The method's row of `methods.METHODS`, with the options of the config that add to it."""
-        recipe = get_recipe(self.config.method)
-        return dataclasses.replace(recipe, embedding_norm=True) if self.config.embedding_norm else recipe
+        return recipe_of(self.config)
 
     @property
     def depth(self) -> Depth:

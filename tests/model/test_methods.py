@@ -103,7 +103,9 @@ def test_admin_weights_without_profiling() -> None:
 PLAIN = (44_138_496, 132_415_488, 735_641_600)
 COUNTS = {
     **dict.fromkeys(("post_ln", "deepnorm", "branchnorm", "mixnorm", "ds_init", "b2t"), PLAIN),
-    **dict.fromkeys(("pre_ln", "residual_dual", "lns", "mix_ln"), (44_140_544, 132_417_536, 735_643_648)),
+    **dict.fromkeys(
+        ("pre_ln", "residual_dual", "lns", "mix_ln", "completep", "depth_mup"), (44_140_544, 132_417_536, 735_643_648)
+    ),
     "sub_ln": (44_201_984, 132_601_856, 736_667_648),
     "normformer": (44_202_080, 132_602_144, 736_669_248),
     "normformer_residual": (44_208_224, 132_620_576, 736_771_648),

@@ -250,6 +250,14 @@ def deeploop(x: np.ndarray, F: Branch, p: Params, at: At, norm: Any) -> np.ndarr
     return norm(math.sqrt(at.sublayers) * x + F(x), p[f"{at.sub}_post_norm"])
 
 
+def completep(x: np.ndarray, F: Branch, p: Params, at: At, norm: Any) -> np.ndarray:
+    return x + F(norm(x, p[f"{at.sub}_pre_norm"])) / (at.layers / 2)
+
+
+def depth_mup(x: np.ndarray, F: Branch, p: Params, at: At, norm: Any) -> np.ndarray:
+    return x + F(norm(x, p[f"{at.sub}_pre_norm"])) / math.sqrt(at.layers / 2)
+
+
 SUBLAYER: dict[str, Callable[..., np.ndarray]] = {
     "post_ln": post_ln,
     "pre_ln": pre_ln,
@@ -289,6 +297,8 @@ SUBLAYER: dict[str, Callable[..., np.ndarray]] = {
     "mix_ln": mix_ln,
     "keel": keel,
     "gpas": gpas,
+    "completep": completep,
+    "depth_mup": depth_mup,
     "deepnorm_deeploop": deeploop,
     "prores_post_ln": branchnorm,
     "prores_pre_ln": prores_pre_ln,

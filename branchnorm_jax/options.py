@@ -141,6 +141,10 @@ class ModelConfig:
         unit="layers",
         minimum=1,
     )
+    value_residual: bool = option(
+        False,
+        "self-attention mixes the values of a stack's first layer into its own, with two learned factors per layer",
+    )
     norm: str = option(
         "layer_norm",
         "kind of all norms of the method; scale_norm_fixed learns a single g, in the norm after the decoder",

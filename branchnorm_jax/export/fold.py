@@ -66,6 +66,7 @@ def obstacle(model: Transformer) -> str:
         "its sub-layers' inputs are scaled": r.pre_scale is not None,
         "it is Pre-LN, and its skip connections have factors": r.pre and r.skip != Weight(),
         "it is Post-LN, and a norm follows its last layer": r.post and r.final != "",
+        "its self-attention mixes values of the first layer": c.value_residual,
         "its positions are relative": c.positions == "relative",
         "its attention heads are not model.width / model.heads wide": c.heads * c.key_width != c.width,
         f"its norms are {c.norm}": c.norm != "layer_norm",

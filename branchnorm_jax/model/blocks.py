@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from branchnorm_jax.axes import kernels
-from branchnorm_jax.model.attention import Attention, KeysValues
+from branchnorm_jax.model.attention import Attention, KeysValues, Mix
 from branchnorm_jax.model.cache import Cache
 from branchnorm_jax.model.coefficients import Coefficients, learned_name
 from branchnorm_jax.model.declared import declared
@@ -34,6 +34,8 @@ class LayerInput(NamedTuple):
     """Added to the layer's input, [B, T, D] (in the stack [L, B, T, D])."""
     attention_weight: jax.Array | None = None
     """Weight of the layer in `Stream.attention`: float32 [] (in the stack [L])."""
+    first: jax.Array | None = None
+    """Whether the layer is the first of its stack, bool [] (in the stack [L]); only with `Stream.values`."""
     streams: Any = None
     """What the kind of stream needs to know about the layer, see `streams.Single.by_layer`."""
 
@@ -130,6 +132,21 @@ class Block(nn.Module):
         layer = layer._replace(coefficients=layer.coefficients._replace(**shared))
         return stream, layer, stream.x if self.recipe.stream == "bottom_to_top" else None
 
+    def _value_residual(self, stream: Stream, layer: LayerInput) -> tuple[Mix | None, list[jax.Array]]:
+        """Returns the function v -> s_1 v_1 + s_2 v, and a list that it fills with v_1; v_1 is the first layer's v.
+
+        The function leaves v_1 as it is. It is None without `model.value_residual`.
+        """
+        if stream.values is None or layer.first is None:
+            return None, []
+        shares, kept = self.param("value_shares", declared(nn.initializers.constant(0.5), "streams"), (2,)), []
+
+        def mix(v: jax.Array) -> jax.Array:
+            kept.append(jnp.where(layer.first, v, stream.values))
+            return jnp.where(layer.first, v, shares[0] * stream.values + shares[1] * v).astype(v.dtype)
+
+        return mix, kept
+
 
 class EncoderBlock(Block):
     """Self-attention, then feed-forward."""
@@ -142,12 +159,14 @@ class EncoderBlock(Block):
         stream, layer, bottom = self._begin(stream, layer)
         attention = Attention(self.config, self.recipe, name="self")
         feed_forward = FeedForward(self.config, self.recipe, name="ffn")
+        mix, kept = self._value_residual(stream, layer)
 
         def self_attention(z: jax.Array) -> jax.Array:
             key = site_key(layer.key, Site.SELF_PROBABILITIES)
-            return attention(z, z, mask_BTS, key, relative)
+            return attention(z, z, mask_BTS, key, relative, mix)
 
         stream = self._residual("self", stream, self_attention, layer, Site.SELF_BRANCH)
+        stream = stream._replace(values=kept[0] if kept else None)
         ffn_key = site_key(layer.key, Site.FFN_ACTIVATION)
         return self._residual("ffn", stream, lambda z: feed_forward(z, ffn_key), layer, Site.FFN_BRANCH, bottom), None
 
@@ -186,11 +205,12 @@ class DecoderBlock(Block):
         feed_forward = FeedForward(self.config, self.recipe, name="ffn")
         new: list[KeysValues] = []
         probabilities: list[jax.Array] = []
+        mix, kept = self._value_residual(stream, layer)
 
         def attend_self(z: jax.Array) -> jax.Array:
             if cache is None:
-                return self_attention(z, z, self_mask, site_key(layer.key, Site.SELF_PROBABILITIES), relative)
-            new.append(self_attention.keys_values(z, relative.rotation))
+                return self_attention(z, z, self_mask, site_key(layer.key, Site.SELF_PROBABILITIES), relative, mix)
+            new.append(self_attention.keys_values(z, relative.rotation, mix))
             return self_attention.decode(z, cache.self, self_mask, new[0], relative)
 
         def attend_cross(z: jax.Array) -> jax.Array:
@@ -205,6 +225,7 @@ class DecoderBlock(Block):
             return cross_attention(z, memory_BSD, cross_mask, site_key(layer.key, Site.CROSS_PROBABILITIES))
 
         stream = self._residual("self", stream, attend_self, layer, Site.SELF_BRANCH)
+        stream = stream._replace(values=kept[0] if kept else None)
         if "encoder" in self.config.stacks:
             stream = self._residual("cross", stream, attend_cross, layer, Site.CROSS_BRANCH)
         if stream.attention is not None and layer.attention_weight is not None:

@@ -27,7 +27,7 @@ from branchnorm_jax.model.embedding import TABLE_AXES, draw_positions, draw_tabl
 from branchnorm_jax.model.norms import declare_norm, final_kind
 from branchnorm_jax.model.recipe import ONE, STACKS, Depth, Recipe
 from branchnorm_jax.model.relative import declare_table, table_name
-from branchnorm_jax.model.streams import KINDS
+from branchnorm_jax.model.streams import KINDS, no_values
 from branchnorm_jax.options import ModelConfig
 
 Params = dict[str, Any]
@@ -94,8 +94,9 @@ def declare_stack(config: ModelConfig, recipe: Recipe, depth: Depth, stack: str,
     x, layers = jnp.zeros((1, 1, config.width), config.carry_dtype), getattr(depth, stack)
     kind = KINDS[recipe.stream]
     stream, first = kind.start(x, layers), jax.tree.map(lambda leaf: leaf[0], kind.by_layer(layers))
+    stream = stream._replace(values=no_values(config, x))
     mask, one = jnp.ones((1, 1, 1), bool), jnp.ones(())
-    layer = LayerInput(Coefficients(one, one, one, one > 0), streams=first)
+    layer = LayerInput(Coefficients(one, one, one, one > 0), first=one > 0, streams=first)
     inputs = (layer, *((mask,) if stack == "encoder" else (x, mask, mask)))
     block = make_block(config, recipe, stack)
 

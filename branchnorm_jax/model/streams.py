@@ -31,6 +31,15 @@ class Stream(NamedTuple):
     """r_k of Admin's profiling pass (see `admin.py`), float32 []; None otherwise."""
     attention: jax.Array | None = None
     """Weighted sum of the cross-attention weights of the layers so far, float32 [B, T, S]; None if not recorded."""
+    values: jax.Array | None = None
+    """The values of the first layer's self-attention, [B, T, H, K]; None without `model.value_residual`."""
+
+
+def no_values(config: ModelConfig, x: jax.Array) -> jax.Array | None:
+    """Returns `Stream.values` before the first layer, for embeddings x [B, T, D]."""
+    if not config.value_residual:
+        return None
+    return jnp.zeros((*x.shape[:2], config.heads, config.key_width), config.dtype)
 
 
 def _unchanged(h: jax.Array) -> jax.Array:

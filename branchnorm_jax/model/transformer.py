@@ -33,7 +33,7 @@ from branchnorm_jax.model.segments import (
     target_segments,
 )
 from branchnorm_jax.model.stack import Layer, rematerialised, run_and_update, run_stack, unstack
-from branchnorm_jax.model.streams import KINDS, Stream
+from branchnorm_jax.model.streams import KINDS, Stream, no_values
 from branchnorm_jax.model.taps import Taps
 from branchnorm_jax.options import ModelConfig
 from branchnorm_jax.tokens import EOS
@@ -280,7 +280,8 @@ class Transformer:
         remat = c.remat if per_layer is None else "none"
         run = functools.partial(run_stack, remat=remat, group=c.group, unroll=c.unroll)
         attention = None if taps.attention is None else jnp.zeros(arguments(per_layer)[2].shape)
-        start = KINDS[recipe.stream].start(x, getattr(self.depth, stack))._replace(attention=attention)
+        start = KINDS[recipe.stream].start(x, getattr(self.depth, stack))
+        start = start._replace(attention=attention, values=no_values(c, x))
         if recipe.combines:
             assert update is None, "layers that read the outputs of all earlier layers cannot be updated one by one"
             # Rematerialise each layer alone. The sums over layers are linear, so the backward pass does not need them.
@@ -322,6 +323,8 @@ class Transformer:
         active: Layer = functools.partial(apply, self._block(stack))
         if self.recipe.branch.end is None or taps.attention is not None or not starts_closed(self.config):
             return active
+        if self.config.value_residual:
+            return active  # The later layers need the values of the first one.
         # A branch with b = 0 does not change the output and has no gradient, so it need not be computed.
         inactive = functools.partial(apply, self._block(stack, inactive=True))
 
@@ -357,6 +360,7 @@ class Transformer:
             key=None if key is None else jax.vmap(functools.partial(jax.random.fold_in, key))(numbers),
             probe=taps.probes.get(stack),
             attention_weight=taps.attention,
+            first=numbers == 1 if self.config.value_residual else None,
             streams=KINDS[self.recipe.stream].by_layer(getattr(self.depth, stack)),
         )
 

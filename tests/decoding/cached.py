@@ -17,7 +17,9 @@ def cached_logits(
 ) -> jax.Array:
     """Returns the logits [B, Q, T, V] of Q equal hypotheses, each of which attends to its own slots."""
     batch, length = inputs_BT.shape
-    memory, table = model.encode(params, source_BS, alpha), model.positions(params, "decoder", length)
+    seq2seq = "encoder" in model.config.stacks
+    memory = model.encode(params, source_BS, alpha) if seq2seq else jnp.zeros((batch, 0, model.config.width))
+    table = model.positions(params, "decoder", length)
     slot, own = jnp.arange(length * hypotheses), jnp.arange(hypotheses)[:, None]
 
     def one(cache: Any, position: jax.Array) -> tuple[Any, jax.Array]:
@@ -27,7 +29,7 @@ def cached_logits(
             model,
             params,
             cache,
-            source_mask(source_BS),
+            source_mask(source_BS) if seq2seq else None,
             CurrentTokens(
                 tokens,
                 jnp.broadcast_to(table[position], (batch, 1, table.shape[1])),

@@ -53,7 +53,7 @@ def expected(method: str, params: Any, kind: str = "layer_norm") -> tuple[np.nda
 TOLERANCE = {"float64": 1e-9, "float32": 1e-5}
 
 
-def errors(method: str, dtype: str, kind: str = "layer_norm") -> dict[str, float]:
+def errors(method: str, dtype: str, kind: str = "layer_norm", **options: Any) -> dict[str, float]:
     """Returns the largest errors of both outputs and of the gradient, compared with the reference.
 
     Errors of the outputs are relative to the largest value, errors of the gradient to its norm. The gradient is
@@ -64,7 +64,8 @@ def errors(method: str, dtype: str, kind: str = "layer_norm") -> dict[str, float
     weight_memory = rng.normal(size=(2, 6, 8)) * real[..., None]
     weight_out = rng.normal(size=(2, 5, 8))
     with jax.enable_x64(dtype == "float64"):
-        model = Transformer(ModelConfig(method=method, norm=kind, dtype=dtype, carry_dtype=dtype, **SIZES), 12, 12)
+        options |= SIZES
+        model = Transformer(ModelConfig(method=method, norm=kind, dtype=dtype, carry_dtype=dtype, **options), 12, 12)
         params = random_params(model, dtype)
 
         def scalar(params: Any) -> tuple[jax.Array, Any]:
@@ -111,6 +112,10 @@ def test_blocks_of_several_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(streams, "BLOCKS", 2)
     monkeypatch.setattr(reference_streams, "BLOCKS", 2)
     assert max(errors("block_attnres", "float64").values()) <= TOLERANCE["float64"]
+
+
+def test_forward_and_gradient_with_value_residual() -> None:
+    assert max(errors("pre_ln", "float64", value_residual=True).values()) <= TOLERANCE["float64"]
 
 
 def test_every_method_has_a_reference() -> None:

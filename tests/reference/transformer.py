@@ -99,12 +99,18 @@ def attention(
     inner: Any,
     heads_after: bool,
     attention_weights: dict[int, np.ndarray] | None = None,
+    first: tuple[list[np.ndarray], np.ndarray] | None = None,
 ) -> np.ndarray:
     """Softmax attention, head by head. mask [B, T, S] is True where t may attend to s.
 
-    `attention_weights` receives head -> softmax [B, T, S].
+    `attention_weights` receives head -> softmax [B, T, S]. `first` has the values of the first layer, which adds them
+    itself, and the factors of a value residual.
     """
     q, k, v = linear(x, p["q"]), linear(memory, p["k"]), linear(memory, p["v"])
+    if first is not None:
+        values, factors = first
+        v = factors[0] * values[0] + factors[1] * v if values else v
+        values[:] = values or [v]
     size = q.shape[-1] // heads
     outputs = []
     for h in range(heads):
@@ -403,9 +409,15 @@ def forward(
     source_key_mask = source_mask[:, None, :]
     causal = np.tri(target_x.shape[1], dtype=bool)[None]
 
+    kept: dict[str, list[np.ndarray]] = {"encoder": [], "decoder": []}
+
+    def own(name: str, p: Params, mask: np.ndarray) -> Branch:
+        first = (kept[name], p["value_shares"]) if "value_shares" in p else None
+        return lambda z: attention(z, z, p["self"], mask, heads, inner_self, heads_after, first=first)
+
     def encoder_branches(p: Params) -> dict[str, Branch]:
         return {
-            "self": lambda z: attention(z, z, p["self"], source_key_mask, heads, inner_self, heads_after),
+            "self": own("encoder", p, source_key_mask),
             "ffn": lambda z: ffn(z, p["ffn"], inner_ffn),
         }
 
@@ -417,7 +429,7 @@ def forward(
         if attention_weights is not None:
             attention_weights.append(layer_weights)
         return {
-            "self": lambda z: attention(z, z, p["self"], causal, heads, inner_self, heads_after),
+            "self": own("decoder", p, causal),
             "cross": lambda z: attention(
                 z, memory, p["cross"], source_key_mask, heads, None, heads_after, layer_weights
             ),

@@ -137,13 +137,15 @@ class Block(nn.Module):
 
         The function leaves v_1 as it is. It is None without `model.value_residual`.
         """
-        if stream.values is None or layer.first is None:
-            return None, []
-        shares, kept = self.param("value_shares", declared(nn.initializers.constant(0.5), "streams"), (2,)), []
+        first, values = layer.first, stream.values
+        kept: list[jax.Array] = []
+        if first is None or values is None:
+            return None, kept
+        shares = self.param("value_shares", declared(nn.initializers.constant(0.5), "streams"), (2,))
 
         def mix(v: jax.Array) -> jax.Array:
-            kept.append(jnp.where(layer.first, v, stream.values))
-            return jnp.where(layer.first, v, shares[0] * stream.values + shares[1] * v).astype(v.dtype)
+            kept.append(jnp.where(first, v, values))
+            return jnp.where(first, v, shares[0] * values + shares[1] * v).astype(v.dtype)
 
         return mix, kept
 

@@ -53,7 +53,7 @@ def mhc(x: np.ndarray, layers: Layers, norm: Any, ends: Params, count: int, subl
             R = R / R.sum(-1, keepdims=True)
         h = F(norm(sum(pre[..., i, None] * X[i] for i in range(4)), p[f"{sub}_pre_norm"]))
         X = [sum(R[..., i, j, None] * X[j] for j in range(4)) + post[..., i, None] * h for i in range(4)]
-    return sum(X)
+    return np.sum(X, axis=0)
 
 
 def block_attnres(x: np.ndarray, layers: Layers, norm: Any, ends: Params, count: int, sublayers: int) -> np.ndarray:

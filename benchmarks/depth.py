@@ -42,7 +42,7 @@ def batch(rows: int) -> Batch:
 def update(network: Transformer, data: Batch, **train: Any) -> tuple[Any, TrainState]:
     """Returns the jitted update and the initial state."""
     config = dataclasses.replace(Config(), model=network.config, train=TrainConfig(**train))
-    optimizer, mesh = make_optimizer(config.train), make_mesh(config.parallel)
+    optimizer, mesh = make_optimizer(config.train, config.model), make_mesh(config.parallel)
     state = init_state(network, optimizer, mesh, 0, data)
     # As in the training loop: the new state has the same shardings as the old one.
     splits = jax.tree.map(lambda leaf: leaf.sharding, state), replicated(mesh)
@@ -58,7 +58,7 @@ def compilation(pairs: int) -> dict[str, Any]:
         # A new function each time, so that nothing is cached.
         network = model(layers)
         config = dataclasses.replace(Config(), model=network.config)
-        step = jax.jit(make_train_step(network, make_optimizer(config.train), config))
+        step = jax.jit(make_train_step(network, make_optimizer(config.train, config.model), config))
         program: Any = step.lower(states[layers], data).compile()
         programs[layers] = program.as_text().count(" = ")
 

@@ -82,7 +82,7 @@ def train(config: Config) -> dict[str, Any]:
     config = plan.resolve_remat(config, devices.memory())
     rows, vocabulary = estimate.rows_of(config, LENGTH, 1), config.data.vocab_size
     step, _, _ = estimate.update(config, rows, LENGTH)
-    model, optimizer = Transformer(config.model, vocabulary, vocabulary), make_optimizer(config.train)
+    model, optimizer = Transformer(config.model, vocabulary, vocabulary), make_optimizer(config.train, config.model)
     state = jax.jit(lambda: first_state(model.init(jax.random.key(0)), optimizer))()
     run, rng = jax.jit(step, donate_argnums=0), np.random.default_rng(0)
     weights = 1 / np.arange(1, vocabulary - UNK)

@@ -225,7 +225,7 @@ def measure(size: Size, path: str, rounds: int) -> dict[str, Any]:
             "packed": packed_batches(store, PACKED, tokens, size.updates),
             "padded": padded_batches(store, longest, tokens, size.updates),
         }
-    model, optimizer = make_model(config.model, corpus.tokenizer), make_optimizer(config.train)
+    model, optimizer = make_model(config.model, corpus.tokenizer), make_optimizer(config.train, config.model)
     start = jax.jit(lambda: first_state(model.init(jax.random.key(0)), optimizer))
     params = start().params
     network = Network(config.model, model.target_vocab)

@@ -21,7 +21,10 @@ MESH = ("data", "fsdp", "model")
 ROWS = ("data", "fsdp")
 """Mesh axes that split the rows of a batch."""
 
-RULES: Mapping[str, str | None] = {"heads": "model", "ffn": "model", "vocab": "model", "embed": None, "layers": None}
+RULES: Mapping[str, str | None] = {
+    **dict.fromkeys(("heads", "ffn", "vocab"), "model"),
+    **dict.fromkeys(("embed", "layers", "streams"), None),
+}
 """Logical axis of a parameter -> the mesh axis that splits it, if it divides its size."""
 
 GATHERED = "gathered"

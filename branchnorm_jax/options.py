@@ -135,10 +135,20 @@ class ModelConfig:
         maximum=1,
     )
     alpha_hold: int = option(20, "adaptive: length of a pause of alpha", unit="updates", minimum=1)
+    base_layers: int = option(
+        2,
+        "completep, depth_mup: depth at which the options of training were tuned, the same for both stacks",
+        unit="layers",
+        minimum=1,
+    )
+    value_residual: bool = option(
+        False,
+        "self-attention mixes the values of a stack's first layer into its own, with two learned factors per layer",
+    )
     norm: str = option(
         "layer_norm",
         "kind of all norms of the method; scale_norm_fixed learns a single g, in the norm after the decoder",
-        choices=("layer_norm", "rms_norm", "scale_norm", "scale_norm_fixed", "dyt", "none"),
+        choices=("layer_norm", "rms_norm", "scale_norm", "scale_norm_fixed", "dyt", "derf", "none"),
     )
     embedding: str = option(
         "standard", "embedding tables: unchanged, or with rows of norm 1 (fixnorm)", choices=("standard", "fixnorm")

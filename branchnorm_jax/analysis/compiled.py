@@ -88,7 +88,7 @@ def compile_update(config: Config, absent: Absent, shape: Shape | None = None) -
     target = absent.target
     rows, length, _ = shape = shape or largest_batch(config)
     model = Transformer(config.model, config.data.vocab_size, config.data.vocab_size)
-    optimizer = make_optimizer(config.train)
+    optimizer = make_optimizer(config.train, config.model)
     state = abstract_state(model, optimizer, absent.mesh, bool(config.train.ema_decay))
     lowered = lower_update(config, model, optimizer, absent.mesh, state, shape)
     report: dict[str, Any] = {

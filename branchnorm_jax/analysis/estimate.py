@@ -133,7 +133,7 @@ def update(config: Config, rows: int, length: int) -> tuple[Any, TrainState, Bat
     if (config.plan.devices or jax.device_count()) > 1 or not chosen:
         config = dataclasses.replace(config, model=dataclasses.replace(config.model, kernels="plain"))
     model = Transformer(config.model, config.data.vocab_size, config.data.vocab_size)
-    optimizer = make_optimizer(config.train)
+    optimizer = make_optimizer(config.train, config.model)
     params = model.abstract_params()
     state = jax.eval_shape(lambda params: first_state(params, optimizer, bool(config.train.ema_decay)), params)
     tokens: Any = jax.ShapeDtypeStruct((rows, length), jnp.int32)
@@ -352,7 +352,7 @@ def measured_seconds(config: Config, rows: int, length: int, repetitions: int = 
     """
     step, _, _ = update(config, rows, length)
     model = Transformer(config.model, config.data.vocab_size, config.data.vocab_size)
-    optimizer = make_optimizer(config.train)
+    optimizer = make_optimizer(config.train, config.model)
     tokens = jax.random.randint(jax.random.key(0), (2, rows, length), UNK + 1, config.data.vocab_size)
 
     def start() -> TrainState:

@@ -71,13 +71,14 @@ def depends_on_depth(recipe: Recipe) -> str:
 
     by_layer = any(
         isinstance(rule(Depth(6, 6)).encoder, tuple)
-        for rule in (recipe.pre_scale, recipe.post_layers, *recipe.gain.values())
+        for rule in (recipe.pre_scale, recipe.post_layers, recipe.branch.start, *recipe.gain.values())
         if rule is not None
     )
     differences = {
         "skip weight": differs(recipe.skip.start) and not recipe.skip.learned,
         "start of the skip weight": (differs(recipe.skip.start) and bool(recipe.skip.learned)) or recipe.profiled,
-        "start of the branch weight": differs(recipe.branch.start),
+        "branch weight": (differs(recipe.branch.start) and not recipe.branch.learned) or bool(recipe.depth_power),
+        "start of the branch weight": differs(recipe.branch.start) and bool(recipe.branch.learned),
         "scale of the branch's input": differs(recipe.pre_scale),
         "kind of layer": differs(recipe.post_layers),
         "initial weights": any(differs(rule) for name, rule in recipe.gain.items() if not name.startswith("embedding")),

@@ -93,7 +93,7 @@ def _sizes(config: Config, rows: int, length: int) -> dict[str, Any]:
     """Returns what does not depend on `model.remat`: numbers of parameters, and bytes of state and activations."""
     vocabulary, depth = config.data.vocab_size, config.model.layers
     params = Transformer(config.model, vocabulary, vocabulary).abstract_params()
-    opt_state = jax.eval_shape(make_optimizer(config.train).init, params)
+    opt_state = jax.eval_shape(make_optimizer(config.train, config.model).init, params)
     ema_bytes = size_of(params) if config.train.ema_decay else 0
     by_part = {name: _count(part) for name, part in params.items()}
     carry = (

@@ -151,7 +151,7 @@ def time_lapse(
       points: first update of each point; `UPDATES` updates are made from there.
       progress: see `run_preflight`.
     """
-    alpha, optimizer, probe_batch = growth.alpha(config.model), make_optimizer(config.train), batches(0)
+    alpha, optimizer, probe_batch = growth.alpha(config.model), make_optimizer(config.train, config.model), batches(0)
     step = jax.jit(make_train_step(model, optimizer, config), donate_argnums=0)
     look = jax.jit(lambda params, alpha: _measure(config, model, params, probe_batch, alpha))
     state = jax.jit(lambda params: first_state(params, optimizer))(params)

@@ -53,7 +53,7 @@ def measure(config: Config, model: Transformer, params: Params, alpha: Alpha, ba
       alpha: alpha_t.
       batch: a few sentences.
     """
-    optimizer = make_optimizer(config.train)
+    optimizer = make_optimizer(config.train, config.model)
     source_length, width = batch.source.shape[1], config.model.width
 
     @jax.jit

@@ -78,6 +78,7 @@ def obstacle(model: Transformer) -> str:
         "it has norms after its branches": bool(r.branch_norm),
         "it has norms inside its branches": bool(r.inner_norm),
         "its attention heads have scaling factors": bool(r.head_scale),
+        "its sub-layers end with a learned damping": r.damped,
         "its branches subtract scalars from their inputs": r.shifts,
         "it has both Pre-LN and Post-LN layers": r.post_layers is not None,
         "it has no norms": not r.pre and not r.post,
@@ -85,6 +86,7 @@ def obstacle(model: Transformer) -> str:
         "its sub-layers' inputs are scaled": r.pre_scale is not None,
         "it is Pre-LN, and its skip connections have factors": r.pre and r.skip != Weight(),
         "it is Post-LN, and a norm follows its last layer": r.post and r.final != "",
+        "its self-attention mixes values of the first layer": model.config.value_residual,
         f"its norms are {norm}": norm not in ("layer_norm", "rms_norm"),
     }
     return next((reason for reason, holds in obstacles.items() if holds), "")

@@ -1,5 +1,6 @@
 """Multi-head attention (*Attention Is All You Need*, Vaswani et al., 2017): whole sequences, and one decoding step."""
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import flax.linen as nn
@@ -21,6 +22,9 @@ from branchnorm_jax.options import ModelConfig
 
 KeysValues = tuple[jax.Array, jax.Array]
 """Keys and values, [B, S, H, K] each."""
+
+Mix = Callable[[jax.Array], jax.Array]
+"""A function of the values, [B, S, H, K] -> [B, S, H, K]."""
 
 
 def attend(
@@ -165,13 +169,16 @@ class Attention(nn.Module):
         """[..., H K] -> [..., H, K]."""
         return x.reshape(*x.shape[:-1], self.config.heads, -1)
 
-    def keys_values(self, memory_BSD: jax.Array, rotation: jax.Array | None = None) -> KeysValues:
+    def keys_values(
+        self, memory_BSD: jax.Array, rotation: jax.Array | None = None, mix: Mix | None = None
+    ) -> KeysValues:
         """Returns keys and values of the encoder's output or, in self-attention, of x: [B, S, H, K] each.
 
-        `rotation` is that of `Relative`.
+        `rotation` is that of `Relative`, `mix` changes the values.
         """
         k, v = (checkpoint_name(linear(memory_BSD), "projection") for linear in (self.k, self.v))
-        return rotated(self._heads(k), rotation), self._heads(v)
+        v_BSHK = self._heads(v)
+        return rotated(self._heads(k), rotation), v_BSHK if mix is None else mix(v_BSHK)
 
     def __call__(
         self,
@@ -180,19 +187,20 @@ class Attention(nn.Module):
         mask_BTS: jax.Array,
         key: jax.Array | None = None,
         relative: Relative = NO_RELATIVE,
+        mix: Mix | None = None,
     ) -> jax.Array:
         """Computes attention from x to the memory, which is x itself in self-attention: [B, T, D] -> [B, T, D].
 
-        The fused kernels know nothing of relative positions, so with those they are not used.
+        The fused kernels know nothing of relative positions and of `mix`, so with those they are not used.
         """
         rate, platform = self.config.attention_dropout, kernels(self.config.kernels)
-        platform = platform if all(part is None for part in relative) else ""
+        platform = platform if all(part is None for part in (*relative, mix)) else ""
         shapes = self._shapes(x_BTD, memory_BSD)
         if platform in ("gpu", "cpu") and fused_attention.supported(*shapes):
             q_k_v = self._joined(x_BTD, memory_BSD)
             return self._out(fused_attention.fused_attend(q_k_v, mask_BTS, rate, key, interpret=platform == "cpu"))
         q_BTHK = rotated(self._heads(checkpoint_name(self.q(x_BTD), "projection")), relative.rotation)
-        keys_values = self.keys_values(memory_BSD, relative.rotation)
+        keys_values = self.keys_values(memory_BSD, relative.rotation, mix)
         if platform == "tpu" and fused_attention_tpu.supported(*shapes):
             return self._out(fused_attention_tpu.fused_attend(q_BTHK, *keys_values, mask_BTS, rate, key))
         return self._out(attend(q_BTHK, *keys_values, mask_BTS, rate, key, relative.bias))

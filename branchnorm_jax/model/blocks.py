@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from branchnorm_jax.axes import kernels
-from branchnorm_jax.model.attention import Attention, KeysValues
+from branchnorm_jax.model.attention import Attention, KeysValues, Mix
 from branchnorm_jax.model.cache import Cache
 from branchnorm_jax.model.coefficients import Coefficients, learned_name
 from branchnorm_jax.model.declared import declared
@@ -19,6 +19,7 @@ from branchnorm_jax.model.fused_residual import Weights, fused_residual, support
 from branchnorm_jax.model.norms import Norm, apply_norm
 from branchnorm_jax.model.recipe import Recipe, Weight
 from branchnorm_jax.model.relative import NO_RELATIVE, Relative
+from branchnorm_jax.model.streams import KINDS, Stream, exact
 from branchnorm_jax.model.taps import watched_rows
 from branchnorm_jax.options import ModelConfig
 
@@ -33,19 +34,10 @@ class LayerInput(NamedTuple):
     """Added to the layer's input, [B, T, D] (in the stack [L, B, T, D])."""
     attention_weight: jax.Array | None = None
     """Weight of the layer in `Stream.attention`: float32 [] (in the stack [L])."""
-
-
-class Stream(NamedTuple):
-    """The carry of the stack: what a layer passes to the next one."""
-
-    x: jax.Array
-    """The residual stream, [B, T, D]."""
-    total: jax.Array | None = None
-    """Sum of the embedding and of all branches so far, float32 [B, T, D]; only in a dual stream."""
-    spread: jax.Array | None = None
-    """r_k of Admin's profiling pass (see `admin.py`), float32 []; None otherwise."""
-    attention: jax.Array | None = None
-    """Weighted sum of the cross-attention weights of the layers so far, float32 [B, T, S]; None if not recorded."""
+    first: jax.Array | None = None
+    """Whether the layer is the first of its stack, bool [] (in the stack [L]); only with `Stream.values`."""
+    streams: Any = None
+    """What the kind of stream needs to know about the layer, see `streams.Single.by_layer`."""
 
 
 class Block(nn.Module):
@@ -67,13 +59,15 @@ class Block(nn.Module):
         site: Site,
         bottom: jax.Array | None = None,
     ) -> Stream:
-        """x' = P(a x + b Dropout(G(F(c Q(x)))) + bottom), computed in float32 and returned in the stream's type."""
-        recipe, x = self.recipe, stream.x.astype(jnp.promote_types(stream.x.dtype, jnp.float32))
+        """x' = P(a x + b E(Dropout(G(F(c Q(u))))) + bottom), computed in float32 and returned in the stream's type."""
+        recipe, streams = self.recipe, KINDS[self.recipe.stream](self.config, name, name=f"{name}_streams")
+        stream, u, enter = streams.read(stream, layer.streams)
+        x = exact(stream.x)
         if recipe.post_layers is None:
-            z = self._norm(f"{name}_pre_norm", x) if recipe.pre else stream.x
+            z = self._norm(f"{name}_pre_norm", u) if recipe.pre else u
         else:
             norm = Norm(self.config.norm, name=f"{name}_norm")
-            z = jnp.where(layer.coefficients.post, x, norm(x))
+            z = jnp.where(layer.coefficients.post, u, norm(u))
         if recipe.pre_scale is not None:
             z = z * layer.coefficients.pre_scale
         if recipe.shifts:
@@ -86,7 +80,8 @@ class Block(nn.Module):
         given, key = h, site_key(layer.key, site)
         a = self._weight("skip", name, layer.coefficients.skip) if stream.spread is None else stream.spread
         b = self._weight("branch", name, layer.coefficients.branch)
-        h = b * dropout(h.astype(x.dtype), self.config.dropout, key)
+        h = dropout(h.astype(x.dtype), self.config.dropout, key)
+        stream, h = streams.write(stream, h), b * enter(h)
         y = a * x + h if bottom is None else a * x + h + bottom
         if recipe.post_layers is not None:
             y = jnp.where(layer.coefficients.post, norm(y), y)
@@ -99,11 +94,12 @@ class Block(nn.Module):
                     # Equal to the operations above, which XLA then drops.
                     normed = fused_residual(platform, stream.x, given, weights, self.config.dropout, key)
             y = normed if recipe.post_first is None or name != "self" else jnp.where(layer.coefficients.post, normed, y)
+        if recipe.damped:
+            gate = self.param(f"{name}_gate", declared(nn.initializers.zeros), ())
+            y = y - jax.nn.silu(gate) * jax.lax.stop_gradient(y)
         if self.is_mutable_collection("watch"):
             self.sow("watch", "branch", mean_square(h))
             self.sow("watch", "skip", mean_square(a * x))
-        if stream.total is not None:
-            stream = stream._replace(total=stream.total + h)
         if stream.spread is not None:
             self.sow("profile", f"{name}_skip", stream.spread)
             stream = stream._replace(spread=jnp.sqrt(jnp.var(a * x) + jnp.var(h)))
@@ -128,12 +124,30 @@ class Block(nn.Module):
     def _begin(self, stream: Stream, layer: LayerInput) -> tuple[Stream, LayerInput, jax.Array | None]:
         """Returns the inputs of the first sub-layer, and the term `bottom` of the last one (or None)."""
         if layer.probe is not None:
-            stream = stream._replace(x=stream.x + layer.probe)
+            copies = stream.x.shape[-1] // self.config.width
+            stream = stream._replace(x=stream.x + jnp.tile(layer.probe, copies))
         # The sub-layers of a layer share this parameter.
         weights = {"skip": self.recipe.skip, "branch": self.recipe.branch}
         shared = {which: self._learned(which, weight) for which, weight in weights.items() if weight.learned == "layer"}
         layer = layer._replace(coefficients=layer.coefficients._replace(**shared))
         return stream, layer, stream.x if self.recipe.stream == "bottom_to_top" else None
+
+    def _value_residual(self, stream: Stream, layer: LayerInput) -> tuple[Mix | None, list[jax.Array]]:
+        """Returns the function v -> s_1 v_1 + s_2 v, and a list that it fills with v_1; v_1 is the first layer's v.
+
+        The function leaves v_1 as it is. It is None without `model.value_residual`.
+        """
+        first, values = layer.first, stream.values
+        kept: list[jax.Array] = []
+        if first is None or values is None:
+            return None, kept
+        shares = self.param("value_shares", declared(nn.initializers.constant(0.5), "streams"), (2,))
+
+        def mix(v: jax.Array) -> jax.Array:
+            kept.append(jnp.where(first, v, values))
+            return jnp.where(first, v, shares[0] * values + shares[1] * v).astype(v.dtype)
+
+        return mix, kept
 
 
 class EncoderBlock(Block):
@@ -147,12 +161,14 @@ class EncoderBlock(Block):
         stream, layer, bottom = self._begin(stream, layer)
         attention = Attention(self.config, self.recipe, name="self")
         feed_forward = FeedForward(self.config, self.recipe, name="ffn")
+        mix, kept = self._value_residual(stream, layer)
 
         def self_attention(z: jax.Array) -> jax.Array:
             key = site_key(layer.key, Site.SELF_PROBABILITIES)
-            return attention(z, z, mask_BTS, key, relative)
+            return attention(z, z, mask_BTS, key, relative, mix)
 
         stream = self._residual("self", stream, self_attention, layer, Site.SELF_BRANCH)
+        stream = stream._replace(values=kept[0] if kept else None)
         ffn_key = site_key(layer.key, Site.FFN_ACTIVATION)
         return self._residual("ffn", stream, lambda z: feed_forward(z, ffn_key), layer, Site.FFN_BRANCH, bottom), None
 
@@ -191,11 +207,12 @@ class DecoderBlock(Block):
         feed_forward = FeedForward(self.config, self.recipe, name="ffn")
         new: list[KeysValues] = []
         probabilities: list[jax.Array] = []
+        mix, kept = self._value_residual(stream, layer)
 
         def attend_self(z: jax.Array) -> jax.Array:
             if cache is None:
-                return self_attention(z, z, self_mask, site_key(layer.key, Site.SELF_PROBABILITIES), relative)
-            new.append(self_attention.keys_values(z, relative.rotation))
+                return self_attention(z, z, self_mask, site_key(layer.key, Site.SELF_PROBABILITIES), relative, mix)
+            new.append(self_attention.keys_values(z, relative.rotation, mix))
             return self_attention.decode(z, cache.self, self_mask, new[0], relative)
 
         def attend_cross(z: jax.Array) -> jax.Array:
@@ -210,6 +227,7 @@ class DecoderBlock(Block):
             return cross_attention(z, memory_BSD, cross_mask, site_key(layer.key, Site.CROSS_PROBABILITIES))
 
         stream = self._residual("self", stream, attend_self, layer, Site.SELF_BRANCH)
+        stream = stream._replace(values=kept[0] if kept else None)
         if "encoder" in self.config.stacks:
             stream = self._residual("cross", stream, attend_cross, layer, Site.CROSS_BRANCH)
         if stream.attention is not None and layer.attention_weight is not None:

@@ -14,9 +14,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from branchnorm_jax.model.blocks import Stream
 from branchnorm_jax.model.declared import Declared, map_declared
 from branchnorm_jax.model.norms import apply_norm, declare_norm
+from branchnorm_jax.model.streams import Stream
 
 
 def declare_combination(layers: int, width: int, norm: str) -> dict[str, Any]:

@@ -20,7 +20,7 @@ class Declared(flax.struct.PyTreeNode, nn.meta.AxisMetadata[jax.Array]):
     Attributes:
       value: the initial value before `gain`, float32.
       axes: the logical name of each axis, which `axes.RULES` maps to a mesh axis: layers, embed (model width),
-        heads (heads x head width), ffn, vocab.
+        heads (heads x head width), ffn, vocab, streams.
       gain: rule for a factor on the initial value in each layer of a stack; None means no factor.
     """
 

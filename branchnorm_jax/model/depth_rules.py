@@ -66,9 +66,35 @@ def branches_power(power: float) -> Rule:
     return rule
 
 
+def sublayers_power(power: float) -> Rule:
+    """Returns the rule n^power."""
+    return lambda depth: PerStack(*(float(max(1, n)) ** power for n in depth.sublayers))
+
+
+def sublayers_so_far_power(power: float) -> Rule:
+    """Returns the rule s^power in layer l, with s the number of sub-layers up to and with this layer: 2 l or 3 l."""
+
+    def layer_by_layer(n: int, layers: int) -> tuple[float, ...]:
+        return tuple((n // layers * l) ** power for l in range(1, layers + 1))  # noqa: E741
+
+    def rule(depth: Depth) -> PerStack:
+        return PerStack(*map(layer_by_layer, depth.sublayers, depth))
+
+    return rule
+
+
 def depth_power(power: float) -> Rule:
     """Returns the rule N^power in the encoder and M^power in the decoder."""
     return lambda depth: PerStack(max(1, depth.encoder) ** power, depth.decoder**power)
+
+
+def relative_depth(base_layers: int, power: float = 1.0) -> Rule:
+    """Returns the rule m^power, where m is the number of the stack's layers divided by `base_layers`.
+
+    >>> relative_depth(2)(Depth(8, 6))
+    PerStack(encoder=4.0, decoder=3.0)
+    """
+    return lambda depth: PerStack(*((max(1, layers) / base_layers) ** power for layers in depth))
 
 
 def layer_power(power: float) -> Rule:

@@ -10,6 +10,7 @@ from dataclasses import replace
 from branchnorm_jax.errors import UserError
 from branchnorm_jax.model import depth_rules as by
 from branchnorm_jax.model.recipe import EVERYWHERE, ONE, ZERO, Recipe, Rule, Weight, always, scaled
+from branchnorm_jax.options import ModelConfig
 
 BRANCH_MATRICES = ("v", "o", "fc1", "fc2")
 ALL_MATRICES = ("q", "k", "v", "o", "fc1", "fc2")
@@ -368,6 +369,78 @@ METHODS["keel"] = Recipe(
     skip=Weight(by.keel_skip),
     recommended={"model.norm": "rms_norm"},
 )
+METHODS["gpas"] = replace(
+    PRE_LN,
+    equation="y = x + F(LN(x)), x' = y - silu(g) stop_gradient(y), g learned from 0, one per sub-layer",
+    citation="GPAS: Gradient-Preserving Activation Scaling (2025)",
+    arxiv="2506.22049",
+    note="The stream shrinks by 1 - silu(g), but gradients pass through as in Pre-LN. The sub-layers of a layer share "
+    "one g in the official code, which also clips the gradient of g in some runs; here each has its own.",
+    damped=True,
+)
+METHODS["deepnorm_deeploop"] = replace(
+    DEEPNORM,
+    equation="x' = LN(sqrt(n) x + F(x)), n the number of sub-layers",
+    citation="DeepLoop (2026)",
+    arxiv="2607.13491",
+    note="Skip weight sqrt(n) and gain 1 / (2 sqrt(n)). The paper gives (2N)^(1/2) and (8N)^(-1/2) for N layers of a "
+    "decoder-only model, which has n = 2N; with a cross-attention, n = 3M in the decoder. DeepNorm's exponents are "
+    "1/4. The paper's models run the same layers several times; here only its constants are used.",
+    skip=Weight(by.sublayers_power(0.5)),
+    gain=dict.fromkeys(BRANCH_MATRICES, scaled(by.sublayers_power(-0.5), 0.5)),
+)
+METHODS["siamese_norm"] = Recipe(
+    equation="x = LN(x), h = F(LN(x + LN(y))), x' = x + h / sqrt(2 l), y' = y + h; in the end LN(LN(x) + LN(y))",
+    citation="SiameseNorm: Breaking the Barrier to Reconciling Pre/Post-Norm (2026)",
+    arxiv="2602.08064",
+    note="Two streams that start as the embedding: x as in Post-LN and y as in Pre-LN, as in the official DeiT model. "
+    "2 l counts the sub-layers up to layer l. In a decoder with cross-attention, which the paper does not have, they "
+    "are 3 l.",
+    pre=True,
+    branch=Weight(by.sublayers_so_far_power(-0.5)),
+    stream="siamese",
+    final="norm",
+)
+METHODS["mhc"] = replace(
+    PRE_LN,
+    equation="u = sum of pre_i X_i, X' = R X + post F(LN(u)), 4 streams X, R doubly stochastic",
+    citation="mHC: Manifold-Constrained Hyper-Connections (Xie et al., 2025)",
+    arxiv="2512.24880",
+    note="pre, post and R depend on the token, see branchnorm_jax/model/streams.py. Their norm has no scale, because W "
+    "can have it. W starts as N(0, 1/(4 D)), the scalars s at 0.01 and the biases at 0, as in MaxText, which is one of "
+    "several choices in use: then R starts as the mean of the streams. The streams take 4 times the memory of one.",
+    stream="hyper",
+)
+METHODS["block_attnres"] = replace(
+    PRE_LN,
+    equation="x' = x + F(LN(u)), u = sum of softmax(w . RMSNorm(v_i)) v_i over x and the sums v of earlier blocks",
+    citation="Attention Residuals (Kimi Team, 2026)",
+    arxiv="2603.15031",
+    note="A stack has 8 blocks of layers, of almost equal size. x is the sum of the branches of the block, and the "
+    "embedding is the first v. Each sub-layer and the end of the stack have a vector w, from 0; the scale of its norm, "
+    "which only multiplies w, is left out. The stored v take 8 times the memory of x, in every layer whose input is "
+    "kept for the backward pass: model.remat=nested keeps few.",
+    stream="blocks",
+)
+METHODS["completep"] = COMPLETEP = replace(
+    PRE_LN,
+    equation="x' = x + F(LN(x)) / m, m the number of layers / model.base_layers",
+    citation="Don't be lazy: CompleteP enables compute-efficient deep transformers (Dey et al., 2025)",
+    arxiv="2505.01618",
+    note="For options tuned at a depth of model.base_layers. Adam's epsilon of the layers is divided by m; learning "
+    "rate and weight decay stay. These are the paper's rules of depth (its Table 1), without those of width. Each "
+    "stack has the m of its own depth; the paper's models are decoder-only.",
+    depth_power=1.0,
+)
+METHODS["depth_mup"] = replace(
+    COMPLETEP,
+    equation="x' = x + F(LN(x)) / sqrt(m), m the number of layers / model.base_layers",
+    citation="Tensor Programs VI: Feature Learning in Infinite-Depth Neural Networks (Yang et al., 2023)",
+    arxiv="2310.02244",
+    note="In the form of CompleteP's paper (alpha = 1/2): the learning rate and Adam's epsilon of the layers are "
+    "divided by sqrt(m). Otherwise as completep.",
+    depth_power=0.5,
+)
 
 
 def _prores(base: Recipe, equation: str) -> Recipe:
@@ -389,6 +462,16 @@ METHODS["prores_pre_ln"] = _prores(PRE_LN, "x' = x + alpha_l,t F(LN(x))")
 METHODS["prores_deepnorm"] = _prores(DEEPNORM, "x' = LN(a x + alpha_l,t F(x)), a from the depth")
 METHODS["prores_sandwich"] = _prores(SANDWICH, "x' = x + alpha_l,t LN(F(LN(x)))")
 METHODS["prores_lns"] = _prores(LNS, "x' = x + alpha_l,t F(LN(x) / sqrt(l))")
+
+
+def recipe_of(config: ModelConfig) -> Recipe:
+    """Returns the recipe of the config's method, with the options of the config that add to it."""
+    recipe = get_recipe(config.method)
+    if config.embedding_norm:
+        recipe = replace(recipe, embedding_norm=True)
+    if recipe.depth_power:
+        recipe = replace(recipe, branch=Weight(by.relative_depth(config.base_layers, -recipe.depth_power)))
+    return recipe
 
 
 def get_recipe(method: str) -> Recipe:

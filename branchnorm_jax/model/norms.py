@@ -75,6 +75,13 @@ def dynamic_tanh(x: jax.Array, alpha: jax.Array, scale: jax.Array, bias: jax.Arr
     return jnp.tanh(alpha * _exact(x)) * scale + bias
 
 
+def dynamic_erf(
+    x: jax.Array, alpha: jax.Array, shift: jax.Array, scale: jax.Array, bias: jax.Array, epsilon: float = 0.0
+) -> jax.Array:
+    """erf(alpha x + shift) * scale + bias, without statistics: Derf (Chen et al., 2025, arXiv 2512.10938)."""
+    return jax.lax.erf(alpha * _exact(x) + shift) * scale + bias
+
+
 def identity(x: jax.Array, epsilon: float = 0.0) -> jax.Array:
     """Returns x in float32."""
     return _exact(x)
@@ -97,6 +104,7 @@ NORMS: dict[str, Kind] = {
     "scale_norm": Kind(scale_norm, {"scale": (None, False)}),
     "scale_norm_fixed": Kind(scale_norm),
     "dyt": Kind(dynamic_tanh, {"alpha": (0.5, False), "scale": _SCALE, "bias": _BIAS}),
+    "derf": Kind(dynamic_erf, {"alpha": (0.5, False), "shift": (0.0, False), "scale": _SCALE, "bias": _BIAS}),
     "none": Kind(identity),
 }
 

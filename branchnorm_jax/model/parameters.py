@@ -7,6 +7,7 @@
     decoder/{self, cross, ffn, ...}                  [L, ...]
     {encoder,decoder}_norm                           [D], if the method ends its stacks with a norm; Fixup: scalars
     {encoder,decoder}_{embedding_norm,combination}   only in a few methods, or with model.embedding_norm
+    {encoder,decoder}_streams                        only in methods with several streams, for their end
     {encoder,decoder}_relative                       [buckets, H], if model.positions=relative
 
 The recipe scales the base distribution of the matrices by a gain, and sets the initial values of learned weights.
@@ -18,7 +19,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from branchnorm_jax.model.blocks import LayerInput, Stream, make_block
+from branchnorm_jax.model.blocks import LayerInput, make_block
 from branchnorm_jax.model.coefficients import Coefficients, by_layer
 from branchnorm_jax.model.combination import declare_combination
 from branchnorm_jax.model.declared import Declared, map_declared
@@ -26,6 +27,7 @@ from branchnorm_jax.model.embedding import TABLE_AXES, draw_positions, draw_tabl
 from branchnorm_jax.model.norms import declare_norm, final_kind
 from branchnorm_jax.model.recipe import ONE, STACKS, Depth, Recipe
 from branchnorm_jax.model.relative import declare_table, table_name
+from branchnorm_jax.model.streams import KINDS, no_values
 from branchnorm_jax.options import ModelConfig
 
 Params = dict[str, Any]
@@ -48,6 +50,8 @@ def declare_parameters(
             params[f"{stack}_embedding_norm"] = declare_norm(config.norm, config.width)
         if recipe.combines:
             params[f"{stack}_combination"] = declare_combination(layers, config.width, config.norm)
+        if end := KINDS[recipe.stream].declare_end(config):
+            params[f"{stack}_streams"] = end
         if recipe.final == "norm":
             params[f"{stack}_norm"] = declare_norm(final_kind(config.norm, stack), config.width)
         elif recipe.final == "shift":
@@ -87,10 +91,13 @@ def declare_embedding(
 def declare_stack(config: ModelConfig, recipe: Recipe, depth: Depth, stack: str, key: jax.Array) -> dict[str, Any]:
     """Declares the parameters of a stack's layers, [L, ...] each. Layer l depends only on (key, l)."""
     # Flax finds a module's parameters by running it, here on one token.
-    stream = Stream(jnp.zeros((1, 1, config.width), config.carry_dtype))
+    x, layers = jnp.zeros((1, 1, config.width), config.carry_dtype), getattr(depth, stack)
+    kind = KINDS[recipe.stream]
+    stream, first = kind.start(x, layers), jax.tree.map(lambda leaf: leaf[0], kind.by_layer(layers))
+    stream = stream._replace(values=no_values(config, x))
     mask, one = jnp.ones((1, 1, 1), bool), jnp.ones(())
-    layer = LayerInput(Coefficients(one, one, one, one > 0))
-    inputs = (layer, *((mask,) if stack == "encoder" else (stream.x, mask, mask)))
+    layer = LayerInput(Coefficients(one, one, one, one > 0), first=one > 0, streams=first)
+    inputs = (layer, *((mask,) if stack == "encoder" else (x, mask, mask)))
     block = make_block(config, recipe, stack)
 
     def one_layer(layer_key: jax.Array) -> dict[str, Any]:
@@ -103,5 +110,5 @@ def declare_stack(config: ModelConfig, recipe: Recipe, depth: Depth, stack: str,
         gain_L = jnp.asarray(by_layer(leaf.gain, depth, stack), jnp.float32)
         return leaf.replace_boxed(leaf.value * gain_L.reshape(-1, *(1,) * (leaf.value.ndim - 1)))
 
-    keys = jax.vmap(functools.partial(jax.random.fold_in, key))(jnp.arange(getattr(depth, stack)))
+    keys = jax.vmap(functools.partial(jax.random.fold_in, key))(jnp.arange(layers))
     return map_declared(stacked, jax.vmap(one_layer)(keys))

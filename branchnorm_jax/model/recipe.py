@@ -4,6 +4,8 @@
     h  = Dropout(G(F(z)))             F: attention or feed-forward with its inner hooks, G: norm or identity
     x' = P(a x + b h)                 a, b: constant, scheduled or learned; P: norm or identity
 
+z and x may also come from several residual streams; see `streams.py`.
+
 `blocks.py` implements this update without knowing any method by name. `methods.py` is the table of methods.
 """
 
@@ -109,6 +111,9 @@ class Recipe:
       embedding_norm: a norm follows the embeddings of each stack.
       skip: the factor a.
       branch: the factor b.
+      depth_power: p > 0 makes b = m^-p in a stack of m model.base_layers layers. Training then multiplies the learning
+        rate of the layers by m^(p - 1), and Adam's epsilon by m^-p.
+      damped: each sub-layer ends with x' - silu(g) stop_gradient(x'), g a learned scalar from 0.
       inner_norm: sub-layers with a norm before their last matrix (o or fc2).
       head_scale: attention sub-layers with a learned factor per head, applied before o.
       head_scale_last: the factors are applied after o instead, each to its head's share of the features.
@@ -117,7 +122,7 @@ class Recipe:
       stream: what a layer passes to the next one. "plain": x. "bottom_to_top": x; the last sub-layer of a layer also
         adds the layer's input. "dual": x and the sum of all branches; the norm of the sum is added at the end.
         "combination": a learned combination of the normalised outputs of all earlier layers ("combination_post": the
-        combination is normalised instead).
+        combination is normalised instead). "siamese", "hyper", "blocks": see `streams.py`.
       profiled: a profiling pass sets the learned skip weights before the first update (`admin.py`).
       init: base distribution of the weights, a key of `initializers.BASES`.
       gain: factors on the initial weights, by matrix ("v"), by sub-layer and matrix ("cross/v", which takes
@@ -141,6 +146,8 @@ class Recipe:
     embedding_norm: bool = False
     skip: Weight = Weight()
     branch: Weight = Weight()
+    depth_power: float = 0.0
+    damped: bool = False
     inner_norm: frozenset[str] = NOWHERE
     head_scale: frozenset[str] = NOWHERE
     head_scale_last: bool = False

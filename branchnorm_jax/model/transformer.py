@@ -12,14 +12,14 @@ import numpy as np
 
 from branchnorm_jax.axes import gather
 from branchnorm_jax.model import relative
-from branchnorm_jax.model.blocks import Block, LayerInput, Stream, make_block, watched
+from branchnorm_jax.model.blocks import Block, LayerInput, make_block, watched
 from branchnorm_jax.model.coefficients import Alpha, resolve
 from branchnorm_jax.model.combination import combined
 from branchnorm_jax.model.declared import map_declared
 from branchnorm_jax.model.dropout import dropout
 from branchnorm_jax.model.embedding import STARTS, TABLE_AXES, drop_words, embed, fix_norm, sinusoids
 from branchnorm_jax.model.growth import starts_closed
-from branchnorm_jax.model.methods import get_recipe
+from branchnorm_jax.model.methods import recipe_of
 from branchnorm_jax.model.norms import apply_norm, final_kind
 from branchnorm_jax.model.output import Output
 from branchnorm_jax.model.parameters import Params, declare_parameters
@@ -33,6 +33,7 @@ from branchnorm_jax.model.segments import (
     target_segments,
 )
 from branchnorm_jax.model.stack import Layer, rematerialised, run_and_update, run_stack, unstack
+from branchnorm_jax.model.streams import KINDS, Stream, no_values
 from branchnorm_jax.model.taps import Taps
 from branchnorm_jax.options import ModelConfig
 from branchnorm_jax.tokens import EOS
@@ -62,8 +63,7 @@ class Transformer:
     @property
     def recipe(self) -> Recipe:
         """The method's row of `methods.METHODS`, with the options of the config that add to it."""
-        recipe = get_recipe(self.config.method)
-        return dataclasses.replace(recipe, embedding_norm=True) if self.config.embedding_norm else recipe
+        return recipe_of(self.config)
 
     @property
     def depth(self) -> Depth:
@@ -289,12 +289,13 @@ class Transformer:
         remat = c.remat if per_layer is None else "none"
         run = functools.partial(run_stack, remat=remat, group=c.group, unroll=c.unroll)
         attention = None if taps.attention is None else jnp.zeros(arguments(per_layer)[2].shape)
+        start = KINDS[recipe.stream].start(x, getattr(self.depth, stack))
+        start = start._replace(attention=attention, values=no_values(c, x))
         if recipe.combines:
             assert update is None, "layers that read the outputs of all earlier layers cannot be updated one by one"
             # Rematerialise each layer alone. The sums over layers are linear, so the backward pass does not need them.
             checkpointed = rematerialised(layer, "full" if remat == "nested" else remat)
             run = functools.partial(run, remat="none")
-            start = Stream(x, attention=attention)
             combine, carry, inputs = combined(
                 checkpointed,
                 params[f"{stack}_combination"],
@@ -305,8 +306,7 @@ class Transformer:
             )
             (stream, _), outputs = run(combine, carry, inputs)
         else:
-            total = x.astype(jnp.promote_types(x.dtype, jnp.float32)) if recipe.stream == "dual" else None
-            start = Stream(x, total, jnp.ones(()) if taps.record == "profile" else None, attention)
+            start = start._replace(spread=jnp.ones(()) if taps.record == "profile" else None)
             if update is None:
                 stream, outputs = run(layer, start, scanned)
             else:
@@ -332,6 +332,8 @@ class Transformer:
         active: Layer = functools.partial(apply, self._block(stack))
         if self.recipe.branch.end is None or taps.attention is not None or not starts_closed(self.config):
             return active
+        if self.config.value_residual:
+            return active  # The later layers need the values of the first one.
         # A branch with b = 0 does not change the output and has no gradient, so it need not be computed.
         inactive = functools.partial(apply, self._block(stack, inactive=True))
 
@@ -341,17 +343,16 @@ class Transformer:
         return either
 
     def _end(self, params: Params, stack: str, stream: Stream) -> jax.Array:
-        """Applies what the recipe has after the last layer: a norm, Fixup's shift or nothing."""
-        recipe = self.recipe
-        if not recipe.final:
-            return stream.x
-        end = params[f"{stack}_norm"]
-        if recipe.final == "shift":
-            return (stream.x - end["shift"]) * end.get("scale", 1.0)
-        kind = final_kind(self.config.norm, stack)
-        if stream.total is not None:
-            return stream.x + apply_norm(kind, end, stream.total, recipe.final_epsilon)
-        return apply_norm(kind, end, stream.x, recipe.final_epsilon)
+        """Returns the output of a stack: its stream after what the recipe has behind the last layer."""
+        recipe, end = self.recipe, params.get(f"{stack}_norm", {})
+
+        def final(x: jax.Array) -> jax.Array:
+            if recipe.final == "shift":
+                return (x - end["shift"]) * end.get("scale", 1.0)
+            kind = final_kind(self.config.norm, stack)
+            return apply_norm(kind, end, x, recipe.final_epsilon) if recipe.final else x
+
+        return KINDS[recipe.stream].end(self.config, params.get(f"{stack}_streams", {}), stream, final)
 
     def layer_inputs(
         self,
@@ -368,6 +369,8 @@ class Transformer:
             key=None if key is None else jax.vmap(functools.partial(jax.random.fold_in, key))(numbers),
             probe=taps.probes.get(stack),
             attention_weight=taps.attention,
+            first=numbers == 1 if self.config.value_residual else None,
+            streams=KINDS[self.recipe.stream].by_layer(getattr(self.depth, stack)),
         )
 
     def _block(self, stack: str, inactive: bool = False) -> Block:

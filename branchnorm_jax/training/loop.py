@@ -111,7 +111,7 @@ def check_names(config: Config, devices: Sequence[jax.Device] | None = None) -> 
         raise UserError(f"config: train.rollback=alpha: {config.model.method} has no alpha; use train.rollback=batches")
     growth.alpha(config.model)
     schedules.frozen_names(config.train)
-    make_optimizer(config.train)
+    make_optimizer(config.train, config.model)
     schedules.learning_rate(config.train, config.model.width)
     schedules.with_end(config.train, config.train.steps)
     make_mesh(config.parallel, devices)
@@ -142,7 +142,7 @@ class Run:
         train = schedules.with_end(train, self.total)
         self.config = config = dataclasses.replace(config, train=train)
         self.model = make_model(config.model, corpus.tokenizer)
-        self.optimizer = make_optimizer(train)
+        self.optimizer = make_optimizer(train, config.model)
         self.abstract = abstract_state(self.model, self.optimizer, self.mesh, bool(train.ema_decay))
         self.validator = Validator(config, self.model, self.rows, corpus, valid_plans)
         self.compiled: dict[Shape, Any] = {}

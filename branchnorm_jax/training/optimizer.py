@@ -3,7 +3,7 @@
 `update.py` multiplies the directions by the learning rate.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -11,8 +11,10 @@ import jax.numpy as jnp
 import optax
 
 from branchnorm_jax.errors import UserError
-from branchnorm_jax.model.recipe import STACKS
-from branchnorm_jax.options import TrainConfig
+from branchnorm_jax.model.depth_rules import relative_depth
+from branchnorm_jax.model.methods import get_recipe
+from branchnorm_jax.model.recipe import STACKS, Depth
+from branchnorm_jax.options import ModelConfig, TrainConfig
 
 
 class FairseqAdamState(NamedTuple):
@@ -73,10 +75,28 @@ def scale_by_layer_trust_ratio() -> optax.GradientTransformation:
     return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
 
 
-def _adam(train: TrainConfig) -> optax.GradientTransformation:
-    if train.adam_eps_mode == "fairseq":
-        return scale_by_fairseq_adam(train.adam_b1, train.adam_b2, train.adam_eps)
-    return optax.scale_by_adam(train.adam_b1, train.adam_b2, train.adam_eps)
+Factors = Mapping[str, float]
+"""Part of the parameters -> a factor; 1 for parts that are not in it."""
+
+
+def scale_parts(factors: Factors) -> optax.GradientTransformation:
+    """Multiplies the updates of each part of the parameters by a factor."""
+
+    def update(updates: Any, state: optax.EmptyState, params: Any = None) -> tuple[optax.Updates, optax.EmptyState]:
+        return {name: optax.tree.scale(factors.get(name, 1.0), part) for name, part in updates.items()}, state
+
+    return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
+
+
+def _adam(train: TrainConfig, factors: Factors) -> optax.GradientTransformation:
+    """Returns Adam with an epsilon of adam_eps / factor in each part of the parameters.
+
+    Adam's direction does not depend on the scale of the gradient, except for epsilon: a gradient times f has the
+    direction of the gradient with epsilon / f.
+    """
+    scale = scale_by_fairseq_adam if train.adam_eps_mode == "fairseq" else optax.scale_by_adam
+    adam = scale(train.adam_b1, train.adam_b2, train.adam_eps)
+    return optax.chain(scale_parts(factors), adam) if factors else adam
 
 
 def _decay(train: TrainConfig) -> optax.GradientTransformation:
@@ -103,28 +123,51 @@ def _is_dict(node: Any) -> bool:
     return isinstance(node, dict)
 
 
-OPTIMIZERS: dict[str, Callable[[TrainConfig], optax.GradientTransformation]] = {
+OPTIMIZERS: dict[str, Callable[[TrainConfig, Factors], optax.GradientTransformation]] = {
     # Decoupled weight decay, which bypasses the moments: AdamW. fairseq calls it adam.
-    "adamw": lambda train: optax.chain(_adam(train), _decay(train)),
+    "adamw": lambda train, factors: optax.chain(_adam(train, factors), _decay(train)),
     # Weight decay as part of the gradient: L2 regularisation.
-    "adam": lambda train: optax.chain(_decay(train), _adam(train)),
-    "radam": lambda train: optax.chain(_radam(train), _decay(train)),
-    "lamb": lambda train: optax.chain(_adam(train), _decay(train), scale_by_layer_trust_ratio()),
+    "adam": lambda train, factors: optax.chain(_decay(train), _adam(train, factors)),
+    "radam": lambda train, factors: optax.chain(_radam(train), _decay(train)),
+    "lamb": lambda train, factors: optax.chain(_adam(train, factors), _decay(train), scale_by_layer_trust_ratio()),
     # PyTorch's SGD with momentum: m = b1 m + g; p <- p - rate m. Weight decay is part of the gradient.
-    "sgd": lambda train: optax.chain(_decay(train), optax.trace(decay=train.adam_b1)),
+    "sgd": lambda train, factors: optax.chain(_decay(train), optax.trace(decay=train.adam_b1)),
     # optax adds epsilon to the sum of squares. PyTorch adds 1e-10 to the square root.
-    "adagrad": lambda train: optax.chain(_decay(train), optax.scale_by_rss(initial_accumulator_value=0.0, eps=1e-20)),
+    "adagrad": lambda train, factors: optax.chain(
+        _decay(train), optax.scale_by_rss(initial_accumulator_value=0.0, eps=1e-20)
+    ),
 }
 """Optimisers by name. The options adam_b1, adam_b2, adam_eps and weight_decay have the same meaning for all of them."""
 
+ADAMS = ("adamw", "adam", "lamb")
+"""Optimisers whose direction depends on the scale of the gradient only through epsilon."""
 
-def make_optimizer(train: TrainConfig) -> optax.GradientTransformation:
+
+def make_optimizer(train: TrainConfig, model: ModelConfig | None = None) -> optax.GradientTransformation:
     """Returns gradient clipping followed by the optimiser that the config names.
 
+    Args:
+      train: the options of the optimiser.
+      model: the model, whose method may have its own epsilon of Adam (`Recipe.depth_power`); None for any other method.
+
     Raises:
-      UserError: if the optimiser is unknown. The message lists the known names.
+      UserError: if the optimiser is unknown (the message lists the known names), or does not fit the method.
     """
     if train.optimizer not in OPTIMIZERS:
         raise UserError(f"config: train.optimizer={train.optimizer!r} is not one of {', '.join(OPTIMIZERS)}")
+    factors = _adam_factors(model)
+    if factors and train.optimizer not in ADAMS:
+        raise UserError(
+            f"config: model.method={model.method if model else ''} scales Adam's epsilon, so it needs train.optimizer="
+            f"{', '.join(ADAMS)}, not {train.optimizer}"
+        )
     clip = optax.clip_by_global_norm(train.clip_norm) if train.clip_norm else optax.identity()
-    return optax.chain(clip, OPTIMIZERS[train.optimizer](train))
+    return optax.chain(clip, OPTIMIZERS[train.optimizer](train, factors))
+
+
+def _adam_factors(model: ModelConfig | None) -> Factors:
+    """Returns the factors of `_adam` for a model: m^p in the stacks of a recipe with a `depth_power` p."""
+    power = get_recipe(model.method).depth_power if model else 0.0
+    if model is None or not power:
+        return {}
+    return relative_depth(model.base_layers, power)(Depth(model.encoder_layers, model.decoder_layers))._asdict()

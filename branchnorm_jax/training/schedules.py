@@ -16,8 +16,9 @@ import numpy as np
 from branchnorm_jax.errors import UserError
 from branchnorm_jax.model import growth
 from branchnorm_jax.model.coefficients import Alpha
+from branchnorm_jax.model.depth_rules import relative_depth
 from branchnorm_jax.model.methods import get_recipe
-from branchnorm_jax.model.recipe import STACKS
+from branchnorm_jax.model.recipe import STACKS, Depth
 from branchnorm_jax.options import Config, ModelConfig, TrainConfig
 
 Schedule = Callable[[jax.Array], jax.Array]
@@ -179,7 +180,9 @@ def rates(config: Config) -> Callable[[jax.Array, Alpha, jax.Array], dict[str, j
 
     The result maps each stack to float32 [], or to [L] if the layers differ:
 
-        rate_l = rate alpha_l^p e,   p = `branch_update_power`, e = `encoder_rate` in the encoder, else 1
+        rate_l = rate alpha_l^p e f,   p = `branch_update_power`, e = `encoder_rate` in the encoder, else 1
+
+    f is 1 except in recipes with a `depth_power`.
 
     In a deepened model, the rate of old layers and of the other parts is multiplied by `parent_rate`. It is 0 for the
     parts that `freeze` names. Parts that are not in the result have the rate `rate`.
@@ -190,15 +193,19 @@ def rates(config: Config) -> Callable[[jax.Array, Alpha, jax.Array], dict[str, j
     `encoder_rate_steps` updates, or to all updates if `encoder_rate_steps` is 0.
     """
     train, power = config.train, config.train.branch_update_power
-    grows, stacks = get_recipe(config.model.method).grows, config.model.stacks
+    recipe, stacks = get_recipe(config.model.method), config.model.stacks
+    depth = Depth(config.model.encoder_layers, config.model.decoder_layers)
+    factor = relative_depth(config.model.base_layers, recipe.depth_power - 1)(depth)
     is_old = {stack: growth.old_layers(config.model, stack) for stack in stacks}
     others = {"embedding", *(part for stack in stacks for part in parts_of(stack))} - {*stacks}
     frozen = [part for name in frozen_names(train) for part in parts_of(name)]
 
     def by_layer(step: jax.Array, alpha: Alpha, rate: jax.Array) -> dict[str, jax.Array]:
         by_stack = dict.fromkeys(stacks, rate)
-        if grows and power:
+        if recipe.grows and power:
             by_stack = {stack: rate * alpha[stack] ** power for stack in stacks}
+        if recipe.depth_power:
+            by_stack = {stack: getattr(factor, stack) * by_stack[stack] for stack in stacks}
         if train.encoder_rate != 1:
             first = step < train.encoder_rate_steps if train.encoder_rate_steps else jnp.bool_(True)
             by_stack["encoder"] = by_stack["encoder"] * jnp.where(first, train.encoder_rate, 1.0)
@@ -222,7 +229,7 @@ def frozen_names(train: TrainConfig) -> list[str]:
 
 def parts_of(name: str) -> list[str]:
     """Returns the names in the parameter tree that belong to a stack or to the embedding; not all need to exist."""
-    return [f"{name}{suffix}" for suffix in ("", "_norm", "_embedding_norm", "_combination", "_relative")]
+    return [f"{name}{suffix}" for suffix in ("", "_norm", "_embedding_norm", "_combination", "_streams", "_relative")]
 
 
 def clock_at(model: ModelConfig, alpha: Alpha) -> int:

@@ -5,10 +5,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from branchnorm_jax.model.blocks import LayerInput, Stream, make_block
+from branchnorm_jax.model.blocks import LayerInput, make_block
 from branchnorm_jax.model.coefficients import Coefficients
 from branchnorm_jax.model.dropout import Site, dropout, random_bits, site_key
 from branchnorm_jax.model.methods import METHODS
+from branchnorm_jax.model.streams import Stream
 from branchnorm_jax.options import ModelConfig
 
 

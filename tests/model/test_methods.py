@@ -38,6 +38,15 @@ def test_deepnorm_constants(n: int, m: int, alpha_e: float, beta_e: float, alpha
     np.testing.assert_allclose(deepnorm_beta(Depth(n, m)), (beta_e, beta_d), atol=5e-7)
 
 
+def test_constants_of_deeploop() -> None:
+    """A decoder-only model of N layers has (2N)^(1/2) and (8N)^(-1/2)."""
+    recipe = METHODS["deepnorm_deeploop"]
+    np.testing.assert_allclose(recipe.skip.start(Depth(0, 50)).decoder, 10)
+    np.testing.assert_allclose(recipe.gain["o"](Depth(0, 50)).decoder, 1 / 20)
+    np.testing.assert_allclose(recipe.skip.start(Depth(8, 27)), (4, 9))
+    np.testing.assert_allclose(recipe.gain["v"](Depth(8, 27)), (1 / 8, 1 / 18))
+
+
 SUB_LN = [
     (6, 1.547288, 1.700109),
     (18, 2.182857, 1.997244),
@@ -94,7 +103,9 @@ def test_admin_weights_without_profiling() -> None:
 PLAIN = (44_138_496, 132_415_488, 735_641_600)
 COUNTS = {
     **dict.fromkeys(("post_ln", "deepnorm", "branchnorm", "mixnorm", "ds_init", "b2t"), PLAIN),
-    **dict.fromkeys(("pre_ln", "residual_dual", "lns", "mix_ln"), (44_140_544, 132_417_536, 735_643_648)),
+    **dict.fromkeys(
+        ("pre_ln", "residual_dual", "lns", "mix_ln", "completep", "depth_mup"), (44_140_544, 132_417_536, 735_643_648)
+    ),
     "sub_ln": (44_201_984, 132_601_856, 736_667_648),
     "normformer": (44_202_080, 132_602_144, 736_669_248),
     "normformer_residual": (44_208_224, 132_620_576, 736_771_648),
@@ -108,6 +119,14 @@ COUNTS = {
     "layerscale": tuple(count + 2048 + 512 * 5 * n for count, n in zip(PLAIN, (6, 18, 100), strict=True)),
     "skipinit": tuple(count - 1024 * 5 * n + 5 * n for count, n in zip(PLAIN, (6, 18, 100), strict=True)),
     "keel": tuple(count + 1024 * 5 * n for count, n in zip(PLAIN, (6, 18, 100), strict=True)),
+    # Derived: Pre-LN with one scalar per sub-layer.
+    "gpas": tuple(count + 2048 + 5 * n for count, n in zip(PLAIN, (6, 18, 100), strict=True)),
+    # Two more norms in each sub-layer, and three at the end of each stack.
+    "siamese_norm": tuple(count + 6 * 1024 + 5 * n * 2048 for count, n in zip(PLAIN, (6, 18, 100), strict=True)),
+    # In each sub-layer, a matrix of 4 D x (4 + 4 + 16), its bias, and three scalars.
+    "mhc": tuple(count + 2048 + 5 * n * (2048 * 24 + 24 + 3) for count, n in zip(PLAIN, (6, 18, 100), strict=True)),
+    # A vector in each sub-layer and at the end of each stack.
+    "block_attnres": tuple(count + 2048 + 512 * (5 * n + 2) for count, n in zip(PLAIN, (6, 18, 100), strict=True)),
     "gpt2norm": tuple(count + 2048 for count in PLAIN),
     "peri_ln": tuple(count + 4096 + 1024 * 5 * n for count, n in zip(PLAIN, (6, 18, 100), strict=True)),
     "rezero_ln": tuple(count + 2 * n for count, n in zip(PLAIN, (6, 18, 100), strict=True)),
@@ -150,7 +169,12 @@ def test_parameter_counts(method: str, counts: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize(
     ("norm", "counts"),
-    [("scale_norm", (44_107_808, 132_323_420, 735_130_102)), ("rms_norm", (44_124_160, 132_370_432, 735_386_624))],
+    [
+        ("scale_norm", (44_107_808, 132_323_420, 735_130_102)),
+        ("rms_norm", (44_124_160, 132_370_432, 735_386_624)),
+        # Two scalars more than a layer norm in each of the 5 N norms of the sub-layers and the two at the end.
+        ("derf", (44_140_608, 132_417_720, 735_644_652)),
+    ],
 )
 def test_parameter_counts_with_other_norms(norm: str, counts: tuple[int, ...]) -> None:
     for layers, expected in zip((6, 18, 100), counts, strict=True):
@@ -218,7 +242,9 @@ def gains(method: str, layers: int) -> dict[str, tuple[float, float]]:
     everywhere = [f"{sub}/{matrix}" for sub in ("self", "cross") for matrix in "qkvo"] + ["ffn/fc1", "ffn/fc2"]
     result = dict.fromkeys(everywhere, (1.0, 1.0))
     branch = [name for name in everywhere if name[-1] not in "qk"]
-    if method in ("deepnorm", "branchnorm", "mixnorm"):
+    if method == "deepnorm_deeploop":
+        result |= dict.fromkeys(branch, ((8 * n) ** -0.5, (12 * n) ** -0.5))
+    elif method in ("deepnorm", "branchnorm", "mixnorm"):
         result |= dict.fromkeys(branch, (0.87 * (n**5) ** (-1 / 16), (12 * n) ** -0.25))
     elif method == "sub_ln":
         encoder, decoder = math.sqrt(math.log(3 * n) * math.log(2 * n) / 3), math.sqrt(math.log(3 * n))
@@ -237,7 +263,11 @@ def gains(method: str, layers: int) -> dict[str, tuple[float, float]]:
 
 
 @pytest.mark.parametrize(
-    "method", ["post_ln", "deepnorm", "branchnorm", "mixnorm", "sub_ln", "t_fixup", "fixup", "b2t", "admin", "dlcl"]
+    "method",
+    [
+        *("post_ln", "deepnorm", "deepnorm_deeploop", "branchnorm", "mixnorm"),
+        *("sub_ln", "t_fixup", "fixup", "b2t", "admin", "dlcl"),
+    ],
 )
 def test_initial_weights_of_the_model(method: str) -> None:
     """Monte Carlo: the std of every matrix role in both stacks is within 5 standard errors."""

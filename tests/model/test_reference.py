@@ -7,11 +7,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from branchnorm_jax.model import streams
 from branchnorm_jax.model.methods import METHODS
 from branchnorm_jax.model.transformer import Transformer
 from branchnorm_jax.options import ModelConfig
+from tests.reference import streams as reference_streams
 from tests.reference import transformer as reference
 from tests.reference.algebra import every_method
+from tests.reference.streams import STREAMS
 
 SOURCE = np.array([[5, 6, 7, 1, 0, 0], [9, 8, 7, 6, 5, 1]])
 TARGET = np.array([[1, 4, 5, 6, 3], [1, 7, 8, 9, 3]])
@@ -50,7 +53,7 @@ def expected(method: str, params: Any, kind: str = "layer_norm") -> tuple[np.nda
 TOLERANCE = {"float64": 1e-9, "float32": 1e-5}
 
 
-def errors(method: str, dtype: str, kind: str = "layer_norm") -> dict[str, float]:
+def errors(method: str, dtype: str, kind: str = "layer_norm", **options: Any) -> dict[str, float]:
     """Returns the largest errors of both outputs and of the gradient, compared with the reference.
 
     Errors of the outputs are relative to the largest value, errors of the gradient to its norm. The gradient is
@@ -61,7 +64,8 @@ def errors(method: str, dtype: str, kind: str = "layer_norm") -> dict[str, float
     weight_memory = rng.normal(size=(2, 6, 8)) * real[..., None]
     weight_out = rng.normal(size=(2, 5, 8))
     with jax.enable_x64(dtype == "float64"):
-        model = Transformer(ModelConfig(method=method, norm=kind, dtype=dtype, carry_dtype=dtype, **SIZES), 12, 12)
+        options |= SIZES
+        model = Transformer(ModelConfig(method=method, norm=kind, dtype=dtype, carry_dtype=dtype, **options), 12, 12)
         params = random_params(model, dtype)
 
         def scalar(params: Any) -> tuple[jax.Array, Any]:
@@ -97,11 +101,22 @@ def test_forward_and_gradient_of_every_method(method: str, dtype: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize("kind", ["rms_norm", "scale_norm", "scale_norm_fixed", "dyt", "none"])
+@pytest.mark.parametrize("kind", ["rms_norm", "scale_norm", "scale_norm_fixed", "dyt", "derf", "none"])
 def test_forward_and_gradient_with_other_norms(kind: str, dtype: str) -> None:
     measured = errors("sub_ln", dtype, kind)
     assert {name: error for name, error in measured.items() if not error <= TOLERANCE[dtype]} == {}
 
 
+def test_blocks_of_several_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The five layers of the encoder form blocks of three and two layers."""
+    monkeypatch.setattr(streams, "BLOCKS", 2)
+    monkeypatch.setattr(reference_streams, "BLOCKS", 2)
+    assert max(errors("block_attnres", "float64").values()) <= TOLERANCE["float64"]
+
+
+def test_forward_and_gradient_with_value_residual() -> None:
+    assert max(errors("pre_ln", "float64", value_residual=True).values()) <= TOLERANCE["float64"]
+
+
 def test_every_method_has_a_reference() -> None:
-    assert set(reference.SUBLAYER) == set(METHODS)
+    assert {*reference.SUBLAYER, *STREAMS} == set(METHODS)

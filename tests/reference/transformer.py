@@ -13,6 +13,9 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
+from scipy.special import erf
+
+from tests.reference.streams import STREAMS
 
 Params = dict[str, Any]
 Branch = Callable[[np.ndarray], np.ndarray]
@@ -61,6 +64,10 @@ def dyt(x: np.ndarray, p: Params, eps: float = 0.0) -> np.ndarray:
     return np.tanh(p["alpha"] * x) * p["scale"] + p["bias"]
 
 
+def derf(x: np.ndarray, p: Params, eps: float = 0.0) -> np.ndarray:
+    return erf(p["alpha"] * x + p["shift"]) * p["scale"] + p["bias"]
+
+
 def no_norm(x: np.ndarray, p: Params, eps: float = 0.0) -> np.ndarray:
     return x
 
@@ -71,6 +78,7 @@ NORMS = {
     "scale_norm": scale_norm,
     "scale_norm_fixed": scale_norm,
     "dyt": dyt,
+    "derf": derf,
     "none": no_norm,
 }
 
@@ -91,12 +99,18 @@ def attention(
     inner: Any,
     heads_after: bool,
     attention_weights: dict[int, np.ndarray] | None = None,
+    first: tuple[list[np.ndarray], np.ndarray] | None = None,
 ) -> np.ndarray:
     """Softmax attention, head by head. mask [B, T, S] is True where t may attend to s.
 
-    `attention_weights` receives head -> softmax [B, T, S].
+    `attention_weights` receives head -> softmax [B, T, S]. `first` has the values of the first layer, which adds them
+    itself, and the factors of a value residual.
     """
     q, k, v = linear(x, p["q"]), linear(memory, p["k"]), linear(memory, p["v"])
+    if first is not None:
+        values, factors = first
+        v = factors[0] * values[0] + factors[1] * v if values else v
+        values[:] = values or [v]
     size = q.shape[-1] // heads
     outputs = []
     for h in range(heads):
@@ -233,6 +247,23 @@ def keel(x: np.ndarray, F: Branch, p: Params, at: At, norm: Any) -> np.ndarray:
     return x + h if at.sub == "self" else norm(x + h, p[f"{at.sub}_post_norm"])
 
 
+def gpas(x: np.ndarray, F: Branch, p: Params, at: At, norm: Any) -> np.ndarray:
+    y, g = pre_ln(x, F, p, at, norm), p[f"{at.sub}_gate"]
+    return y - g / (1 + np.exp(-g)) * y.real  # a constant in the complex step: stop_gradient
+
+
+def deeploop(x: np.ndarray, F: Branch, p: Params, at: At, norm: Any) -> np.ndarray:
+    return norm(math.sqrt(at.sublayers) * x + F(x), p[f"{at.sub}_post_norm"])
+
+
+def completep(x: np.ndarray, F: Branch, p: Params, at: At, norm: Any) -> np.ndarray:
+    return x + F(norm(x, p[f"{at.sub}_pre_norm"])) / (at.layers / 2)
+
+
+def depth_mup(x: np.ndarray, F: Branch, p: Params, at: At, norm: Any) -> np.ndarray:
+    return x + F(norm(x, p[f"{at.sub}_pre_norm"])) / math.sqrt(at.layers / 2)
+
+
 SUBLAYER: dict[str, Callable[..., np.ndarray]] = {
     "post_ln": post_ln,
     "pre_ln": pre_ln,
@@ -271,6 +302,10 @@ SUBLAYER: dict[str, Callable[..., np.ndarray]] = {
     "lns": lns,
     "mix_ln": mix_ln,
     "keel": keel,
+    "gpas": gpas,
+    "completep": completep,
+    "depth_mup": depth_mup,
+    "deepnorm_deeploop": deeploop,
     "prores_post_ln": branchnorm,
     "prores_pre_ln": prores_pre_ln,
     "prores_deepnorm": mixnorm,
@@ -280,7 +315,7 @@ SUBLAYER: dict[str, Callable[..., np.ndarray]] = {
 
 NO_FINAL_NORM = {"post_ln", "deepnorm", "deepnorm_torchscale", "branchnorm", "mixnorm", "mixnorm_anneal", "rezero"}
 NO_FINAL_NORM |= {"rezero_one", "rezero_ln", "admin", "admin_log", "admin_constant", "admin_linear", "skipinit"}
-NO_FINAL_NORM |= {"ds_init", "ds_init_code", "t_fixup", "b2t", "keel", "dlcl_post"}
+NO_FINAL_NORM |= {"deepnorm_deeploop", "ds_init", "ds_init_code", "t_fixup", "b2t", "keel", "dlcl_post"}
 NO_FINAL_NORM |= {"prores_post_ln", "prores_deepnorm"}
 
 # Stacks
@@ -307,6 +342,16 @@ def stack(
 
     if method == "peri_ln":
         x = norm(x, params[f"{name}_embedding_norm"])
+    if method in STREAMS:
+
+        def sublayers() -> Any:
+            for index in range(layers):
+                p = collections.defaultdict(dict, select_layer(params[name], index))
+                yield from ((index + 1, sub, F, p) for sub, F in branches(p).items())
+
+        count = At(name, "", 1, N, M, alpha).sublayers
+        x = STREAMS[method](x, sublayers(), norm, params.get(f"{name}_streams", {}), layers, count)
+        return norm(x, params[f"{name}_norm"])
     history, total = [x], x
     combination = params.get(f"{name}_combination")
     for index in range(layers):
@@ -364,9 +409,15 @@ def forward(
     source_key_mask = source_mask[:, None, :]
     causal = np.tri(target_x.shape[1], dtype=bool)[None]
 
+    kept: dict[str, list[np.ndarray]] = {"encoder": [], "decoder": []}
+
+    def own(name: str, p: Params, mask: np.ndarray) -> Branch:
+        first = (kept[name], p["value_shares"]) if "value_shares" in p else None
+        return lambda z: attention(z, z, p["self"], mask, heads, inner_self, heads_after, first=first)
+
     def encoder_branches(p: Params) -> dict[str, Branch]:
         return {
-            "self": lambda z: attention(z, z, p["self"], source_key_mask, heads, inner_self, heads_after),
+            "self": own("encoder", p, source_key_mask),
             "ffn": lambda z: ffn(z, p["ffn"], inner_ffn),
         }
 
@@ -378,7 +429,7 @@ def forward(
         if attention_weights is not None:
             attention_weights.append(layer_weights)
         return {
-            "self": lambda z: attention(z, z, p["self"], causal, heads, inner_self, heads_after),
+            "self": own("decoder", p, causal),
             "cross": lambda z: attention(
                 z, memory, p["cross"], source_key_mask, heads, None, heads_after, layer_weights
             ),

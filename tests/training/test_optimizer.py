@@ -1,5 +1,6 @@
 """Compares every optimiser with PyTorch or with its formula."""
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -9,7 +10,7 @@ import pytest
 import torch
 
 from branchnorm_jax.errors import UserError
-from branchnorm_jax.options import TrainConfig
+from branchnorm_jax.options import ModelConfig, TrainConfig
 from branchnorm_jax.training.optimizer import make_optimizer
 
 
@@ -97,6 +98,24 @@ def test_fairseq_adam_equals_its_formula() -> None:
     np.testing.assert_allclose(run(train, GRADIENTS, START, rate), np.stack(expected), atol=2e-6)
 
 
+@pytest.mark.parametrize("name", ["adamw", "adam", "lamb"])
+@pytest.mark.parametrize(("method", "power"), [("completep", 1.0), ("depth_mup", 0.5)])
+def test_epsilon_of_layers_falls_with_depth(method: str, power: float, name: str) -> None:
+    """The layers have epsilon / m^power, with m = layers / model.base_layers; all else has the given epsilon."""
+    model = ModelConfig(method=method, encoder_layers=12, decoder_layers=6, base_layers=3)
+    train = TrainConfig(optimizer=name, adam_eps=1e-2, weight_decay=0.0)
+    params = {part: jnp.asarray(START) for part in ("embedding", "encoder", "decoder")}
+    grads = jax.tree.map(lambda p: p / 50, params)
+
+    def direction(train: TrainConfig, model: ModelConfig | None, part: str) -> np.ndarray:
+        optimizer = make_optimizer(train, model)
+        return np.asarray(optimizer.update(grads, optimizer.init(params), params)[0][part])
+
+    for part, m in (("embedding", 1), ("encoder", 4), ("decoder", 2)):
+        smaller = dataclasses.replace(train, adam_eps=1e-2 / m**power)
+        np.testing.assert_allclose(direction(train, model, part), direction(smaller, None, part), rtol=1e-5)
+
+
 @pytest.mark.parametrize(("mode", "first_step"), [("optax", 5.0e-4), ("fairseq", 1.24e-4)])
 def test_epsilon_modes_differ_for_tiny_gradients(mode: str, first_step: float) -> None:
     train = TrainConfig(weight_decay=0.0, adam_eps_mode=mode)
@@ -111,6 +130,12 @@ def test_clipping_uses_the_global_norm() -> None:
     # With b1 = b2 = 0 and eps = 1, the direction of g is g / (|g| + 1), which reveals the clipped gradient.
     np.testing.assert_allclose(directions["a"][0], 0.6 / 1.6, rtol=1e-6)
     np.testing.assert_allclose(directions["b"][0], 0.8 / 1.8, rtol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["radam", "sgd", "adagrad"])
+def test_scaled_epsilon_needs_adam(name: str) -> None:
+    with pytest.raises(UserError, match=f"completep.*adamw.*{name}"):
+        make_optimizer(TrainConfig(optimizer=name), ModelConfig(method="completep"))
 
 
 def test_unknown_optimizers_are_rejected() -> None:

@@ -232,6 +232,15 @@ def test_adaptive_alpha_ignores_layers_that_wait() -> None:
         assert int(tick(jnp.int32(2), jnp.int32(0), layers)[0]) == expected
 
 
+@pytest.mark.parametrize(("method", "encoder", "decoder"), [("completep", 1, 1), ("depth_mup", 0.5, 2**-0.5)])
+def test_rates_of_layers_follow_the_depth(method: str, encoder: float, decoder: float) -> None:
+    """They are multiplied by m^(p - 1); m is 4 in the encoder and 2 in the decoder."""
+    config = Config(model=ModelConfig(method=method, encoder_layers=12, decoder_layers=6, base_layers=3))
+    result = schedules.rates(config)(jnp.int32(0), {}, jnp.float32(0.01))
+    np.testing.assert_allclose([result["encoder"], result["decoder"]], [0.01 * encoder, 0.01 * decoder], rtol=1e-6)
+    assert set(result) == {"encoder", "decoder"}
+
+
 def test_rates_of_layers_follow_alpha_and_the_encoder_factor() -> None:
     """The rate is rate x alpha_l^p. The encoder multiplies it by its own factor for the first updates."""
     alpha = {"encoder": jnp.array([0.2, 0.5]), "decoder": jnp.array([0.0, 0.3, 1.0])}

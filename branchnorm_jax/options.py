@@ -472,7 +472,7 @@ class TrainConfig:
         common=True,
     )
     accumulation: int = option(1, "number of parts that the batch of an update is split into", unit="parts", minimum=1)
-    optimizer: str = option("adamw", "optimiser: adamw, adam, radam, lamb, sgd or adagrad")
+    optimizer: str = option("adamw", "optimiser: adamw, adam, radam, lamb, muon, sgd or adagrad")
     adam_b1: float = option(0.9, "decay of the first moment", minimum=0, maximum=0.99999)
     adam_b2: float = option(0.98, "decay of the second moment", minimum=0, maximum=0.99999)
     adam_eps: float = option(1e-8, "epsilon of Adam", minimum=0)

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
+import optax.contrib
 
 from branchnorm_jax.errors import UserError
 from branchnorm_jax.model.depth_rules import relative_depth
@@ -108,6 +109,33 @@ def _radam(train: TrainConfig) -> optax.GradientTransformation:
     return optax.scale_by_radam(train.adam_b1, train.adam_b2, train.adam_eps)
 
 
+def _muon(train: TrainConfig) -> optax.GradientTransformation:
+    """Returns Muon (Jordan et al., 2024) for the matrices of layers, and Adam for all other parameters.
+
+    Muon's direction is 0.2 sqrt(max(d_in, d_out)) O(m) for a matrix with the Nesterov momentum m. O replaces its
+    singular values by numbers near 1. The factor gives the entries the size that they have with Adam, so both have one
+    learning rate (*Muon is Scalable for LLM Training*, Liu et al., 2025). Each layer's matrix is orthogonalised by
+    itself.
+    """
+
+    def each_layer(updates: Any) -> Any:
+        return jax.tree.map(lambda _: optax.contrib.MuonDimensionNumbers(reduction_axis=1, output_axis=2), updates)
+
+    def resize(updates: Any, params: Any = None) -> Any:
+        return jax.tree.map(lambda o: 0.2 * max(o.shape[1:]) ** 0.5 * o, updates)
+
+    orthogonal = optax.contrib.scale_by_muon(weight_dimension_numbers=each_layer)
+    return optax.chain(
+        optax.masked(optax.chain(orthogonal, optax.stateless(resize)), is_layer_matrix),
+        optax.masked(_adam(train, {}), lambda tree: jax.tree.map(lambda matrix: not matrix, is_layer_matrix(tree))),
+    )
+
+
+def is_layer_matrix(tree: Any) -> Any:
+    """Returns the tree with True at the matrices of layers: the kernels [L, d_in, d_out] of linear maps."""
+    return jax.tree.map_with_path(lambda path, _: path[0].key in STACKS and path[-1].key == "kernel", tree)
+
+
 def moments_of(opt_state: Any) -> list[Any]:
     """Returns the trees in an optimiser state that have the structure of the parameters. Such trees are dicts."""
     return [node for node in jax.tree.leaves(opt_state, is_leaf=_is_dict) if _is_dict(node)]
@@ -130,6 +158,7 @@ OPTIMIZERS: dict[str, Callable[[TrainConfig, Factors], optax.GradientTransformat
     "adam": lambda train, factors: optax.chain(_decay(train), _adam(train, factors)),
     "radam": lambda train, factors: optax.chain(_radam(train), _decay(train)),
     "lamb": lambda train, factors: optax.chain(_adam(train, factors), _decay(train), scale_by_layer_trust_ratio()),
+    "muon": lambda train, factors: optax.chain(_muon(train), _decay(train)),
     # PyTorch's SGD with momentum: m = b1 m + g; p <- p - rate m. Weight decay is part of the gradient.
     "sgd": lambda train, factors: optax.chain(_decay(train), optax.trace(decay=train.adam_b1)),
     # optax adds epsilon to the sum of squares. PyTorch adds 1e-10 to the square root.

@@ -98,12 +98,22 @@ def abstract_state(
     whole = replicated(mesh)
     by_param = jax.tree.map(lambda leaf: leaf.sharding, params)
     by_moment = optax.tree.map_params(
-        optimizer.init, lambda _, split: split, state.opt_state, by_param, transform_non_params=lambda _: whole
+        optimizer.init,
+        lambda leaf, split: leaf if _is_masked(leaf) else split,
+        state.opt_state,
+        by_param,
+        transform_non_params=lambda _: whole,
+        is_leaf=_is_masked,
     )
     splits = jax.tree.map(lambda _: whole, state).replace(
         params=by_param, opt_state=by_moment, ema=by_param if ema else None
     )
     return jax.tree.map(_place, state, splits)
+
+
+def _is_masked(node: Any) -> bool:
+    """Returns whether a place in the moments is empty, because another transformation has that parameter."""
+    return isinstance(node, optax.MaskedNode)
 
 
 def init_params(model: Transformer, seed: int, first: Batch) -> Params:

@@ -11,7 +11,7 @@ import torch
 
 from branchnorm_jax.errors import UserError
 from branchnorm_jax.options import ModelConfig, TrainConfig
-from branchnorm_jax.training.optimizer import make_optimizer
+from branchnorm_jax.training.optimizer import make_optimizer, moments_of
 
 
 def run(train: TrainConfig, gradients: np.ndarray, start: np.ndarray, rate: float) -> np.ndarray:
@@ -86,6 +86,42 @@ def test_lamb_uses_one_ratio_per_layer() -> None:
     np.testing.assert_allclose(scaled["embedding"], ratio * u["embedding"], rtol=1e-5)
 
 
+def orthogonalised(m: np.ndarray) -> np.ndarray:
+    """Returns Muon's five Newton-Schulz iterations on a matrix."""
+    x = m / np.linalg.norm(m)
+    for _ in range(5):
+        gram = x @ x.T
+        x = 3.4445 * x + (-4.7750 * gram + 2.0315 * gram @ gram) @ x
+    return x
+
+
+def test_muon_orthogonalises_the_matrix_of_each_layer() -> None:
+    """In float64 NumPy, for matrices of both shapes; all other parameters are Adam's."""
+    shapes = {"fc1": {"kernel": (3, 4, 6), "bias": (3, 6)}, "fc2": {"kernel": (3, 6, 4)}, "branch": (3,)}
+    draw = lambda shape: jnp.asarray(RANDOM.normal(size=shape), jnp.float32)  # noqa: E731
+    is_shape = lambda node: isinstance(node, tuple)  # noqa: E731
+    params = jax.tree.map(draw, {"encoder": shapes, "embedding": {"shared": (5, 4)}}, is_leaf=is_shape)
+    train = TrainConfig(optimizer="muon", weight_decay=0.1)
+    ours, adam = make_optimizer(train), make_optimizer(dataclasses.replace(train, optimizer="adamw"))
+    state, adam_state = ours.init(params), adam.init(params)
+    assert len(moments_of(state)) == 3 and sum(leaf.size for leaf in jax.tree.leaves(moments_of(state))) == 144 + 2 * 41
+    momentum: dict[str, Any] = {"fc1": 0.0, "fc2": 0.0}
+    for t in range(1, 4):
+        grads = jax.tree.map(lambda leaf: draw(leaf.shape), params)
+        directions, state = ours.update(grads, state, params)
+        expected, adam_state = adam.update(grads, adam_state, params)
+        for name in momentum:
+            g = np.asarray(grads["encoder"][name]["kernel"], np.float64)
+            momentum[name] = 0.95 * momentum[name] + 0.05 * g
+            nesterov = 0.95 * momentum[name] / (1 - 0.95 ** (t + 1)) + 0.05 * g / (1 - 0.95**t)
+            flat = [orthogonalised(m) if m.shape[0] < m.shape[1] else orthogonalised(m.T).T for m in nesterov]
+            expected["encoder"][name]["kernel"] = (
+                0.2 * 6**0.5 * np.stack(flat) + 0.1 * params["encoder"][name]["kernel"]
+            )
+        for theirs, own in zip(jax.tree.leaves(expected), jax.tree.leaves(directions), strict=True):
+            np.testing.assert_allclose(own, theirs, atol=2e-5)
+
+
 def test_fairseq_adam_equals_its_formula() -> None:
     b1, b2, eps, decay, rate = 0.9, 0.98, 1e-3, 0.1, 1e-2
     p, m, v, expected = START.astype(np.float64), np.zeros(7), np.zeros(7), []
@@ -140,4 +176,4 @@ def test_scaled_epsilon_needs_adam(name: str) -> None:
 
 def test_unknown_optimizers_are_rejected() -> None:
     with pytest.raises(UserError, match="adamw"):
-        make_optimizer(TrainConfig(optimizer="muon"))
+        make_optimizer(TrainConfig(optimizer="adamax"))

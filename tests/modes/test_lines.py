@@ -89,7 +89,7 @@ def test_input_and_output_options(trained: Path, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     first = target.read_text(encoding="utf-8").splitlines()
     assert len(first) == 3
-    assert "\nline 2 has several sentences; " in done.stderr
+    assert "line 2 has several sentences; " in done.stderr
     assert done.stderr.count("has several sentences") == 1
     assert all(" ||| " in line and "</s>:" in line for line in first)
     done = run_main(*command, "--config.decode.target_prefix=True")

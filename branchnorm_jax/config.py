@@ -240,6 +240,11 @@ def _validate_model(config: Config) -> None:
         raise UserError(f"config: model.heads={model.heads} does not divide model.width={model.width}")
     if model.width % 2:
         raise UserError(f"config: model.width={model.width} must be even (sinusoidal positions come in pairs)")
+    if model.positions == "rotary" and model.key_width % 2:
+        raise UserError(f"config: model.positions=rotary needs an even width of attention heads, not {model.key_width}")
+    if model.kernels == "interpret" and (model.positions in ("relative", "rotary") or model.value_residual):
+        what = "model.value_residual" if model.value_residual else f"model.positions={model.positions}"
+        raise UserError(f"config: model.kernels=interpret: the kernels do not support {what}; use auto or plain")
     if model.longest and model.family == "encoder_decoder" and data.max_length > model.longest:
         raise UserError(
             f"config: data.max_length={data.max_length} is more than model.max_positions={model.max_positions}, the "
@@ -257,8 +262,6 @@ def _validate_model(config: Config) -> None:
             f"config: model.relative_distance={model.relative_distance} must be more than half of "
             f"model.relative_buckets={model.relative_buckets}"
         )
-    if model.kernels == "interpret":
-        raise UserError("config: model.kernels=interpret: the kernels have no relative positions; use auto or plain")
 
 
 def _validate_family(config: Config) -> None:
@@ -282,6 +285,11 @@ def _validate_family(config: Config) -> None:
         "model.decoder_start": ("eos",),
         "data.pairs": ("",),
         "data.subword_samples": (0,),
+        "decode.ensemble": ("",),
+        "decode.glossary": ("",),
+        "decode.constraints": (False,),
+        "decode.target_prefix": (False,),
+        "decode.output": ("",),
         "train.eval_bleu_sentences": (0,),
         "train.best_metric": ("loss",),
         "train.encoder_rate": (1,),
@@ -291,6 +299,11 @@ def _validate_family(config: Config) -> None:
         if values[name] not in allowed:
             options = " or ".join(str(value) or "''" for value in allowed)
             raise UserError(f"config: a language model needs {name}={options}, not {values[name]}")
+    if len(data.corpora()) > 1 or data.corpora()[0][1] != 1:
+        raise UserError(
+            f"config: data.train_split={data.train_split}: a language model has a single corpus; use a glob "
+            "in data.files to read several files"
+        )
     if data.vocab_type == "bytes" and data.vocab_size != BYTE_PIECES:
         raise UserError(f"config: data.vocab_type=bytes has {BYTE_PIECES} pieces: set data.vocab_size={BYTE_PIECES}")
     if model.longest and data.context > model.longest:

@@ -392,9 +392,9 @@ class DataConfig:
         """Returns one config per corpus of `train_split`, and its weight, 1 unless given."""
         found = []
         for item in map(str.strip, self.train_split.split(",")):
-            name, _, weight = item.rpartition(":")
+            name, colon, weight = item.rpartition(":")
             try:
-                found.append((name, float(weight)))
+                found.append((name, float(weight)) if colon else (item, 1.0))
             except ValueError:  # no weight; TFDS has names such as wmt14_translate/de-en:test and train[:50%]
                 found.append((item, 1.0))
         return [(dataclasses.replace(self, train_split=name), weight) for name, weight in found]

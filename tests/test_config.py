@@ -177,6 +177,8 @@ def test_translation_needs_an_encoder(depth):
         ("model.shared_embeddings", "inputs", ["model.shared_embeddings=all or none"]),
         ("train.best_metric", "bleu", ["train.best_metric=loss"]),
         ("train.eval_bleu_sentences", 9, ["train.eval_bleu_sentences=0"]),
+        ("decode.ensemble", "runs/other", ["decode.ensemble=''"]),
+        ("data.train_split", "a:2,b", ["a single corpus"]),
     ],
 )
 def test_language_models_refuse_options_of_translation(option, value, parts):

@@ -20,7 +20,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from operator import itemgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import ml_collections
 
@@ -274,14 +274,13 @@ def compare(rows: list[dict[str, Any]], folders: Mapping[str, tuple[Run, Workdir
 
 
 def _p_value(baseline: Workdir, workdir: Workdir) -> float | None:
-    """Returns the p-value of the difference in bits per byte; None if a run has not been evaluated."""
+    """Returns the p-value of the difference in bits per byte; None if a run was not evaluated, or the text is short."""
     try:
         paths = {name: each / "evaluation" / "test.lines.tsv" for name, each in (("a", baseline), ("b", workdir))}
-        return float(
-            compare_texts({name: read_losses(path) for name, path in paths.items()})["systems"]["b"]["p_bootstrap"]
-        )
+        compared = compare_texts({name: read_losses(path) for name, path in paths.items()})
     except UserError:
         return None
+    return cast(float | None, compared["systems"]["b"]["p_bootstrap"])
 
 
 def to_csv(rows: Sequence[Mapping[str, Any]]) -> str:

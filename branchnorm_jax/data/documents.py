@@ -1,6 +1,7 @@
 """Plain text for language models: which documents a split consists of.
 
-Text is kept byte for byte, except for a byte-order mark at the start of a file.
+Text is kept byte for byte, except for a byte-order mark at the start of a file, and the ends of lines that are
+documents.
 """
 
 import codecs
@@ -11,7 +12,7 @@ from typing import Any
 
 from upath import UPath
 
-from branchnorm_jax.data.lines import COMPRESSED, chunks, readable, text_lines
+from branchnorm_jax.data.lines import COMPRESSED, chunks, readable, sized_lines
 from branchnorm_jax.data.textfiles import file_version, files_of
 from branchnorm_jax.errors import UserError
 from branchnorm_jax.options import DataConfig
@@ -45,12 +46,12 @@ def read_documents(config: DataConfig, split: str) -> Iterator[Part]:
       UserError: during iteration, if the text is missing, unreadable, not UTF-8 or empty.
     """
     files, empty, before = files_of(config, _name(config, split)), True, 0
-    first, last = 0, None
+    first, last, sizes = 0, None, [0] * len(files)
     if "{split}" not in config.files:
-        sizes = [sum(map(len, _chunks(path))) for path in files]
+        sizes = [_size(path) for path in files]
         first, last = (int(share * sum(sizes)) for share in SHARES[split])
-    for path in files:
-        shifted = first - before, None if last is None else last - before
+    for path, size in zip(files, sizes, strict=True):
+        shifted = max(0, first - before), None if last is None else last - before
         if config.document == "line" or _plain_suffix(path) == ".jsonl":
             parts = _lines(path, *shifted)
         else:
@@ -58,7 +59,7 @@ def read_documents(config: DataConfig, split: str) -> Iterator[Part]:
         for part in parts:
             empty = False
             yield part
-        before += sizes[files.index(path)] if last is not None else 0
+        before += size
     if empty:
         raise UserError(f"{some_files(files)}: the {split} split is empty; the files must contain some text")
 
@@ -88,11 +89,18 @@ def _chunks(path: Path | UPath) -> Iterator[bytes]:
         yield from chunks(path)
 
 
+def _size(path: Path | UPath) -> int:
+    """Returns the number of bytes of a file, uncompressed."""
+    if isinstance(path, Path) and path.suffix not in COMPRESSED:
+        return path.stat().st_size
+    return sum(map(len, _chunks(path)))
+
+
 def _lines(path: Path | UPath, first: int, last: int | None) -> Iterator[Part]:
     """Yields the lines that begin in a range of bytes, one document each."""
     position, as_json = 0, _plain_suffix(path) == ".jsonl"
-    for number, line in enumerate(text_lines(path), start=1):
-        begins, position = position, position + len(line.encode()) + 1
+    for number, (line, size) in enumerate(sized_lines(path), start=1):
+        begins, position = position, position + size
         if begins < first or not line:
             continue
         if last is not None and begins >= last:
@@ -105,16 +113,15 @@ def _field(path: Path | UPath, number: int, line: str) -> str:
     """Returns the field "text" of a line of JSON."""
     try:
         text = json.loads(line)["text"]
-        if not isinstance(text, str):
-            raise TypeError
-    except (ValueError, KeyError, TypeError):
+        text.encode()  # JSON can have half of a character, such as "\\ud800".
+    except (ValueError, KeyError, TypeError, AttributeError):
         raise UserError(f'{path}, line {number}: not a line of JSON such as {{"text": "..."}}') from None
     return text
 
 
 def _whole(path: Path | UPath, first: int, last: int | None) -> Iterator[Part]:
     """Yields a file, or a range of its bytes, line by line."""
-    return _document(_divided(_decoded(path, _between(_chunks(path), first, last))))
+    return _document(_divided(_decoded(path, _between(_chunks(path), first, last), first)))
 
 
 def _divided(texts: Iterable[str]) -> Iterator[str]:
@@ -140,8 +147,9 @@ def _document(texts: Iterable[str]) -> Iterator[Part]:
         yield before, True
 
 
-def _decoded(path: Path | UPath, parts: Iterable[bytes]) -> Iterator[str]:
-    decoder, position = codecs.getincrementaldecoder("utf-8-sig")(), 0
+def _decoded(path: Path | UPath, parts: Iterable[bytes], position: int) -> Iterator[str]:
+    """Decodes the bytes of a file from `position` on."""
+    decoder = codecs.getincrementaldecoder("utf-8-sig")()
     try:
         for part in parts:
             if text := decoder.decode(part):

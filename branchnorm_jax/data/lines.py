@@ -48,13 +48,18 @@ def text_lines(path: Path | UPath) -> Iterator[str]:
     Raises:
       UserError: during iteration, if the file cannot be read or a line is not UTF-8.
     """
+    return (line for line, _ in sized_lines(path))
+
+
+def sized_lines(path: Path | UPath) -> Iterator[tuple[str, int]]:
+    """Yields the lines of `text_lines`, each with its number of bytes in the file, line feed included."""
     number = 0
     try:
         with readable(path, lambda: f" beyond line {number}" if number else ""):
             for raw in _split_lines(chunks(path)):
                 number += 1
                 line = raw.decode("utf-8")
-                yield (line.removeprefix("\ufeff") if number == 1 else line).rstrip("\r")
+                yield (line.removeprefix("\ufeff") if number == 1 else line).rstrip("\r"), len(raw) + 1
     except UnicodeDecodeError as error:
         raise UserError(
             f"{path}, line {number}: not valid UTF-8 (byte 0x{error.object[error.start]:02x} at position "

@@ -19,7 +19,7 @@ from branchnorm_jax.data.documents import read_documents
 from branchnorm_jax.data.mixture import Mixture, Store, repeats
 from branchnorm_jax.data.report import report
 from branchnorm_jax.data.store import TokenStore, build_store, describe_counts, fingerprint_of, text_digest
-from branchnorm_jax.data.texts import TextRows, build_text
+from branchnorm_jax.data.texts import TextRows, build_text, rows_fingerprint, text_fingerprint
 from branchnorm_jax.data.tokenizer import (
     ORIGIN,
     UNUSED,
@@ -113,7 +113,7 @@ def prepare(
       check: called with the identity of the corpus before any text is tokenised; raises an error to refuse it.
     """
     if config.source == "documents":
-        return prepare_text(config, directory, say, keep, trust)
+        return prepare_text(config, directory, say, keep, trust, check)
     tokenizer = vocabulary_of(config, directory / "vocabulary", say, keep)
     wanted = list(wanted_stores(config, tokenizer, directory / "corpus"))
     if check is not None:
@@ -146,6 +146,10 @@ def vocabulary_of(config: DataConfig, vocabulary: Path, say: Callable[[str], Non
         return load_tokenizer(vocabulary)
     origin = origin_of(config)  # finds missing files before any text is read
     with announced(f"training a vocabulary of {config.vocab_size} pieces", say):
+        if config.source == "documents":
+            return train_text_tokenizer(
+                config, (text for text, _ in read_documents(config, "train")), vocabulary, origin
+            )
         text = itertools.chain.from_iterable(read_pairs(direction, "train") for direction in config.directions())
         return train_tokenizer(config, text, vocabulary, origin, say)
 
@@ -206,23 +210,28 @@ def named(config: DataConfig, corpus: DataConfig) -> str:
     return f" {corpus.pair}" * bool(config.pairs) + f" {corpus.train_split}" * several(config)
 
 
-def prepare_text(config: DataConfig, directory: Path, say: Callable[[str], None], keep: bool, trust: bool) -> Corpus:
-    """Does the same as `prepare` for the text of a language model."""
-    vocabulary = directory / "vocabulary"
-    if vocabulary.exists() and (keep or reusable(vocabulary, origin_of(config), say)):
-        tokenizer = load_tokenizer(vocabulary)
-    else:
-        with announced(f"making a vocabulary of {config.vocab_size} pieces", say):
-            text = (text for text, _ in read_documents(config, "train"))
-            tokenizer = train_text_tokenizer(config, text, vocabulary, origin_of(config))
+def prepare_text(
+    config: DataConfig,
+    directory: Path,
+    say: Callable[[str], None],
+    keep: bool,
+    trust: bool,
+    check: Callable[[dict[str, str]], None] | None,
+) -> Corpus:
+    """Prepares the vocabulary and the texts of a language model. The arguments are those of `prepare`."""
+    tokenizer, splits = vocabulary_of(config, directory / "vocabulary", say, keep), ("train", "valid")
+    if check is not None:
+        texts = {split: text_fingerprint(config, tokenizer, split) for split in splits}
+        check(identity_of(tokenizer, {split: [rows_fingerprint(texts[split], config)] for split in splits}))
     rows = []
-    for split in ("train", "valid"):
+    for split in splits:
         store = build_text(config, tokenizer, split, directory / "corpus", trust)
         say(store.describe(split))
-        rows.append(TextRows(store, config.context, config.rows == "packed"))
+        mark = rows_fingerprint(store.fingerprint, config)
+        rows.append(TextRows(store, config.context, config.rows == "packed", mark))
     train, valid = rows
-    if not (vocabulary / UNUSED).exists() or not train.store.reused:
-        tokenizer = note_unused(tokenizer, np.unique(train.store.tokens), vocabulary)
+    if not (directory / "vocabulary" / UNUSED).exists() or not train.store.reused:
+        tokenizer = note_unused(tokenizer, np.unique(train.store.tokens), directory / "vocabulary")
     return Corpus(tokenizer, [config], Mixture([train]), [valid], {})
 
 

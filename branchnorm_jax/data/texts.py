@@ -13,6 +13,7 @@ import functools
 import hashlib
 import itertools
 import json
+import struct
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -39,8 +40,9 @@ class TextStore:
       tokens: the stream, uint16 or uint32 [n].
       starts: positions of the EOS before each document, then of the last EOS, int64 [documents + 1].
       lines: position of the last token of each line, int64 [lines]; of EOS if the document ends there.
-      line_bytes: length of each line in bytes of UTF-8, with its line feed, int64 [lines].
-      fingerprint: SHA-256 of the tokens and of the vocabulary; equal fingerprints mean equal texts.
+      line_bytes: length of each line in bytes of UTF-8, int64 [lines]; with its line feed, unless the line is a
+        document.
+      fingerprint: SHA-256 of the text and of the vocabulary; equal fingerprints mean equal tokens.
       reused: whether the store was opened instead of built.
     """
 
@@ -78,11 +80,13 @@ class TextRows:
       store: the text.
       context: the longest row in tokens.
       packed: whether rows consist of whole documents, see `data.rows`.
+      fingerprint: see `rows_fingerprint`.
     """
 
     store: TextStore
     context: int
     packed: bool
+    fingerprint: str = ""
 
     def __len__(self) -> int:
         return len(self._parts[0])
@@ -100,11 +104,6 @@ class TextRows:
     def lengths(self) -> np.ndarray:
         """Length of each part, for the source and for the target: int32 [n, 2]."""
         return np.repeat(self._parts[1][:, None], 2, axis=1).astype(np.int32)
-
-    @property
-    def fingerprint(self) -> str:
-        """Equal fingerprints mean equal parts."""
-        return hashlib.sha256(f"{self.store.fingerprint} {self.context} {self.packed}".encode()).hexdigest()
 
     def drawn(self, epoch: int) -> np.ndarray:
         """Returns the parts of an epoch: each part once."""
@@ -142,22 +141,16 @@ def build_text(config: DataConfig, tokenizer: Tokenizer, split: str, directory: 
     if (store := _open(path, key)) is not None:
         return store
     dtype = np.dtype(np.uint16 if tokenizer.target_size <= 1 << 16 else np.uint32)
-    digest = hashlib.sha256(tokenizer.sha256.encode())
+    digest = _Digest(tokenizer)
     with atomic_directory(path) as temporary:
-        lines: list[tuple[int, int, bool]] = []
         position = 0
-        with open(temporary / "tokens.bin", "wb") as file:
-
-            def write(ids: np.ndarray) -> None:
-                digest.update(data := ids.astype(dtype).tobytes())
-                file.write(data)
-
-            write(np.array([EOS]))
+        with open(temporary / "tokens.bin", "wb") as file, open(temporary / "lines.bin", "wb") as lines:
+            file.write(np.array([EOS], dtype).tobytes())
             for text, ends, ids in _encoded(tokenizer, read_documents(config, split)):
-                write(np.array([*ids, EOS] if ends else ids, np.int64))
+                digest.add((text, ends))
+                file.write(np.array([*ids, EOS] if ends else ids, dtype).tobytes())
                 position += len(ids) + ends
-                lines.append((position, len(text.encode()), ends))
-        (temporary / "lines.bin").write_bytes(np.array(lines, np.int64).tobytes())
+                lines.write(np.array([position, len(text.encode()), ends], np.int64).tobytes())
         meta = {
             "key": key,
             "fingerprint": digest.hexdigest(),
@@ -167,6 +160,35 @@ def build_text(config: DataConfig, tokenizer: Tokenizer, split: str, directory: 
         (temporary / "meta.json").write_text(json.dumps(meta, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
         # Open the store before it is moved: the maps stay valid even if another process replaces the directory.
         return _opened(temporary, meta, reused=False)
+
+
+class _Digest:
+    """Digest of a text and its vocabulary, fed part by part."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._sha256 = hashlib.sha256(f"{_FORMAT} {tokenizer.sha256}".encode())
+
+    def add(self, part: Part) -> None:
+        """Adds a part. The length makes the encoding unambiguous."""
+        data = part[0].encode()
+        self._sha256.update(struct.pack("<Q?", len(data), part[1]) + data)
+
+    def hexdigest(self) -> str:
+        """Returns the digest of all parts so far."""
+        return self._sha256.hexdigest()
+
+
+def text_fingerprint(config: DataConfig, tokenizer: Tokenizer, split: str) -> str:
+    """Returns the fingerprint that `build_text` gives a split, from a pass over the text."""
+    digest = _Digest(tokenizer)
+    for part in read_documents(config, split):
+        digest.add(part)
+    return digest.hexdigest()
+
+
+def rows_fingerprint(text: str, config: DataConfig) -> str:
+    """Returns the fingerprint of `TextRows`, given that of their text. Equal fingerprints mean equal rows."""
+    return hashlib.sha256(f"{text} {config.context} {config.rows}".encode()).hexdigest()
 
 
 def _encoded(tokenizer: Tokenizer, parts: Iterable[Part]) -> Iterator[tuple[str, bool, list[int]]]:

@@ -51,6 +51,15 @@ class Generator:
     config: DecodeConfig
     context: int
 
+    @property
+    def room(self) -> int:
+        """Maximum number of tokens of a prompt that are read: half of the context."""
+        return max(1, self.context // 2)
+
+    def cut(self, prompt: str) -> bool:
+        """Returns whether a prompt is longer than `room`, so that only its end is read."""
+        return len(self.encode(prompt)) > self.room
+
     def encode(self, prompt: str) -> list[int]:
         """Returns the token ids of a prompt, without EOS."""
         return self.tokenizer.encode_target([prompt])[0][:-1]
@@ -63,13 +72,11 @@ class Generator:
         Args:
           params: the parameters.
           alpha: alpha_t.
-          prompts: the prompts. Of a longer one, only the end is read, so that `decode.max_new_tokens` fit into the
-            context; an empty one begins a document.
+          prompts: the prompts. An empty one begins a document. Of one that does not fit into the context, the end is
+            read; see `cut`.
           first: number of the first prompt, which seeds its samples.
         """
-        room = max(0, self.context - 1 - self.config.max_new_tokens)
-        encoded = [self.encode(prompt) for prompt in prompts]
-        encoded = [ids[max(0, len(ids) - room) :] for ids in encoded]
+        encoded = [self.encode(prompt)[-self.room :] for prompt in prompts]
         longest = max(map(len, encoded), default=0)
         prefix = np.full((len(prompts), _rounded(longest) if longest else 0), -1, np.int32)
         for row, ids in zip(prefix, encoded, strict=True):
@@ -100,6 +107,7 @@ class Generator:
         @jax.jit
         def search(params: Params, alpha: Alpha, given: Given) -> Hypotheses:
             rows, longest = given.prefix.shape
+            table = model.positions(params, "decoder", length)
             caches = start_cache(model, params, jnp.zeros((rows, 1, 1)), length * config.beam_size)
             empty = beam.empty_search(caches, rows, config.beam_size, length, length, longest)
             start = beam.begin(empty, jnp.arange(rows), given, config)
@@ -112,7 +120,6 @@ class Generator:
                 logits, caches = incremental.step(model, params, caches, None, current, alpha)
                 return logits, jax.nn.logsumexp(logits, axis=-1), caches
 
-            table = model.positions(params, "decoder", length)
             return beam.ranked(beam.run(step, start, config, jnp.int32(rows)))
 
         return search

@@ -30,8 +30,8 @@ class Windows(NamedTuple):
 def windows(starts: np.ndarray, context: int, stride: int) -> Windows:
     """Returns windows that predict every token of a text once.
 
-    No window crosses the border of a document. The first one of a document predicts all of its tokens; each other one
-    has `context` tokens and predicts the last `stride` of them.
+    No window crosses the border of a document. The first window of a document predicts all of its tokens. Every later
+    one has `context` tokens and predicts those that no earlier window predicted: `stride` tokens, or fewer at the end.
 
     Args:
       starts: `TextStore.starts`.

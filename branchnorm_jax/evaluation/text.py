@@ -60,14 +60,14 @@ def read_losses(path: Path) -> LineLosses:
 SAMPLES = 1000
 """Number of bootstrap samples."""
 
-DOCUMENTS = 30
-"""Texts with fewer documents are resampled line by line."""
+UNITS = 30
+"""Texts with fewer documents are resampled line by line. With fewer lines, there is no p-value."""
 
 
 def compare_texts(systems: Mapping[str, LineLosses]) -> dict[str, Any]:
     """Compares language models on one text, by a paired bootstrap over its documents.
 
-    Each sample draws as many documents as the text has, with replacement. If there are fewer than `DOCUMENTS`, it draws
+    Each sample draws as many documents as the text has, with replacement. If there are fewer than `UNITS`, it draws
     lines. The p-value is two-sided: the share of samples in which the difference deviates from its mean by at least
     the observed difference, as in sacreBLEU.
 
@@ -76,7 +76,7 @@ def compare_texts(systems: Mapping[str, LineLosses]) -> dict[str, Any]:
 
     Returns:
       The content of compare.json: "unit" and "units", and for each model bits per byte, half the width of its 95 %
-      interval and, except for the baseline, the difference and its p-value.
+      interval and, except for the baseline, the difference and its p-value (None for fewer than `UNITS` units).
 
     Raises:
       UserError: if there are fewer than two models, or they were not evaluated on one text.
@@ -90,12 +90,12 @@ def compare_texts(systems: Mapping[str, LineLosses]) -> dict[str, Any]:
         if not all(np.array_equal(a, b) for a, b in zip(own[:2], first[:2], strict=True)):
             raise UserError(f"compare: {name} and {baseline} were evaluated on different texts")
     documents = len(np.unique(first.document))
-    unit = first.document if documents >= DOCUMENTS else np.arange(len(first.document))
+    unit = first.document if documents >= UNITS else np.arange(len(first.document))
     _, index = np.unique(unit, return_inverse=True)
     units = int(index.max()) + 1
     sizes = np.bincount(index, first.bytes, units)
     draws = np.random.default_rng(0).multinomial(units, np.full(units, 1 / units), SAMPLES)
-    rows: dict[str, dict[str, float]] = {}
+    rows: dict[str, dict[str, Any]] = {}
     samples: dict[str, np.ndarray] = {}
     for name, losses in systems.items():
         nll = np.bincount(index, losses.nll, units) / math.log(2)
@@ -106,10 +106,11 @@ def compare_texts(systems: Mapping[str, LineLosses]) -> dict[str, Any]:
             difference = rows[name]["bits_per_byte"] - rows[baseline]["bits_per_byte"]
             sampled = samples[name] - samples[baseline]
             extreme = int((np.abs(sampled - sampled.mean()) >= abs(difference)).sum())
-            rows[name] |= {"difference": difference, "p_bootstrap": (extreme + 1) / (SAMPLES + 1)}
+            p_value = (extreme + 1) / (SAMPLES + 1) if units >= UNITS else None
+            rows[name] |= {"difference": difference, "p_bootstrap": p_value}
     return {
         "baseline": baseline,
-        "unit": "document" if documents >= DOCUMENTS else "line",
+        "unit": "document" if documents >= UNITS else "line",
         "units": units,
         "systems": rows,
     }
@@ -122,6 +123,9 @@ def format_comparison(comparison: Mapping[str, Any]) -> str:
     for name, row in rows.items():
         text = f"{name:<{width}}  {row['bits_per_byte']:.4f} ± {row['interval']:.4f}"
         if "difference" in row:
-            text += f"  {row['difference']:+.4f}  p = {row['p_bootstrap']:.4f}"
+            p_value = row["p_bootstrap"]
+            text += f"  {row['difference']:+.4f}  " + (
+                "too few for a p-value" if p_value is None else f"p = {p_value:.4f}"
+            )
         lines.append(text)
     return "\n".join(lines)

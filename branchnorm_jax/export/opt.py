@@ -1,4 +1,4 @@
-"""Export of a language model to Hugging Face: a folder that `OPTForCausalLM` and `AutoTokenizer` load."""
+"""Export of a language model to Hugging Face: a folder for `OPTForCausalLM`; `AutoTokenizer` loads it for bytes."""
 
 import json
 from collections.abc import Sequence
@@ -24,6 +24,7 @@ def obstacle(plain: Plain, config: ModelConfig) -> str:
     obstacles = {
         "it has relative positions": config.positions in ("relative", "rotary"),
         "a norm follows its embeddings": bool(plain.embedding_norm),
+        "some of its pieces have probability 0 (model.mask_unused)": bool(plain.unused),
         "its logits have a bias": bool(plain.bias.any()),
         "its attention heads are not model.width / model.heads wide": config.heads * config.key_width != config.width,
         f"its norms are {config.norm}": config.norm != "layer_norm",

@@ -1,8 +1,8 @@
 """The rules of the recipes. A rule maps the depth of a model to one number per stack or per layer.
 
 N and M are the numbers of encoder and decoder layers; l counts the layers of a stack from 1. n is the number of
-residual sub-layers of a stack: 2N in the encoder and 3M in the decoder, or 2M in a decoder-only model. Nothing reads
-what a rule returns for the encoder of a decoder-only model, N = 0.
+residual sub-layers of a stack: 2N in the encoder and 3M in the decoder, or 2M in a decoder-only model. In a
+decoder-only model (N = 0), the encoder's value is not used.
 """
 
 import functools

@@ -254,7 +254,7 @@ class Transformer:
         """Returns the position embeddings of a stack, float32 [length, D]; zeros if positions are relative.
 
         If they are rotary, returns the rotations of queries and keys, [length, K]. There are at most `config.longest`.
-        Only padding has positions beyond; indexing gives it the last one.
+        Only padding can lie beyond this length; JAX clamps its index to the last row.
         """
         if self.config.positions == "learned":
             return params["embedding"][f"{stack}_positions"][:length]

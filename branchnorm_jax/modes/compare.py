@@ -21,6 +21,9 @@ def compare(config: Config, workdir: Workdir) -> None:
     split, reference = config.compare.split, config.compare.reference
     if not config.compare.systems:
         raise UserError("compare: nothing to compare; give compare.systems=runs/a,runs/b, or files of translations")
+    names = [name for name, _ in config.compare.named()]
+    if twice := next((name for name in names if names.count(name) > 1), ""):
+        raise UserError(f"compare: two systems are called {twice!r}; write name=path")
     if losses := losses_of(config.compare):
         compared = compare_texts(losses)
         workdir.create()
@@ -30,8 +33,6 @@ def compare(config: Config, workdir: Workdir) -> None:
     systems: dict[str, list[str]] = {}
     evaluated: list[Workdir] = []
     for name, path in config.compare.named():
-        if name in systems:
-            raise UserError(f"compare: two systems are called {name!r}; write name=path")
         if is_url(path) or Path(path).is_dir():
             evaluated.append(Workdir.open(path))
             systems[name] = written(evaluated[-1], split, "hypothesis")

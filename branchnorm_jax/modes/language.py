@@ -62,11 +62,19 @@ def generate(config: Config, workdir: Workdir) -> None:
     """
     if config.model.family != "decoder":
         raise UserError("--mode=generate needs a language model (configs/lm.py); translate with --mode=translate")
+    workdir.check_config(config)
     tokenizer, model = network(config, workdir)
     params, alpha, _ = restore_model(config, workdir, model, config.decode.checkpoint)
-    generator, done = Generator(model, tokenizer, config.decode, config.data.context), 0
+    generator, done, said = Generator(model, tokenizer, config.decode, config.data.context), 0, False
     with opened(config.decode.input) as (stream, name):
         for lines in read_chunks(stream, name, PROMPTS):
+            long = next((number for number, line in enumerate(lines, start=done + 1) if generator.cut(line)), 0)
+            if long and not said:
+                logs.say(
+                    f"{name}, line {long}: only the last {generator.room} tokens of this prompt are read, half of "
+                    f"data.context={config.data.context}; other long lines are not reported"
+                )
+                said = True
             found = generator.generate(params, alpha, lines, done)
             for prompt, continuations in zip(lines, found, strict=True):
                 for each in continuations:

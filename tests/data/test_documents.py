@@ -44,6 +44,13 @@ def test_a_line_is_a_document(tmp_path: Path) -> None:
     assert read(config(tmp_path, document="line")) == ["one ", "two", "three"]
 
 
+def test_lines_that_end_as_on_windows_are_divided_by_their_bytes(tmp_path: Path) -> None:
+    lines = [f"line{number:03}" for number in range(100)]
+    (tmp_path / "all.txt").write_bytes(("\ufeff" + "".join(f"{line}\r\n" for line in lines)).encode())
+    whole = config(tmp_path, files="all.txt", document="line")
+    assert [read(whole, split) for split in SHARES] == [lines[:90], lines[90:95], lines[95:]]
+
+
 def test_a_line_of_json_is_a_document(tmp_path: Path) -> None:
     texts = ["one\ntwo\n", " ", "é"]
     (tmp_path / "train.jsonl").write_text("".join(json.dumps({"id": 1, "text": text}) + "\n" for text in texts))
@@ -95,6 +102,12 @@ def test_long_lines_and_chunks_do_not_change_the_text(tmp_path: Path, monkeypatc
         ("train.txt", b"a\xffb", {}, "train.txt: not valid UTF-8 near byte 1"),
         ("train.txt", b"", {}, "the train split is empty"),
         ("train.jsonl", b'{"body": "a"}\n', {"files": "{split}.jsonl"}, "train.jsonl, line 1: not a line of JSON"),
+        (
+            "train.jsonl",
+            b'{"text": "a\\ud800"}\n',
+            {"files": "{split}.jsonl"},
+            "train.jsonl, line 1: not a line of JSON",
+        ),
         ("other.txt", b"a", {}, "no file matches train.txt"),
         ("train.txt.gz", gzip.compress(b"abc" * 99, mtime=0)[:20], {}, "train.txt.gz: cannot be read"),
     ],

@@ -103,6 +103,23 @@ def test_tokens_are_reused_while_the_text_is_the_same(tmp_path: Path) -> None:
     assert changed.identity()["valid"] == first.identity()["valid"]
 
 
+def test_a_changed_text_is_refused_before_its_tokens_are_replaced(tmp_path: Path) -> None:
+    config, first = prepared(tmp_path)
+    before = (tmp_path / "run" / "corpus" / "train" / "tokens.bin").read_bytes()
+    seen: list[dict[str, str]] = []
+    prepare(config, tmp_path / "run", lambda line: None, keep=True, check=seen.append)
+    assert seen == [first.identity()]
+    (tmp_path / "train.1.txt").write_text("y")
+
+    def refuse(identity: dict[str, str]) -> None:
+        assert identity["train"] != first.identity()["train"] and identity["valid"] == first.identity()["valid"]
+        raise UserError("changed")
+
+    with pytest.raises(UserError, match="changed"):
+        prepare(config, tmp_path / "run", lambda line: None, keep=True, check=refuse)
+    assert (tmp_path / "run" / "corpus" / "train" / "tokens.bin").read_bytes() == before
+
+
 def test_word_pieces_keep_the_text(tmp_path: Path) -> None:
     _, corpus = prepared(tmp_path, vocab_type="unigram", vocab_size=34)
     tokenizer = load_tokenizer(tmp_path / "run" / "vocabulary")

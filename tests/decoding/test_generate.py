@@ -67,7 +67,8 @@ def test_samples_are_the_same_for_the_same_number_and_seed() -> None:
 
 
 def test_prompt_and_continuation_fit_into_the_context() -> None:
-    small = generator(context=20, beam_size=1, nbest=1, max_new_tokens=8)
-    long, end = small.generate(PARAMS, ALPHA, ["0123456789" * 3, "9" + "0123456789"])
-    assert len(long[0].tokens) <= 8
-    assert long == end  # the last 11 bytes are the same
+    small = generator(context=20, beam_size=1, nbest=1, max_new_tokens=100)
+    long, end, other = small.generate(PARAMS, ALPHA, ["x" + "0123456789" * 3, "0123456789", "123456789"])
+    assert small.cut("0123456789" * 3) and not small.cut("0123456789")
+    assert len(long[0].tokens) <= 9  # with EOS, ten tokens of the prompt and nine more fill the context
+    assert long == end != other

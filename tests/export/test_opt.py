@@ -21,7 +21,7 @@ ALPHA = jnp.float32(0.4)
 
 
 def network(**options: Any) -> Transformer:
-    return Transformer(ModelConfig(family="decoder", **SIZES | options), 259, 259)
+    return Transformer(ModelConfig(family="decoder", **SIZES | options), 259, 259, (7,) * ("mask_unused" in options))
 
 
 def written(model: Transformer, folder: Path) -> Any:
@@ -80,6 +80,7 @@ def test_tokenizer_and_generation_are_theirs(tmp_path: Path) -> None:
         ({"method": "pre_ln", "positions": "rotary"}, "relative positions"),
         ({"method": "pre_ln", "positions": "relative"}, "relative positions"),
         ({"method": "branchnorm", "output_bias": True}, "logits have a bias"),
+        ({"method": "branchnorm", "mask_unused": True}, "model.mask_unused"),
         ({"method": "peri_ln"}, "norms after its branches"),
         ({"method": "pre_ln", "activation": "swiglu"}, "activation is swiglu"),
     ],

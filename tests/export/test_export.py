@@ -176,6 +176,9 @@ def test_methods_that_cannot_be_exported_give_a_reason() -> None:
 FOLDABLE = {
     *PLAIN,
     "deepnorm_torchscale",
+    "deepnorm_deeploop",
+    "completep",
+    "depth_mup",
     "admin_log",
     "admin_constant",
     "admin_linear",

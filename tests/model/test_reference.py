@@ -93,7 +93,7 @@ def errors(method: str, dtype: str, kind: str = "layer_norm", **options: Any) ->
     }
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("dtype", ["float64", pytest.param("float32", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("method", every_method())
 def test_forward_and_gradient_of_every_method(method: str, dtype: str) -> None:
     measured = errors(method, dtype)
@@ -116,6 +116,11 @@ def test_blocks_of_several_layers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_forward_and_gradient_with_value_residual() -> None:
     assert max(errors("pre_ln", "float64", value_residual=True).values()) <= TOLERANCE["float64"]
+
+
+@pytest.mark.parametrize("method", ["post_ln", "pre_ln", "branchnorm"])
+def test_forward_and_gradient_in_float32(method: str) -> None:
+    assert max(errors(method, "float32").values()) <= TOLERANCE["float32"]
 
 
 def test_every_method_has_a_reference() -> None:

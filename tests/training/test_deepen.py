@@ -47,7 +47,7 @@ def random_params(model: Transformer, size: float = 0.3) -> Any:
         ("prores_pre_ln", 0.7, "prores_pre_ln"),
     ],
 )
-@pytest.mark.parametrize("depth", [(3, 4), (5, 9)])
+@pytest.mark.parametrize("depth", [(3, 4), pytest.param((5, 9), marks=pytest.mark.slow)])
 def test_the_function_is_the_same_at_first(parent: str, alpha: float, method: str, depth: tuple[int, int]) -> None:
     old = model_of(dataclasses.replace(SMALL, method=parent))
     params = random_params(old)

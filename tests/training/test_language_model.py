@@ -85,10 +85,10 @@ def plan_of(config: Config, directory: Path) -> BatchPlan:
 
 
 def documentation(folder: Path) -> Path:
-    """Writes the text of the documentation into a folder."""
+    """Writes the text of the documentation into a folder, as one document: the model in PyTorch knows no borders."""
     folder.mkdir()
-    for path in sorted(ROOT.glob("docs/*.md")):
-        (folder / f"{path.stem}.txt").write_text(path.read_text(encoding="utf-8"), encoding="utf-8")
+    text = "".join(path.read_text(encoding="utf-8") for path in sorted(ROOT.glob("docs/*.md")))
+    (folder / "all.txt").write_text(text, encoding="utf-8")
     return folder
 
 

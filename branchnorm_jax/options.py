@@ -645,10 +645,13 @@ class DecodeConfig:
     target_lang: str = option(
         "", "pairs: target language of lines that do not begin with a tag such as >>de<<", free=True
     )
-    input: str = option("", "translate, score: file to read; empty: stdin", free=True)
+    input: str = option("", "translate, score, generate: file to read; empty: stdin", free=True)
     output: str = option("", "translate: file to write; a restart continues it; empty: stdout", free=True)
     format: str = option(
-        "text", "translate, score: print lines of text or of JSON objects", choices=("text", "jsonl"), free=True
+        "text",
+        "translate, score, generate: print lines of text or of JSON objects",
+        choices=("text", "jsonl"),
+        free=True,
     )
     beam_size: int = option(
         4, "hypotheses per sentence; 1: greedy search", minimum=1, maximum=1000, free=True, common=True

@@ -3,7 +3,8 @@
     python main.py --mode=sweep --config=configs/sweep_lm.py --workdir=runs/sweep_lm --config.data.path=<folder>
 
 The folder contains train.txt, valid.txt and test.txt, for example those of WikiText-2. The methods are those of the
-language models in ReZero's paper, and DeepNorm and BranchNorm. The vocabulary is the 256 bytes.
+language models in ReZero's paper, and DeepNorm and BranchNorm. The vocabulary is the 256 bytes. On one core of an AMD
+EPYC, the updates of a run take 1 minute at 12L and 5 to 25 at 64L. Results: docs/results.md.
 """
 
 import ml_collections

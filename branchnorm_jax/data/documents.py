@@ -115,7 +115,7 @@ def _field(path: Path | UPath, number: int, line: str) -> str:
         text = json.loads(line)["text"]
         text.encode()  # JSON can have half of a character, such as "\\ud800".
     except (ValueError, KeyError, TypeError, AttributeError):
-        raise UserError(f'{path}, line {number}: not a line of JSON such as {{"text": "..."}}') from None
+        raise UserError(f'{path}, line {number}: not a JSON object with a text, such as {{"text": "..."}}') from None
     return text
 
 

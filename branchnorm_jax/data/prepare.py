@@ -30,6 +30,7 @@ from branchnorm_jax.data.tokenizer import (
     train_text_tokenizer,
     train_tokenizer,
 )
+from branchnorm_jax.errors import UserError
 from branchnorm_jax.options import DataConfig
 
 
@@ -223,6 +224,11 @@ def prepare_text(
     if check is not None:
         texts = {split: text_fingerprint(config, tokenizer, split) for split in splits}
         check(identity_of(tokenizer, {split: [rows_fingerprint(texts[split], config)] for split in splits}))
+    if not trust:
+        try:
+            next(read_documents(config, "test"))
+        except UserError as error:
+            say(f"no test text, which --mode=evaluate needs: {error}")
     rows = []
     for split in splits:
         store = build_text(config, tokenizer, split, directory / "corpus", trust)

@@ -117,8 +117,8 @@ def _folder(name: str) -> Path | UPath:
         raise UserError(f"data.path={name}: cannot be read ({error})") from error
     if folder.exists():
         raise UserError(
-            f"data.path={name}: this is a file; give its folder, and, unless the files are called train.en, valid.en "
-            "and so on, their names as data.files"
+            f"data.path={name}: this is a file; give its folder, and the names of its files as data.files, unless they "
+            "are called as its default says"
         )
     where = "" if is_url(name) or folder.is_absolute() else f" in {Path.cwd()}"
     raise UserError(f"data.path={name}: no such folder{where}")

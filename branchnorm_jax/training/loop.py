@@ -437,7 +437,7 @@ class Run:
         if self.mesh.size > 1:
             logs.say(describe_shardings(self.mesh, self.abstract))
         items = len(self.corpus.train.lengths) // self.config.data.tokenisations
-        what = "parts of documents" if c.family == "decoder" else "sentence pairs"
+        what = "rows or parts of rows" if c.family == "decoder" else "sentence pairs"
         logs.say(
             f"{items:,} {what}, {self.epoch:.0f} updates per epoch, "
             f"batches of {', '.join(f'{rows}x{source}+{target}' for rows, source, target in self._shapes())} positions "

@@ -158,7 +158,7 @@ def test_table_shows_means_and_significance() -> None:
         row("rezero", "18L-18L", "0", 28.0, 0.5),
     ]
     assert sweep.to_markdown(rows, ["depth"], "deepnorm").splitlines()[:5] == [
-        "| | 6L-6L | 18L-18L |",
+        "| test BLEU | 6L-6L | 18L-18L |",
         "|---|---|---|",
         "| post_ln | 31.00 ± 1.0* | diverged |",
         "| deepnorm | 29.00 |  |",

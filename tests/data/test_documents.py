@@ -101,12 +101,17 @@ def test_long_lines_and_chunks_do_not_change_the_text(tmp_path: Path, monkeypatc
     [
         ("train.txt", b"a\xffb", {}, "train.txt: not valid UTF-8 near byte 1"),
         ("train.txt", b"", {}, "the train split is empty"),
-        ("train.jsonl", b'{"body": "a"}\n', {"files": "{split}.jsonl"}, "train.jsonl, line 1: not a line of JSON"),
+        (
+            "train.jsonl",
+            b'{"body": "a"}\n',
+            {"files": "{split}.jsonl"},
+            "train.jsonl, line 1: not a JSON object with a text",
+        ),
         (
             "train.jsonl",
             b'{"text": "a\\ud800"}\n',
             {"files": "{split}.jsonl"},
-            "train.jsonl, line 1: not a line of JSON",
+            "train.jsonl, line 1: not a JSON object with a text",
         ),
         ("other.txt", b"a", {}, "no file matches train.txt"),
         ("train.txt.gz", gzip.compress(b"abc" * 99, mtime=0)[:20], {}, "train.txt.gz: cannot be read"),

@@ -26,7 +26,7 @@ def multilingual(tmp_path_factory: pytest.TempPathFactory) -> Path:
     workdir = tmp_path_factory.mktemp("several") / "run"
     done = run_main(*PAIRS, f"--workdir={workdir}")
     assert done.returncode == 0, done.stderr
-    assert "300 of de-en, 300 of fr-en, 300 of en-de" in done.stderr
+    assert "300 of de-en (33.3%), 300 of fr-en (33.3%), 300 of en-de (33.3%)" in done.stderr
     return workdir
 
 

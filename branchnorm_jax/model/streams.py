@@ -26,7 +26,7 @@ class Stream(NamedTuple):
     x: jax.Array
     """The residual stream, [B, T, D]; k streams are one of width k D."""
     more: jax.Array | None = None
-    """What a kind of stream has besides x, see its class; None if it has nothing else."""
+    """Further state of the stream, described in its class; None for a single stream."""
     spread: jax.Array | None = None
     """r_k of Admin's profiling pass (see `admin.py`), float32 []; None otherwise."""
     attention: jax.Array | None = None

@@ -15,6 +15,7 @@ import numpy as np
 
 from branchnorm_jax.data.corpus import corpus_key, read_pairs
 from branchnorm_jax.data.formats import Pair
+from branchnorm_jax.data.meta import read_meta, token_dtype, write_meta
 from branchnorm_jax.data.sampling import Sampler
 from branchnorm_jax.data.tokenizer import NO_TAGS, Tags, Tokenizer
 from branchnorm_jax.errors import UserError
@@ -139,10 +140,9 @@ def build_store(
             "key": key,
             "fingerprint": _fingerprint(key, corpus_digest),
             "counts": counts,
-            "dtypes": {side: np.dtype(_dtype(tokenizer, side)).name for side in _SIDES},
-            "bytes": {path.name: path.stat().st_size for path in sorted(temporary.iterdir())},
+            "dtypes": {side: _dtype(tokenizer, side).name for side in _SIDES},
         }
-        (temporary / "meta.json").write_text(json.dumps(meta, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        meta = write_meta(temporary, meta)
         # Open the store before it is moved: the maps stay valid even if another process replaces the directory.
         return _opened(temporary, meta, reused=False)
 
@@ -201,14 +201,8 @@ def open_store(path: Path, key: dict[str, Any] | None) -> TokenStore | None:
 
     The result is None if the store is incomplete or its key differs. If `key` is None, the store may have any key.
     """
-    try:
-        meta = json.loads((path / "meta.json").read_text(encoding="utf-8"))
-        other = key is not None and meta["key"] != key
-        if other or any((path / name).stat().st_size != size for name, size in meta["bytes"].items()):
-            return None
-        return _opened(path, meta, reused=True)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):  # missing, incomplete or not a token store
-        return None
+    meta = read_meta(path, key)
+    return None if meta is None else _opened(path, meta, reused=True)
 
 
 def describe_counts(split: str, store: TokenStore) -> str:
@@ -230,9 +224,8 @@ def _described(split: str, counts: dict[str, int], max_length: int, max_ratio: f
     )
 
 
-def _dtype(tokenizer: Tokenizer, side: str) -> type[np.unsignedinteger[Any]]:
-    size = tokenizer.source_size if side == "source" else tokenizer.target_size
-    return np.uint16 if size <= 1 << 16 else np.uint32
+def _dtype(tokenizer: Tokenizer, side: str) -> np.dtype[Any]:
+    return token_dtype(tokenizer.source_size if side == "source" else tokenizer.target_size)
 
 
 def _opened(path: Path, meta: dict[str, Any], reused: bool) -> TokenStore:

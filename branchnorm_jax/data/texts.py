@@ -12,7 +12,6 @@ import dataclasses
 import functools
 import hashlib
 import itertools
-import json
 import struct
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -22,6 +21,7 @@ import numpy as np
 
 from branchnorm_jax.data.corpus import corpus_key
 from branchnorm_jax.data.documents import Part, read_documents
+from branchnorm_jax.data.meta import read_meta, token_dtype, write_meta
 from branchnorm_jax.data.tokenizer import Tokenizer
 from branchnorm_jax.files import atomic_directory
 from branchnorm_jax.options import DataConfig
@@ -140,7 +140,7 @@ def build_text(config: DataConfig, tokenizer: Tokenizer, split: str, directory: 
     key = {"corpus": corpus_key(config, split), "tokenizer": tokenizer.sha256, "format": _FORMAT}
     if (store := _open(path, key)) is not None:
         return store
-    dtype = np.dtype(np.uint16 if tokenizer.target_size <= 1 << 16 else np.uint32)
+    dtype = token_dtype(tokenizer.target_size)
     digest = _Digest(tokenizer)
     with atomic_directory(path) as temporary:
         position = 0
@@ -151,13 +151,7 @@ def build_text(config: DataConfig, tokenizer: Tokenizer, split: str, directory: 
                 file.write(np.array([*ids, EOS] if ends else ids, dtype).tobytes())
                 position += len(ids) + ends
                 lines.write(np.array([position, len(text.encode()), ends], np.int64).tobytes())
-        meta = {
-            "key": key,
-            "fingerprint": digest.hexdigest(),
-            "dtype": dtype.name,
-            "bytes": {part.name: part.stat().st_size for part in sorted(temporary.iterdir())},
-        }
-        (temporary / "meta.json").write_text(json.dumps(meta, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        meta = write_meta(temporary, {"key": key, "fingerprint": digest.hexdigest(), "dtype": dtype.name})
         # Open the store before it is moved: the maps stay valid even if another process replaces the directory.
         return _opened(temporary, meta, reused=False)
 
@@ -200,15 +194,9 @@ def _encoded(tokenizer: Tokenizer, parts: Iterable[Part]) -> Iterator[tuple[str,
 
 
 def _open(path: Path, key: dict[str, Any] | None) -> TextStore | None:
-    """Opens the store at `path`, or returns None if it is incomplete or its key differs; None as key fits any."""
-    try:
-        meta = json.loads((path / "meta.json").read_text(encoding="utf-8"))
-        other = key is not None and meta["key"] != key
-        if other or any((path / name).stat().st_size != size for name, size in meta["bytes"].items()):
-            return None
-        return _opened(path, meta, reused=True)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):  # missing, incomplete or not a store
-        return None
+    """Opens the store at `path`, or returns None; see `read_meta`."""
+    meta = read_meta(path, key)
+    return None if meta is None else _opened(path, meta, reused=True)
 
 
 def _opened(path: Path, meta: dict[str, Any], reused: bool) -> TextStore:

@@ -25,7 +25,7 @@ from branchnorm_jax.options import Config, DecodeConfig
 from branchnorm_jax.tokens import EOS, UNK
 from branchnorm_jax.training import logs
 from branchnorm_jax.training.digests import checksums
-from branchnorm_jax.training.trained import find_run, network, restore_model
+from branchnorm_jax.training.trained import find_run, network, restore, restore_model
 from branchnorm_jax.workdir import Workdir
 
 Sentences = list[list[int]]
@@ -63,8 +63,7 @@ def load(config: Config, workdir: Workdir) -> Trained:
     Raises:
       UserError: if the workdir has no such checkpoint, or a model of the ensemble does not fit.
     """
-    tokenizer, model = network(config, workdir)
-    params, alpha, step = restore_model(config, workdir, model, config.decode.checkpoint)
+    tokenizer, model, params, alpha, step = restore(config, workdir)
     paths = filter(None, map(str.strip, config.decode.ensemble.split(",")))
     others = tuple(member(path, tokenizer, config) for path in paths)
     for other in others:

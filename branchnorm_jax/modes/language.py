@@ -21,7 +21,7 @@ from branchnorm_jax.modes.lines import opened
 from branchnorm_jax.options import Config
 from branchnorm_jax.training import logs
 from branchnorm_jax.training.digests import checksums
-from branchnorm_jax.training.trained import network, restore_model
+from branchnorm_jax.training.trained import restore
 from branchnorm_jax.workdir import Workdir
 
 PROMPTS = 64
@@ -37,8 +37,7 @@ def evaluate_text(config: Config, workdir: Workdir) -> None:
     stride = config.evaluate.stride or max(1, context // 2)
     if stride > context:
         raise UserError(f"config: evaluate.stride={stride} is more than data.context={context}")
-    tokenizer, model = network(config, workdir)
-    params, alpha, step = restore_model(config, workdir, model, config.decode.checkpoint)
+    tokenizer, model, params, alpha, step = restore(config, workdir)
     logs.say(f"evaluating the checkpoint of step {step} (decode.checkpoint={config.decode.checkpoint})")
     directory, results = workdir / "evaluation", dict[str, list[Score]]()
     run = {"step": step, "models": [checksums((params, alpha)).tolist()], "checkpoint": config.decode.checkpoint}
@@ -63,8 +62,7 @@ def generate(config: Config, workdir: Workdir) -> None:
     if config.model.family != "decoder":
         raise UserError("--mode=generate needs a language model (configs/lm.py); translate with --mode=translate")
     workdir.check_config(config)
-    tokenizer, model = network(config, workdir)
-    params, alpha, _ = restore_model(config, workdir, model, config.decode.checkpoint)
+    tokenizer, model, params, alpha, _ = restore(config, workdir)
     generator, done, said = Generator(model, tokenizer, config.decode, config.data.context), 0, False
     with opened(config.decode.input) as (stream, name):
         for lines in read_chunks(stream, name, PROMPTS):
@@ -95,8 +93,7 @@ def export_text(config: Config, workdir: Workdir, folder: Path) -> None:
       UserError: if OPT cannot represent the model.
       MismatchError: if a token's log-probability differs by more than `TOLERANCE`.
     """
-    tokenizer, model = network(config, workdir)
-    params, alpha, step = restore_model(config, workdir, model, config.decode.checkpoint)
+    tokenizer, model, params, alpha, step = restore(config, workdir)
     if reason := fold.obstacle(model):
         raise UserError(f"export: {config.model.method} is not a plain Transformer: {reason}")
     plain = fold.fold(model, params, alpha)

@@ -29,7 +29,7 @@ from branchnorm_jax.training.finetune import corpus_of, parent_of
 from branchnorm_jax.training.loop import check_names
 from branchnorm_jax.training.network import make_model
 from branchnorm_jax.training.state import Batch, init_params
-from branchnorm_jax.training.trained import network, restore_model
+from branchnorm_jax.training.trained import restore
 from branchnorm_jax.workdir import Workdir
 
 DOCS = Path(__file__).parent.parent.parent / "docs"
@@ -131,8 +131,7 @@ def analyze(config: Config, workdir: Workdir) -> None:
     trained = None
     if workdir.has_checkpoints and not config.analyze.methods:
         workdir.check_config(config)
-        _, model = network(config, workdir)
-        trained = model, *restore_model(config, workdir, model, config.decode.checkpoint)
+        trained = restore(config, workdir)
     methods = config.analyze.names(config.model.method)
     for method in methods:
         get_recipe(method)
@@ -153,7 +152,7 @@ def analyze(config: Config, workdir: Workdir) -> None:
         begin = time.perf_counter()
         changed = dataclasses.replace(config, model=dataclasses.replace(config.model, method=method))
         if trained is not None:
-            model, params, alpha, _ = trained
+            model, params, alpha = trained.model, trained.params, trained.alpha
         else:
             model = make_model(changed.model, corpus.tokenizer)
             params = init_params(model, config.train.seed, batch)
@@ -162,7 +161,7 @@ def analyze(config: Config, workdir: Workdir) -> None:
         logs.say(f"{method}: measured in {time.perf_counter() - begin:.1f} s")
     write_atomically(workdir / "signal.csv", signal.to_csv(signals))
     m = config.model
-    state = "untrained" if trained is None else f"after {trained[-1]} updates"
+    state = "untrained" if trained is None else f"after {trained.step} updates"
     title = f"{state}, {m.depth}, width {m.width}, {batch.source.shape[0]} sentences"
     signal.draw(signals, workdir / "signal.png", title)
     print(workdir / "signal.csv", workdir / "signal.png", sep="\n")

@@ -1,6 +1,7 @@
 """Loading a trained run: its vocabulary, network and parameters."""
 
 import dataclasses
+from typing import NamedTuple
 
 from branchnorm_jax import config as configs
 from branchnorm_jax.data.tokenizer import Tokenizer, load_tokenizer
@@ -30,6 +31,22 @@ def network(config: Config, workdir: Workdir) -> tuple[Tokenizer, Transformer]:
     if tokenizer.sha256 != workdir.data_identity().get("vocabulary"):
         raise UserError(f"{workdir / 'vocabulary'}: not the vocabulary that this run was trained with; restore it")
     return tokenizer, make_model(config.model, tokenizer)
+
+
+class Restored(NamedTuple):
+    """A checkpoint of a run, with its vocabulary and network."""
+
+    tokenizer: Tokenizer
+    model: Transformer
+    params: Params
+    alpha: Alpha
+    step: int
+
+
+def restore(config: Config, workdir: Workdir) -> Restored:
+    """Restores the checkpoint `decode.checkpoint` of a run; see `network` and `restore_model` for the errors."""
+    tokenizer, model = network(config, workdir)
+    return Restored(tokenizer, model, *restore_model(config, workdir, model, config.decode.checkpoint))
 
 
 def restore_model(config: Config, workdir: Workdir, model: Transformer, which: str) -> tuple[Params, Alpha, int]:

@@ -2,13 +2,14 @@
 
     python -m benchmarks.compilers v5e:1x1 6L-6L:none 6L-6L:full 50L-50L:full
     python -m benchmarks.compilers v5p:2x2x1 100L-100L:full --config.parallel.fsdp=4
+    python -m benchmarks.compilers h100:1 12L:none 128L:full
     python -m benchmarks.compilers
 
-Each program has width 512, a vocabulary of 32,000, bfloat16 products, a float16 residual stream and float32 Adam. More
-options of the project can follow. The results are rows of benchmarks/results/compilers.csv, and the collectives of a
-program are rows of benchmarks/results/collectives.csv. A program that is compiled again replaces its rows. A program
-takes minutes on two cores. Without arguments, the command predicts the memory of all programs again, without compilers,
-and prints a table.
+Each program has width 512, a vocabulary of 32,000, bfloat16 products, a float16 residual stream and float32 Adam. A
+depth such as 12L is a language model on rows of 512 tokens. More options of the project can follow. The results are
+rows of benchmarks/results/compilers.csv, and the collectives of a program are rows of
+benchmarks/results/collectives.csv. A program that is compiled again replaces its rows. A program takes minutes on two
+cores. Without arguments, the command predicts the memory of all programs again, without compilers, and prints a table.
 """
 
 import argparse
@@ -37,6 +38,17 @@ SHAPE = {
     "train.batch_tokens": 16_384,
 }
 
+DECODER_ONLY = {
+    "model.family": "decoder",
+    "data.source": "documents",
+    "data.context": 512,
+    "train.label_smoothing": 0.0,
+    "train.best_metric": "loss",
+    "train.eval_bleu_sentences": 0,
+    "decode.beam_size": 1,
+}
+"""Options of language models, in addition to `SHAPE`."""
+
 KEY = ("target", "options", "depth", "remat")
 """Columns that identify a program."""
 
@@ -46,8 +58,9 @@ TABLE, COLLECTIVES = RESULTS / "compilers.csv", RESULTS / "collectives.csv"
 def config_of(depth: str, remat: str, options: dict[str, str]) -> Config:
     """Returns the config of a program; `options` replace those of `SHAPE`."""
     values = configs.default_config(depth)
+    family = {} if "-" in depth else DECODER_ONLY
     with values.unlocked():
-        for name, text in {**SHAPE, "model.remat": remat, **options}.items():
+        for name, text in {**SHAPE, **family, "model.remat": remat, **options}.items():
             section, option = name.split(".")
             kind = type(values[section][option])
             values[section][option] = text == "True" if kind is bool else kind(text)

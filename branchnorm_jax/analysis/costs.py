@@ -46,6 +46,12 @@ NONE: frozenset[int] = frozenset()
 ALONE = (*LOOPS, "pallas_call", "dot_general", "gather", "scatter", "scatter-add", "sort", "top_k", "cumsum")
 """Primitives that are not fused with the operations that compute their operands."""
 
+CONSTANT = ("broadcast_in_dim", "iota")
+"""Primitives whose results, as operands of an element-wise operation, need no memory."""
+
+NEED_TYPE = set(ALONE) - {"gather"}
+"""Primitives whose kernels read an operand in its own type only."""
+
 UPDATES = (*LOOPS, "scatter", "scatter-add", "dynamic_update_slice")
 """Primitives that write their results to the memory of their operands."""
 
@@ -84,15 +90,16 @@ def measure(
       rules: what the compiler does.
     """
     program = flatten(jaxpr, wanted, rules)
+    if rules.fuses_conversions:
+        program = without_conversions(program)
     donated = {value for value, is_owned in zip(program.arguments, owned, strict=False) if is_owned}
-    # The optimiser updates donated arrays in place with any compiler.
-    kernels, result_buffers, flops, traffic = fuse(program, rules, rules.reuses_operands or bool(owned))
+    kernels, result_buffers, flops, traffic = fuse(program, rules)
     # A loop body runs in traced order, which follows one layer. The whole program runs each kernel once it is ready.
     order = breadth_first(kernels) if owned else kernels
     count = carried.stop - carried.start
     carries = set(program.results[: count if wanted is None else sum(wanted[:count])])
     if carries and rules.carry_first:
-        order = carry_first(kernels, carries)
+        order = carry_first(kernels, carries, program.sizes)
     if carries and rules.stacks_at_once:
         result_buffers -= set(program.results) - carries
     sliced = {op.inputs[0] for op in program.ops if op.name == "dynamic_update_slice"}
@@ -104,8 +111,45 @@ def measure(
     return Costs(flops, traffic, worst)
 
 
-def fuse(program: Program, rules: Rules, reuse: bool) -> tuple[list[Kernel], set[int], float, float]:
-    """Fuses the operations of a program into kernels; `reuse` lets them write to the memory of their operands.
+def without_conversions(program: Program) -> Program:
+    """Removes the conversions that need no memory of their own, see `Rules.fuses_conversions`."""
+    sizes, buffer = list(program.sizes), dict[int, int]()
+    makers = {value: op for op in program.ops for value in op.outputs}
+    readers: dict[int, list[str]] = {}
+    for op in program.ops:
+        for value in op.inputs:
+            readers.setdefault(value, []).append(op.name)
+    stored = {*program.results, *program.arguments}
+
+    def from_product(value: int) -> list[int]:
+        """Returns a product and the values up to `value`, each computed from the one before and read only for that."""
+        if value not in makers or value in stored or len(readers[value]) > 1:
+            return []
+        op = makers[value]
+        if op.name == "dot_general":
+            return [value]
+        operands = [v for v in op.inputs if sizes[v] == sizes[value] and v in makers and makers[v].name not in CONSTANT]
+        before = from_product(operands[0]) if op.name not in NEED_TYPE and len(operands) == 1 else []
+        return [*before, value] if before else []
+
+    for op in program.ops:
+        if op.name == "convert_element_type" and op.outputs[0] not in stored:
+            (old,), (new,) = op.inputs, op.outputs
+            if sizes[new] < sizes[old] and (chain := from_product(old)):
+                sizes[chain[0]] = sizes[new]
+                buffer |= dict.fromkeys([*chain[1:], new], chain[0])
+            elif sizes[new] > sizes[old] and not NEED_TYPE.intersection(readers[new]):
+                buffer[new] = buffer.get(old, old)
+    ops = [
+        op._replace(inputs=tuple(buffer.get(value, value) for value in op.inputs))
+        for op in program.ops
+        if not buffer.keys() & op.outputs
+    ]
+    return program._replace(ops=ops, sizes=sizes)
+
+
+def fuse(program: Program, rules: Rules) -> tuple[list[Kernel], set[int], float, float]:
+    """Fuses the operations of a program into kernels.
 
     Returns the kernels in traced order, the buffers of the results, and the total operations and traffic.
     """
@@ -114,7 +158,7 @@ def fuse(program: Program, rules: Rules, reuse: bool) -> tuple[list[Kernel], set
     for op in program.ops:
         for value in set(op.inputs):
             readers.setdefault(value, []).append(op)
-    cheap = {value for op in program.ops if op.name in ("broadcast_in_dim", "iota") for value in op.outputs}
+    cheap = {value for op in program.ops if op.name in CONSTANT for value in op.outputs}
     # Buffers that each value is read from: its own buffer, or, if it is fused, those of its operands.
     sources = {value: frozenset([value]) for value in program.arguments}
     kernels: list[Kernel] = []
@@ -141,7 +185,7 @@ def fuse(program: Program, rules: Rules, reuse: bool) -> tuple[list[Kernel], set
             inner = _inside(op, rules)
             flops += inner.flops + op.flops
             traffic += inner.traffic if op.name in LOOPS else _traffic(op, reads, writes, sizes)
-            in_place = op.name in UPDATES or (reuse and op.name not in ALONE)
+            in_place = op.name in UPDATES or op.name not in ALONE
             kernels.append(Kernel(reads, writes, inner.peak, in_place))
     return kernels, set(NONE.union(*(sources.get(value, NONE) for value in results))), flops, traffic
 
@@ -192,11 +236,12 @@ def breadth_first(kernels: list[Kernel]) -> list[Kernel]:
     return [kernels[index] for index in order]
 
 
-def carry_first(kernels: list[Kernel], carries: set[int]) -> list[Kernel]:
-    """Moves the kernels that the next carry does not depend on to the end of the iteration."""
+def carry_first(kernels: list[Kernel], carries: set[int], sizes: list[int]) -> list[Kernel]:
+    """Moves the kernels that the next carry does not depend on to the end of the iteration, except for reductions."""
     needed, first, later = set(carries), [], []
     for kernel in reversed(kernels):
-        if needed.intersection(kernel.writes):
+        reduces = 100 * sum(sizes[value] for value in kernel.writes) < sum(sizes[value] for value in kernel.reads)
+        if reduces or needed.intersection(kernel.writes):
             first.append(kernel)
             needed |= kernel.reads
         else:

@@ -25,12 +25,13 @@ class Rules(NamedTuple):
     """A loop writes a stacked result to its slice at once, so that it keeps no copy until the end of the iteration."""
     carry_first: bool = False
     """The body of a loop first computes the next carry, and then what is only stacked, such as weight gradients."""
-    reuses_operands: bool = True
-    """A fused kernel may write its result to the memory of an operand that is not read again."""
     fuses_operands: bool = False
     """Element-wise operations are fused into the matrix product that reads them."""
     keeps_constants: bool = True
     """Arrays filled with a constant are in memory. Otherwise, the kernels that read them compute them."""
+    fuses_conversions: bool = False
+    """A matrix product writes the narrower type to which its only reader converts its result, and kernels that read a
+    wider type convert it themselves."""
     converts_stacks: bool = False
     """If a loop only reads a stacked input in a narrower type, the whole stack is converted before the loop."""
     norms_first: bool = False
@@ -49,7 +50,13 @@ class Rules(NamedTuple):
 
 RULES = {
     "cpu": Rules(),
-    "gpu": Rules(merges=True, stacks_at_once=True, carry_first=True, reuses_operands=False, held=0.0),
+    "gpu": Rules(
+        merges=True,
+        stacks_at_once=True,
+        carry_first=True,
+        fuses_conversions=True,
+        held=0.0,
+    ),
     "tpu": Rules(
         merges=True,
         stacks_at_once=True,

@@ -176,7 +176,35 @@ def test_order_and_results_of_a_loop() -> None:
 
     gradient = jax.grad(backward)
     assert peak(gradient, many, x, carry_first=True) >= peak(gradient, many, x)
-    assert peak(gradient, many, x, reuses_operands=False) >= peak(gradient, many, x)
+
+    def reduced(x: jax.Array, many: jax.Array) -> Any:
+        def layer(c: jax.Array, w: jax.Array) -> Any:
+            a = c @ w
+            total = a.sum()
+            return jnp.sin(a @ w) @ w, total
+
+        return jax.lax.scan(layer, x, many)
+
+    # The sum does not wait until the end of the iteration, so its operand is freed as without it.
+    kept = peak(reduced, x, many, carry_first=True) - peak(lambda *xs: reduced(*xs)[0], x, many, carry_first=True)
+    assert kept < X / 2
+
+
+def test_products_write_the_type_that_is_read() -> None:
+    def scores(x: jax.Array, w: jax.Array) -> Any:
+        half = jnp.where(jnp.arange(D) < D - 1, x @ w, -1.0).astype(jnp.float16)
+        wide = half.astype(jnp.float32)
+        return jnp.exp(wide).sum(), wide.max()
+
+    w = jax.ShapeDtypeStruct((D, D), jnp.float32)
+    # The product is the only array besides the arguments.
+    assert peak(scores, x, w) - peak(scores, x, w, fuses_conversions=True) == X / 2
+
+    def product(x: jax.Array, w: jax.Array) -> Any:
+        return (x @ w).astype(jnp.float16).astype(jnp.float32) @ w
+
+    # A product reads its operands in its own type.
+    assert peak(product, x, w, fuses_conversions=True) >= 2 * X
 
 
 def test_every_device_has_rules() -> None:

@@ -307,14 +307,17 @@ FILES = ["source.tokens.bin", "source.offsets.bin", "target.tokens.bin", "target
 
 
 @pytest.mark.parametrize("name", FILES)
-@pytest.mark.parametrize("damage", ["missing", "empty", "truncated", "longer"])
+@pytest.mark.parametrize("damage", ["missing", "empty", "truncated", "longer", "flipped"])
 def test_damaged_stores_are_rebuilt(tmp_path, tokenizer, built, name, damage):
     path = tmp_path / "out/train" / name
     assert {file.name for file in path.parent.iterdir()} == set(FILES)
     data = path.read_bytes()
     path.unlink()
     if damage != "missing":
-        path.write_bytes({"empty": b"", "truncated": data[:-4], "longer": data + b"1234"}[damage])
+        # The flipped bit keeps meta.json valid: it is in a digit.
+        at = next(i for i in range(len(data) // 2, len(data)) if name != "meta.json" or chr(data[i]) in "02468")
+        flipped = data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
+        path.write_bytes({"empty": b"", "truncated": data[:-4], "longer": data + b"1234", "flipped": flipped}[damage])
     store = build_store(built, tokenizer, "train", tmp_path / "out", True)
     assert not store.reused
     assert content(store) == expected_content(tokenizer, random_pairs(100), 20, 0.0)[0]

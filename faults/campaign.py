@@ -1,0 +1,112 @@
+"""Runs trials of the families of faults, and records them.
+
+    python -m faults.campaign                           all families, the long campaign; resumes where it stopped
+    python -m faults.campaign bytes --trials 100        100 trials of one family
+    python -m faults.campaign --seconds 180             as many trials of each family as fit into three minutes in all
+    python -m faults.campaign --again kills:17          repeats trial 17 and keeps its folder
+
+Trial n of a family is determined by --seed and n. Each trial is a line of <results>/<family>.jsonl; trials that are
+there are not repeated. The exit code is 1 if anything was lost or wrong.
+"""
+
+import argparse
+import dataclasses
+import json
+import random
+import shutil
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from benchmarks.measure import RESULTS
+from branchnorm_jax.training.logs import git_revision, progress_bar
+from faults import configurations, damage, kills
+from faults.trial import Family, Trial, recorded
+
+FAMILIES: dict[str, Family] = {
+    "kills": kills.FAMILY,
+    "damage": damage.FAMILY,
+    "options": configurations.TRACED,
+    "training": configurations.TRAINED,
+}
+
+
+def one(trial: Trial, family: str, seed: int, number: int, folder: Path) -> dict[str, object]:
+    """Runs a trial in an empty folder; returns its line."""
+    folder.mkdir(parents=True)
+    begin = time.perf_counter()
+    outcome = trial(random.Random(f"{seed} {family} {number}"), folder)
+    return {
+        "trial": number,
+        **dataclasses.asdict(outcome),
+        "seconds": round(time.perf_counter() - begin, 2),
+        "seed": seed,
+        "git_revision": git_revision(),
+    }
+
+
+def run(family: str, arguments: argparse.Namespace, until: float) -> int:
+    """Runs the trials of a family that are not recorded; returns the number of those with a loss or a wrong result."""
+    path = arguments.results / f"{family}.jsonl"
+    done = recorded(path)
+    count = FAMILIES[family].trials if arguments.trials is None else arguments.trials
+    missing = [number for number in range(count) if number not in done]
+    bad = [number for number, row in done.items() if row["lost"] or row["wrong"]]
+    if not missing:
+        return len(bad)
+    arguments.scratch.mkdir(parents=True, exist_ok=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    trial = FAMILIES[family].prepare(arguments.scratch / family)
+    with path.open("a", encoding="utf-8") as file, progress_bar(count, count - len(missing), "trial", family) as bar:
+        for number in missing:
+            if time.monotonic() > until:
+                break
+            folder = Path(tempfile.mkdtemp(prefix=f"{family}-{number}-", dir=arguments.scratch)) / "trial"
+            row = one(trial, family, arguments.seed, number, folder)
+            file.write(json.dumps(row, ensure_ascii=False) + "\n")
+            file.flush()
+            if row["lost"] or row["wrong"]:
+                bad.append(number)
+                print(
+                    f"{family}:{number} {row['fault']} {row['where']}: {row['lost'] or row['wrong']}", file=sys.stderr
+                )
+            else:
+                shutil.rmtree(folder.parent)
+            bar.update()
+    return len(bad)
+
+
+def main() -> None:
+    """Runs the campaign that the command line describes."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("families", nargs="*", metavar="family", help=f"by default all: {', '.join(FAMILIES)}")
+    parser.add_argument(
+        "--trials", type=int, help="number of trials of each family; by default those of the long campaign"
+    )
+    parser.add_argument("--seconds", type=float, help="stop after this time")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--results", type=Path, default=RESULTS / "faults", help="folder of the results")
+    parser.add_argument("--scratch", type=Path, default=Path("runs/faults"), help="folder of the runs")
+    parser.add_argument("--again", metavar="family:n", help="repeats one trial and prints it")
+    arguments = parser.parse_args()
+    if unknown := [name for name in arguments.families if name not in FAMILIES]:
+        parser.error(f"no family {unknown[0]!r}; choose from {', '.join(FAMILIES)}")
+    if arguments.again:
+        family, _, number = arguments.again.partition(":")
+        folder = Path(tempfile.mkdtemp(prefix=f"{family}-{number}-")) / "trial"
+        trial = FAMILIES[family].prepare(arguments.scratch / family)
+        print(json.dumps(one(trial, family, arguments.seed, int(number), folder), indent=2), folder, sep="\n")
+        return
+    families = arguments.families or list(FAMILIES)
+    begin, bad = time.monotonic(), 0
+    for place, family in enumerate(families):
+        # Each family gets an equal share of the time that is left.
+        left = float("inf") if arguments.seconds is None else begin + arguments.seconds - time.monotonic()
+        bad += run(family, arguments, time.monotonic() + left / (len(families) - place))
+    if bad:
+        raise SystemExit(f"{bad} trials lost something or came out wrong; see {arguments.results}")
+
+
+if __name__ == "__main__":
+    main()

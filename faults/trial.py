@@ -1,0 +1,51 @@
+"""What a trial injected, and what became of it."""
+
+import dataclasses
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """One line of a campaign's results."""
+
+    fault: str
+    """What was injected, such as SIGKILL or ENOSPC."""
+    where: str
+    """The program and the moment or place, such as "train: after 'compiled # batch shapes'"."""
+    said: str = ""
+    """The last line that the program printed to stderr, if it failed."""
+    code: int = 0
+    """Exit code of the program that met the fault; -n: killed by signal n."""
+    lost: str = ""
+    """What of the user's work was lost; empty: nothing."""
+    wrong: str = ""
+    """Which result differs from that of the undisturbed run, or how the program misbehaved; empty: none."""
+
+
+Trial = Callable[[random.Random, Path], Outcome]
+"""A function of a random generator and an empty folder. The generator alone determines what is injected."""
+
+
+class Family(NamedTuple):
+    """A kind of fault."""
+
+    prepare: Callable[[Path], Trial]
+    """Makes what all trials share, such as undisturbed runs, in a folder that may contain it already."""
+    trials: int
+    """Number of trials of the long campaign."""
+
+
+def recorded(path: Path) -> dict[int, dict[str, Any]]:
+    """Returns the results in a file, by the number of the trial. The last line may be incomplete."""
+    rows: dict[int, dict[str, Any]] = {}
+    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError:
+            continue
+        rows[row["trial"]] = row
+    return rows

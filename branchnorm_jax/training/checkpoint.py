@@ -14,10 +14,15 @@ bits.
 
 import dataclasses
 import errno
+import functools
 import logging
 import math
 import re
+import sys
+import traceback
 from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import jax
@@ -326,6 +331,7 @@ class Checkpoints:
           StorageError: if the error says nothing about the content. Another attempt may succeed, so the checkpoint must
             neither be deleted nor replaced by another one.
         """
+        _mute_storage_library()
         if _UNREACHABLE.search(f"{type(error).__name__}: {error}"):
             raise StorageError(
                 f"{self._directory}: checkpoint {step} cannot be read ({_summary(error)}); it is not deleted"
@@ -345,6 +351,29 @@ class Checkpoints:
         full = getattr(error, "errno", None) == errno.ENOSPC or "No space" in str(error)
         reason = "no space left on the device" if full else _summary(error)
         return StorageError(f"{self._directory}: {what} could not be written: {reason}; earlier checkpoints are kept")
+
+
+@functools.cache
+def _mute_storage_library() -> None:
+    """Hides exceptions in the storage library's own tasks and threads, from now on.
+
+    After a damaged file, each of its unfinished tasks would print a traceback, also much later.
+    """
+    report, report_unraisable = sys.excepthook, sys.unraisablehook
+
+    def own(error: BaseException | None) -> bool:
+        files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)] if error else []
+        return str(error) == "Event loop is closed" or any("orbax" in Path(file).parts for file in files)
+
+    def excepthook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if not own(error):
+            report(kind, error, trace)
+
+    def unraisablehook(lost: Any) -> None:
+        if not own(lost.exc_value):
+            report_unraisable(lost)
+
+    sys.excepthook, sys.unraisablehook = excepthook, unraisablehook
 
 
 def _rest(state: TrainState) -> dict[str, Any]:

@@ -13,7 +13,19 @@ import tomllib
 from collections.abc import Sequence
 from pathlib import Path
 
-from experiments.claims import UNMEASURED, Data, Metric, Outcome, Side, Source, judge, read_rows, summarise
+from experiments.claims import (
+    UNMEASURED,
+    Data,
+    Metric,
+    Outcome,
+    Row,
+    Side,
+    Source,
+    judge,
+    read_rows,
+    summarise,
+    text_of,
+)
 
 ROOT = Path(__file__).resolve().parent.parent
 ENTRIES, RESULTS = ROOT / "experiments/reproduction.toml", ROOT / "benchmarks/results"
@@ -30,12 +42,20 @@ def metric_of(claim: Data, entries: Data) -> Metric:
     return Metric(claim["metric"], **entries["metrics"][claim["metric"]])
 
 
-def outcome_of(claim: Data, entries: Data, folder: Path = RESULTS) -> Outcome:
-    """Compares a claim with the result files in `folder`."""
+def outcomes_of(claim: Data, entries: Data, folder: Path = RESULTS) -> dict[str, Outcome]:
+    """Compares a claim with its result file in `folder`.
+
+    Returns:
+      The outcome for each value of the column `by` of the file, such as each language pair. Without this column, or
+      without rows, there is one outcome, for "".
+    """
     file = entries["results"][claim["file"]]
     options = {name: value for name, value in file.items() if name in Source._fields[1:]}
-    source = Source(read_rows(folder / claim["file"], file.get("key", "")), **options)
-    return judge(claim, source, metric_of(claim, entries))
+    groups: dict[str, list[Row]] = {}
+    for row in read_rows(folder / claim["file"], file.get("key", "")):
+        groups.setdefault(text_of(row, file["by"]) if "by" in file else "", []).append(row)
+    metric = metric_of(claim, entries)
+    return {value: judge(claim, Source(rows, **options), metric) for value, rows in (groups or {"": []}).items()}
 
 
 def verdict_of(item: Data, entries: Data) -> str:
@@ -44,7 +64,7 @@ def verdict_of(item: Data, entries: Data) -> str:
         return "not testable here"
     outcomes: dict[str, list[Outcome]] = {"": []}
     for claim in item.get("claims", ()):
-        outcomes.setdefault(claim.get("variant", ""), []).append(outcome_of(claim, entries))
+        outcomes.setdefault(claim.get("variant", ""), []).extend(outcomes_of(claim, entries).values())
     scale = "" if item.get("full_scale") else " at our scale"
     texts = [(f"{variant}: " if variant else "") + summarise(found, scale) for variant, found in outcomes.items()]
     return "; ".join(texts)
@@ -72,12 +92,15 @@ def claims_table(item: Data, entries: Data) -> str:
     """Returns the claims of an item as a table."""
     lines = []
     for claim in item["claims"]:
-        metric, outcome = metric_of(claim, entries), outcome_of(claim, entries)
-        says = f"*{claim['variant']}:* {claim['says']}" if "variant" in claim else claim["says"]
+        metric = metric_of(claim, entries)
         limits = [f"{name}: {claim[name]:g}" for name in ("limit", "within") if name in claim]
-        measured = f"{metric.title}. " + "; ".join([*(describe(side, metric) for side in outcome.sides), *limits])
-        verdict = outcome.verdict + (f" ({outcome.remark})" if outcome.remark else "")
-        lines.append((says, measured, verdict, f"[{claim['file']}](#{anchor(claim['file'])})"))
+        for value, outcome in outcomes_of(claim, entries).items():
+            setting = ", ".join(filter(None, (claim.get("variant", ""), value)))
+            sides = [describe(side, metric) for side in outcome.sides]
+            measured = f"{metric.title}. {'; '.join(sides + limits)}" if any(s.costs for s in outcome.sides) else ""
+            says = f"*{setting}:* {claim['says']}" if setting else claim["says"]
+            verdict = outcome.verdict + (f" ({outcome.remark})" if outcome.remark else "")
+            lines.append((says, measured, verdict, f"[{claim['file']}](#{anchor(claim['file'])})"))
     return table(("claim", "measured", "verdict", "runs"), lines)
 
 

@@ -85,26 +85,23 @@ def test_results_and_links_exist() -> None:
     assert used == set(ENTRIES["results"])
 
 
-def commands() -> list[tuple[str, str]]:
-    """Returns (config file, arguments) of the commands of the items that use main.py with a config."""
+def sweeps() -> list[tuple[str, str, str]]:
+    """Returns (config file, depth, other options) of all sweeps in the document."""
     found = []
-    for item in ENTRIES["items"]:
-        text = item.get("command", "").replace("\\\n", " ")
-        found += re.findall(r"(?m)^python main\.py .*?--config=(\S+?\.py)\S*(.*)$", text)
+    for entry in (*ENTRIES["items"], *ENTRIES["results"].values()):
+        text = entry.get("command", "").replace("\\\n", " ")
+        found += re.findall(r"(?m)^python main\.py --mode=sweep --config=(\S+?\.py):?(\S*)(.*)$", text)
     return found
 
 
-def test_all_runs_of_every_command_are_valid() -> None:
-    listed = {config for config, _ in commands()}
-    assert {str(path.relative_to(ROOT)) for path in CONFIGS} <= listed
-    for config, arguments in commands():
-        if not config.startswith("configs/reproduce"):
-            continue
-        options = load(ROOT / config)
-        for name, value in re.findall(r'--config\.(\S+?)=("[^"]*"|\S+)', arguments):
+def test_all_runs_of_every_sweep_are_valid() -> None:
+    assert {str(path.relative_to(ROOT)) for path in CONFIGS} <= {config for config, _, _ in sweeps()}
+    for config, depth, arguments in set(sweeps()):
+        options = load(ROOT / config, depth=depth)
+        for name, value in re.findall(r'--config\.(\S+?)=("[^"]*"|\S*)', arguments):
             section, option = name.split(".")
             options[section][option] = type(options[section][option])(value.strip('"'))
-        assert len(plan_runs(from_config_dict(options))) > 1
+        assert len(plan_runs(from_config_dict(options))) > 1, config
 
 
 @pytest.mark.slow
@@ -166,3 +163,30 @@ def test_hyperparameters_are_those_of_branchnorms_table_4() -> None:
         assert (train.adam_eps, train.adam_b1, train.adam_b2, train.weight_decay) == (1e-8, 0.9, 0.98, 1e-4)
         assert (train.label_smoothing, model.dropout, model.alpha_steps) == (0.1, dropout, 4000)
         assert (model.width, model.ffn_width, model.heads) == (512, 2048, 8)
+
+
+def test_each_language_pair_is_compared_by_itself(tmp_path: Path) -> None:
+    (tmp_path / "x.csv").write_text("pair,method,bleu\nen-he,a,20\nen-he,b,10\nen-vi,a,10\nen-vi,b,20\n")
+    entries = {
+        "results": {"x.csv": {"by": "pair"}, "y.csv": {"by": "pair"}},
+        "metrics": {"bleu": {"title": "BLEU", "format": ".1f"}},
+    }
+    claim = {"file": "x.csv", "metric": "bleu", "better": "method=a", "than": "method=b"}
+    found = reproduction.outcomes_of(claim, entries, tmp_path)
+    assert {pair: outcome.verdict for pair, outcome in found.items()} == {"en-he": claims.HOLDS, "en-vi": claims.FAILS}
+    assert list(reproduction.outcomes_of(claim | {"file": "y.csv"}, entries, tmp_path)) == [""]
+
+
+@pytest.mark.parametrize(
+    ("side", "text"),
+    [
+        (claims.Side("a", []), "a: not run"),
+        (claims.Side("a", [-20.0]), "a: 20.0"),
+        (claims.Side("a", [-20.0, -21.04]), "a: 20.5 (20.0 to 21.0, 2 seeds)"),
+        (claims.Side("a", [-20.0, float("inf")]), "a: 20.0, diverged with 1 more"),
+        (claims.Side("a", [float("inf")]), "a: diverged"),
+        (claims.Side("a", [-20.0], "learning_rate=1e-3", 3), "a: 20.0 [best of 3 settings: learning_rate=1e-3]"),
+    ],
+)
+def test_sides_are_described_with_mean_range_and_setting(side: claims.Side, text: str) -> None:
+    assert reproduction.describe(side, claims.Metric("bleu", "BLEU", ".1f")) == text

@@ -217,7 +217,7 @@ def judge(claim: Data, source: Source, metric: Metric) -> Outcome:
 
 
 def summarise(outcomes: Sequence[Outcome], scale: str) -> str:
-    """Returns the verdict of several claims, with `scale` after the verdict."""
+    """Returns the verdict of several claims, of which the first is the main one, with `scale` after the verdict."""
     measured = [outcome for outcome in outcomes if outcome.verdict != UNMEASURED]
     if not measured:
         return UNMEASURED
@@ -225,7 +225,9 @@ def summarise(outcomes: Sequence[Outcome], scale: str) -> str:
     if len(set(verdicts)) == 1:
         text = f"{verdicts[0]}{scale}"
     else:
-        text = f"mixed{scale}, {verdicts.count(HOLDS)} of {len(verdicts)} claims hold"
+        text = (
+            f"mixed{scale}, main claim: {outcomes[0].verdict}, {verdicts.count(HOLDS)} of {len(verdicts)} claims hold"
+        )
     remarks = []
     if len(measured) < len(outcomes):
         remarks.append(f"{len(measured)} of {len(outcomes)} claims measured")

@@ -147,7 +147,10 @@ def outcome(verdict: str, remark: str = "") -> Outcome:
         ([outcome(FAILS, "one seed")], "does not hold at our scale (one seed)"),
         ([outcome(UNDECIDED)], "undecided at our scale"),
         ([outcome(HOLDS), outcome(UNMEASURED)], "holds at our scale (1 of 2 claims measured)"),
-        ([outcome(HOLDS), outcome(FAILS), outcome(UNDECIDED)], "mixed at our scale, 1 of 3 claims hold"),
+        (
+            [outcome(HOLDS), outcome(FAILS), outcome(UNDECIDED)],
+            "mixed at our scale, main claim: holds, 1 of 3 claims hold",
+        ),
     ],
 )
 def test_verdict_of_an_item_is_computed_from_its_claims(outcomes: list[Outcome], text: str) -> None:

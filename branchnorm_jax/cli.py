@@ -284,14 +284,14 @@ def default_config(mode: str | None, workdir: str | None, saved: Path) -> str | 
 def find_config(given: str) -> str:
     """Returns `given` with its config name replaced by the path of the file.
 
-    "numerals:6L-6L" names a config of the project. "my/x.py:6L-6L" names any other file.
+    "numerals:6L-6L" and "reproduce/rezero_table2" name configs of the project. "my/x.py:6L-6L" names any other file.
 
     Raises:
       UserError: if the file does not exist, or the project has no config of this name.
     """
     name, colon, depth = given.partition(":")
-    path = Path(name) if name.endswith(".py") or Path(name).name != name else CONFIGS / f"{name}.py"
-    if path.suffix != ".py" or not path.is_file():
+    path = Path(name) if name.endswith(".py") else CONFIGS / f"{name}.py"
+    if not path.is_file():
         raise UserError(f"--config={given}: there is no such file; {config_names()}")
     return f"{path}{colon}{depth}"
 
@@ -299,7 +299,8 @@ def find_config(given: str) -> str:
 def config_names() -> str:
     """Returns a text that lists the names that --config accepts besides a path."""
     names = sorted(path.stem for path in CONFIGS.glob("*.py") if path.stem != "saved")
-    return f"the project's configs are {', '.join(names)}"
+    tables = sorted(path.stem for path in (CONFIGS / "reproduce").glob("*.py"))
+    return f"the project's configs are {', '.join(names)}; for the papers' tables reproduce/{{{','.join(tables)}}}"
 
 
 def import_configs() -> None:

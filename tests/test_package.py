@@ -29,7 +29,8 @@ def name_of(requirement: str) -> str:
 
 def test_pyproject_lists_every_folder_of_the_package() -> None:
     folders = {path.parent.relative_to(ROOT) for path in (ROOT / "branchnorm_jax").rglob("*.py")}
-    assert set(SETUPTOOLS["packages"]) == {".".join(folder.parts) for folder in folders} | {"branchnorm_jax.configs"}
+    folders |= {"branchnorm_jax" / path.parent.relative_to(ROOT) for path in (ROOT / "configs").rglob("*.py")}
+    assert set(SETUPTOOLS["packages"]) == {".".join(folder.parts) for folder in folders}
 
 
 def test_requirements_txt_includes_the_core_and_the_usual_extras() -> None:
@@ -59,7 +60,7 @@ def test_wheel_contains_only_the_package_and_the_configs(wheel: zipfile.ZipFile)
         for path in (ROOT / "branchnorm_jax").rglob("*")
         if path.is_file() and path.suffix != ".pyc"
     }
-    expected |= {f"branchnorm_jax/configs/{path.name}" for path in (ROOT / "configs").glob("*.py")}
+    expected |= {f"branchnorm_jax/{path.relative_to(ROOT)}" for path in (ROOT / "configs").rglob("*.py")}
     assert {name for name in wheel.namelist() if ".dist-info/" not in name} == expected
 
 
@@ -88,7 +89,11 @@ def test_installed_command_finds_configs_by_name_and_by_file(wheel: zipfile.ZipF
         "    return config\n"
     )
     code = "from branchnorm_jax.cli import command; command()"
-    for config, folder, width in (("numerals:1L-2L", "numerals-1L-2L", 128), ("mine.py:1L-2L", "mine-1L-2L", 34)):
+    for config, folder, width in (
+        ("numerals:1L-2L", "numerals-1L-2L", 128),
+        ("mine.py:1L-2L", "mine-1L-2L", 34),
+        ("reproduce/branchnorm_table1:1L-2L", "branchnorm_table1-1L-2L", 512),
+    ):
         done = subprocess.run(
             [sys.executable, "-P", "-c", code, "--mode=plan", f"--config={config}", "--config.plan.compile=none"],
             cwd=tmp_path, env={"PYTHONPATH": str(tmp_path / "site"), "JAX_PLATFORMS": "cpu"},

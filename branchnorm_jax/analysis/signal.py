@@ -75,7 +75,9 @@ def measure(config: Config, model: Transformer, params: Params, alpha: Alpha, ba
         size = tokens * width
         return jax.jacfwd(through)(jnp.zeros((tokens, width))).reshape(size, size)
 
-    gradient, update = jax.tree.map(np.asarray, backward(params))
+    # JAX sorts the stacks by name; the first one is the one of the Jacobian.
+    found = jax.tree.map(np.asarray, backward(params))
+    gradient, update = ({stack: values[stack] for stack in config.model.stacks} for values in found)
     return Signal(gradient, update, np.linalg.svd(np.asarray(jacobian(params)), compute_uv=False))
 
 

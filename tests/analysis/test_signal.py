@@ -69,6 +69,10 @@ def test_update_size_equals_adams_first_step() -> None:
     weights = np.sqrt(sum(np.square(leaf[1]).sum() for leaf in leaves))
     largest = config.train.learning_rate * np.sqrt(count) / weights
     assert 0.8 * largest < result.update["encoder"][1] <= largest * (1 + 1e-5)
+    # The singular values are those of the first stack, and signal.csv says so.
+    assert {line.split(",")[2] for line in signal.to_csv({"x": result}).splitlines() if "singular" in line} == {
+        "encoder"
+    }
 
 
 @pytest.mark.slow
@@ -80,6 +84,7 @@ def test_analyze_mode_compares_untrained_methods_and_measures_a_trained_run(tmp_
         rows = list(csv.DictReader(file))
     assert {row["method"] for row in rows} == {"post_ln", "rezero"}
     assert {row["quantity"] for row in rows} == {"gradient", "update", "singular_value"}
+    assert {row["stack"] for row in rows if row["quantity"] == "singular_value"} == {"encoder"}
     assert (tmp_path / "signal.png").read_bytes().startswith(b"\x89PNG")
     wrong = run_main("--mode=analyze", *options, "--config.analyze.methods=rezera", f"--workdir={tmp_path}")
     assert wrong.returncode == 2 and "rezera" in wrong.stderr

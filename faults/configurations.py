@@ -159,5 +159,17 @@ def prepare_training(shared: Path) -> Trial:
     return lambda rng, folder: train(shared / "compiled", rng, folder)
 
 
-TRACED = Family(lambda shared: trace, 10_000)
-TRAINED = Family(prepare_training, 300)
+TRACED = Family(
+    "Random options",
+    "One to fifteen options are drawn at random. The config must be refused in one line, or its update must be built, "
+    "traced and counted by the plan.",
+    lambda shared: trace,
+    10_000,
+)
+
+TRAINED = Family(
+    "Random options, trained",
+    "Options are drawn until they can be built, and two updates are trained with them.",
+    prepare_training,
+    300,
+)

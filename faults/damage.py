@@ -151,4 +151,12 @@ def prepare(shared: Path) -> Trial:
     return trial
 
 
-FAMILY = Family(prepare, 2_000)
+FAMILY = Family(
+    "Damaged files",
+    "Any file of a finished run is damaged: a bit is flipped, the end is cut off, a block is zeroed, or the file is "
+    "deleted or replaced by an older version or by another file. Then the run trains three more updates, and is "
+    "evaluated. Both must give the results of the intact run, or say what is damaged; an intact checkpoint must be "
+    "used.",
+    prepare,
+    2_000,
+)

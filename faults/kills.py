@@ -275,4 +275,12 @@ def prepare(shared: Path) -> Trial:
     return lambda rng, folder: trial(shared, rng, folder)
 
 
-FAMILY = Family(prepare, 350)
+FAMILY = Family(
+    "Signals at random moments",
+    "A job is interrupted one to three times, at any moment from its start to its end, and then started again. Jobs: "
+    + ", ".join(JOBS)
+    + ". Their results must equal those of the undisturbed job: the digest of the state and every line of the metrics, "
+    "the scores and translations, or the exported weights. No temporary file may be left.",
+    prepare,
+    350,
+)

@@ -33,6 +33,9 @@ Trial = Callable[[random.Random, Path], Outcome]
 class Family(NamedTuple):
     """A kind of fault."""
 
+    title: str
+    what: str
+    """What a trial does, as a paragraph of docs/reliability.md."""
     prepare: Callable[[Path], Trial]
     """Makes what all trials share, such as undisturbed runs, in a folder that may contain it already."""
     trials: int

@@ -1,0 +1,126 @@
+"""The campaign of faults: what is injected is what is recorded, and its verdicts can fail."""
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+
+from branchnorm_jax.errors import UserError
+from faults import campaign, configurations, damage, kills, report
+from faults.processes import Finished
+from faults.trial import recorded
+
+
+def bits(a: bytes, b: bytes) -> int:
+    """Returns the number of bits that differ."""
+    return sum((x ^ y).bit_count() for x, y in zip(a, b, strict=True))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_damage_is_what_it_says(seed: int) -> None:
+    rng = random.Random(seed)
+    content = rng.randbytes(5000)
+    flipped, _ = damage.flip(content, rng)
+    assert bits(content, flipped) == 1
+    cut, detail = damage.truncate(content, rng)
+    assert cut == content[: int(detail.rpartition(" ")[2])]
+    zeroed, detail = damage.zero(content, rng)
+    begin, end = (int(word) for word in detail.split() if word.isdecimal())
+    assert zeroed == content[:begin] + bytes(end - begin) + content[end:]
+
+
+def test_trials_are_determined_by_seed_and_number(tmp_path: Path) -> None:
+    for name in ("whole/checkpoints/30", "older/checkpoints/15"):
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / "memory").write_text(name)
+    cases = []
+    for attempt in range(2):
+        copies = tmp_path / f"copy {attempt}"
+        copies.mkdir()
+        for number in range(30):
+            workdir = copies / str(number)
+            (workdir / "checkpoints/30").mkdir(parents=True)
+            (workdir / "checkpoints/30/memory").write_text("0123456789")
+            (workdir / "config.json").write_text("{}")
+            cases.append(damage.damage(workdir, tmp_path / "older", random.Random(number)))
+    assert cases[:30] == cases[30:]
+    assert {case.kind for case in cases} >= {*damage.CHANGES, "stale", "another file's content", "deleted"}
+    stale = next(number for number, case in enumerate(cases) if case.kind == "stale")
+    assert (tmp_path / f"copy 0/{stale}/checkpoints/30/memory").read_text() == "older/checkpoints/15"
+
+
+WEIGHTS = damage.Case("checkpoints/30/params/d/ab", "zeroed", "")
+MODEL = damage.Case("vocabulary/source.model", "zeroed", "")
+TRACE = "Traceback (most recent call last):\n  ...\nKeyError: 'x'"
+
+
+@pytest.mark.parametrize(
+    ("case", "done", "same", "said", "lost", "wrong"),
+    [
+        (WEIGHTS, Finished(0, "", ""), True, [], False, False),
+        (WEIGHTS, Finished(0, "", ""), False, ["checkpoint 30 is damaged"], False, False),
+        (WEIGHTS, Finished(0, "", ""), False, [], False, True),
+        (WEIGHTS, Finished(2, "", "UserError: none of the checkpoints can be read"), False, [], True, False),
+        (MODEL, Finished(2, "", "UserError: runs/x/vocabulary/source.model: damaged"), False, [], False, False),
+        (MODEL, Finished(2, "", "UserError: something is wrong"), False, [], False, True),
+        (MODEL, Finished(1, "", TRACE), False, [], False, True),
+        (MODEL, Finished(0, "", TRACE), True, [], False, True),
+        (MODEL, Finished(-11, "", ""), False, [], False, True),
+        (damage.Case("metrics.jsonl", "deleted", ""), Finished(0, "", ""), False, [], False, False),
+    ],
+)
+def test_verdicts(case: damage.Case, done: Finished, same: bool, said: list[str], lost: bool, wrong: bool) -> None:
+    assert tuple(map(bool, damage.verdict("train", case, done, same, said))) == (lost, wrong)
+
+
+def test_results_are_compared_without_wall_times(tmp_path: Path) -> None:
+    def written(**row: float) -> dict[str, str]:
+        (tmp_path / "metrics.jsonl").write_text(json.dumps(row) + "\n")
+        return kills.digest(tmp_path, ["metrics.jsonl"])
+
+    first = written(step=1, loss=2.5, seconds=0.1)
+    assert written(step=1, loss=2.5, seconds=0.2) == first
+    assert written(step=1, loss=2.5000001, seconds=0.1) != first
+
+
+def test_random_configs_are_refused_in_one_line_or_built() -> None:
+    outcomes = [configurations.trace(random.Random(number), Path()) for number in range(12)]
+    assert {outcome.fault for outcome in outcomes} == {"refused", "built"}
+    assert not any(outcome.wrong for outcome in outcomes)
+
+
+@pytest.mark.parametrize(
+    "error", [UserError("two\nlines"), UserError(""), UserError("x" * 1000), ValueError("shape mismatch")]
+)
+def test_other_refusals_and_exceptions_are_found(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    def fails(options: object) -> None:
+        raise error
+
+    monkeypatch.setattr(configurations, "built", fails)
+    assert configurations.trace(random.Random(0), Path()).wrong
+
+
+def test_recorded_trials_survive_an_incomplete_line(tmp_path: Path) -> None:
+    path = tmp_path / "damage.jsonl"
+    path.write_text('{"trial": 3, "lost": ""}\n{"trial": 4, "lo')
+    assert recorded(path) == {3: {"trial": 3, "lost": ""}}
+
+
+def test_page_counts_every_trial(tmp_path: Path) -> None:
+    rows = [
+        {"trial": number, "fault": fault, "said": said, "lost": lost, "wrong": ""}
+        for number, (fault, said, lost) in enumerate(
+            [("zeroed", "", ""), ("zeroed", "damaged", "work"), ("cut", "x", "")]
+        )
+    ]
+    (tmp_path / "damage.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    text = report.page(tmp_path)
+    assert "| zeroed | 2 | 1 | 1 | 0 |" in text
+    assert "| cut | 1 | 1 | 0 | 0 |" in text
+    assert "`damage:1`: work" in text
+    assert all(family.title in text for family in campaign.FAMILIES.values())
+
+
+def test_the_page_is_that_of_the_results() -> None:
+    assert report.PAGE.read_text(encoding="utf-8") == report.page(report.RESULTS / "faults")

@@ -215,6 +215,11 @@ class ModelConfig:
         return (self.decoder_layers,) if self.family == "decoder" else (self.encoder_layers, self.decoder_layers)
 
     @property
+    def sequence(self) -> str:
+        """What messages call tokens that attend to each other."""
+        return "row" if self.family == "decoder" else "sentence"
+
+    @property
     def depth(self) -> str:
         """The depth in the papers' notation, such as 6L-6L, or 12L for a decoder-only model."""
         return "-".join(f"{layers}L" for layers in self.layers)

@@ -136,7 +136,7 @@ def format_plan(config: Config, plan: Mapping[str, Any]) -> str:
         ("model", f"{m.method} {depth}, width {m.width}/{m.ffn_width}, {m.heads} heads"),
         ("parameters", f"{plan['parameters']:,} ({plan['non_embedding_parameters']:,} without embeddings)"),
         ("", parts),
-        ("training", f"{flops / 1e6:,.1f} MFLOP per target token at {length:g} tokens a sentence"),
+        ("training", f"{flops / 1e6:,.1f} MFLOP per target token at {length:g} tokens a {m.sequence}"),
         ("", f"{flops * batch_tokens / 1e12:,.3f} TFLOP per update of {batch_tokens:,} tokens{parts_of}, {m.dtype}"),
         ("state", f"{gb['state']:,.3f} GB: parameters {gb['parameter']:,.3f}, optimiser {optimiser}"),
         ("update", f"gradients {gb['gradient']:,.3f} GB, carries of all layers {gb['carry']:,.3f} GB"),

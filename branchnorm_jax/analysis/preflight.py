@@ -223,7 +223,7 @@ def judge(points: Sequence[Point]) -> Verdict:
         # If alpha no longer grows, the stack recovers once the decoder reads the source.
         alike = collapsed({stack: {"similarity": values} for stack, values in point.similarity.items()}, COLLAPSING)
         if alike and point.alpha < points[-1].alpha:
-            return Verdict("collapsing", f"{where} all tokens of a sentence are nearly the same vector after {alike}")
+            return Verdict("collapsing", f"{where} all tokens of a row are nearly the same vector after {alike}")
     if last > 0.99 * first:
         return Verdict("still", f"the loss stays at {last:.3g}")
     return Verdict("healthy", f"the loss falls from {first:.3g} to {last:.3g}, and every layer gets a gradient")

@@ -341,8 +341,8 @@ class Run:
         stacks = collapsed(layers)
         if stacks and not loop_state.collapsed:
             logs.say(
-                f"step {step}: all tokens of a sentence are nearly the same vector after {stacks}; attention cannot "
-                "distinguish them"
+                f"step {step}: all tokens of a {self.config.model.sequence} are nearly the same vector after {stacks}; "
+                "attention cannot distinguish them"
             )
         loop_state.collapsed = stacks
 

@@ -114,7 +114,12 @@ def make_train_step(
         params, opt_state, ema = new_weights(train, state, updated, good)
         if train.watch_every:
             layers = layer_statistics(
-                layers, updated.gradient, updated.change, updated.before, None if uniform else alpha_t
+                layers,
+                updated.gradient,
+                updated.change,
+                updated.before,
+                state.params,
+                None if uniform else alpha_t,
             )
         metrics = Metrics(
             loss=loss,

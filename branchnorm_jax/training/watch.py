@@ -52,7 +52,7 @@ def factors(params: Mapping[str, Any]) -> dict[str, jax.Array]:
     >>> {name: values.tolist() for name, values in factors(layers).items()}
     {'factor/branch': [0.5, 0.25]}
     """
-    found = {}
+    found: dict[str, jax.Array] = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
         names = [key.key for key in path]
         if names[-1] in OTHER_PARAMETERS:

@@ -139,6 +139,8 @@ Grid = Mapping[str, list[tuple[str, str, str]]]
 def _draw_heat_maps(lines: list[dict[str, Any]], grid: Grid, path: Path, last: bool = False) -> Path:
     """Draws a row of heat maps for each stack. `last` adds a panel with the values of the last line by layer."""
     pyplot = figures.pyplot()
+    from matplotlib.ticker import MaxNLocator
+
     columns = max(map(len, grid.values())) + last
     figure, axes = pyplot.subplots(
         len(grid), columns, figsize=(3 * columns, 2.5 * len(grid)), layout="constrained", squeeze=False
@@ -157,6 +159,7 @@ def _draw_heat_maps(lines: list[dict[str, Any]], grid: Grid, path: Path, last: b
                 row[-1].plot(np.arange(1, len(values) + 1), values[:, -1], **figures.line(index), label=label)
         if last and maps:
             row[-1].set(xlabel="layer")
+            row[-1].xaxis.set_major_locator(MaxNLocator(integer=True))
             row[-1].set_title(f"{stack}, update {steps[-1]}", fontsize=9)
             row[-1].legend(frameon=False, fontsize=7)
     figure.savefig(path, dpi=110)

@@ -13,7 +13,10 @@ from branchnorm_jax.training.logs import read_lines
 from branchnorm_jax.training.watch import FACTOR
 from branchnorm_jax.workdir import Workdir
 
-CURVES = {"nll": ("nats per target token", "linear"), "grad_norm": ("gradient norm before clipping", "log")}
+CURVES = {
+    "nll": ("training nll, nats per target token", "linear"),
+    "grad_norm": ("gradient norm before clipping", "log"),
+}
 """Field of metrics.jsonl -> (label, scale) of its panel."""
 
 COLUMNS = 3
@@ -57,6 +60,7 @@ def draw(folders: Mapping[str, tuple[Run, Workdir]], path: Path) -> None:
         return
     pyplot = figures.pyplot()
     from matplotlib.lines import Line2D
+    from matplotlib.ticker import MaxNLocator
 
     rows = -(-len(names) // COLUMNS)
     figure, axes = pyplot.subplots(rows, COLUMNS, figsize=(4 * COLUMNS, 3 * rows), layout="constrained", squeeze=False)
@@ -67,6 +71,7 @@ def draw(folders: Mapping[str, tuple[Run, Workdir]], path: Path) -> None:
         label, scale = CURVES.get(name, (f"{name} at the end", "linear"))
         axis.set(xlabel="update" if name in CURVES else "layer", yscale=scale)
         axis.set_title(label, fontsize=9)
+        axis.xaxis.set_major_locator(MaxNLocator(integer=True))
     for axis in axes.flat[len(names) :]:
         axis.axis("off")
     lines = [Line2D([], [], **look(index)) for index in range(len(labels))]

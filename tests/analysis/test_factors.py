@@ -4,6 +4,7 @@ import dataclasses
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from branchnorm_jax.training import loop
 from branchnorm_jax.training.trained import restore
 from branchnorm_jax.workdir import Workdir
 
-SHAPE = {"encoder_layers": 3, "decoder_layers": 2, "width": 16, "ffn_width": 24, "heads": 2}
+SHAPE: dict[str, Any] = {"encoder_layers": 3, "decoder_layers": 2, "width": 16, "ffn_width": 24, "heads": 2}
 CONFIG = Config(
     model=ModelConfig(method="layerscale", norm="scale_norm", value_residual=True, **SHAPE),
     data=DataConfig(numerals_pairs=200, vocab_size=300, max_length=128, batch_shapes=1),

@@ -19,7 +19,11 @@ from branchnorm_jax.analysis.sweep import axes_of, from_csv, name_of, to_csv
 from branchnorm_jax.training.logs import read_lines
 
 UPDATES = 100
-SCORES = {"bleu": (1, "test BLEU"), "train_perplexity": (2, "training"), "valid_perplexity": (2, "validation")}
+SCORES = {
+    "bleu": (1, "test BLEU"),
+    "train_perplexity": (1, "training perplexity"),
+    "valid_perplexity": (1, "validation perplexity"),
+}
 """Column of the file -> (decimals, title) of a column of the table."""
 
 

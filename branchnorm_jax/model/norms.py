@@ -57,17 +57,43 @@ def rms_norm(x: jax.Array, scale: jax.Array, epsilon: float = 1e-5) -> jax.Array
     >>> rms_norm(jnp.array([4.0, 0.0, 0.0, 0.0]), jnp.ones(4)).round(3).tolist()  # sqrt(mean(x^2)) = 2
     [2.0, 0.0, 0.0, 0.0]
     """
-    x = _exact(x)
-    return x * jax.lax.rsqrt(jnp.square(x).mean(-1, keepdims=True) + epsilon) * scale
+    return rescale(_exact(x), epsilon, 0.0) * scale
 
 
 def scale_norm(x: jax.Array, scale: jax.Array | float | None = None, epsilon: float = 1e-5) -> jax.Array:
-    """g x / max(|x|, epsilon), one scalar g per norm, sqrt(D) if not given (Nguyen and Salazar, 2019)."""
-    x = _exact(x)
-    scale = x.shape[-1] ** 0.5 if scale is None else scale
-    squares = jnp.square(x).sum(-1, keepdims=True)
-    # max(|x|, eps) = sqrt(max(x.x, eps^2)), whose gradient is finite at x = 0.
-    return scale * x * jax.lax.rsqrt(jnp.maximum(squares, epsilon**2))
+    """g x / max(|x|, epsilon), one scalar g per norm, sqrt(D) if not given (Nguyen and Salazar, 2019).
+
+    >>> scale_norm(jnp.array([3.0, 4.0]), 10.0).tolist()  # |x| = 5
+    [6.0, 8.0]
+    """
+    width = x.shape[-1]
+    normalised = rescale(_exact(x), 0.0, epsilon**2 / width)
+    return normalised if scale is None else normalised * (scale * width**-0.5)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1, 2))
+def rescale(x: jax.Array, epsilon: float, least: float) -> jax.Array:
+    """n = r x with r = 1 / sqrt(max(mean(x^2) + epsilon, least)), over the last axis.
+
+    The derivative is n' = r (x' - n mean(n x')), and r x' where r is limited by `least`. It is given explicitly because
+    XLA for CPUs compiles the derivative of the formula badly: at width 64, an update then takes 1.5 times as long.
+    """
+    return _rescale(x, epsilon, least)[0]
+
+
+@rescale.defjvp
+def _(
+    epsilon: float, least: float, primals: tuple[jax.Array], tangents: tuple[jax.Array]
+) -> tuple[jax.Array, jax.Array]:
+    n, r, free = _rescale(*primals, epsilon, least)
+    (change,) = tangents
+    return n, r * (change - n * jnp.where(free, (n * change).mean(-1, keepdims=True), 0.0))
+
+
+def _rescale(x: jax.Array, epsilon: float, least: float) -> tuple[jax.Array, jax.Array, jax.Array]:
+    squares = jnp.square(x).mean(-1, keepdims=True) + epsilon
+    r = jax.lax.rsqrt(jnp.maximum(squares, least))
+    return x * r, r, squares > least
 
 
 def dynamic_tanh(x: jax.Array, alpha: jax.Array, scale: jax.Array, bias: jax.Array, epsilon: float = 0.0) -> jax.Array:

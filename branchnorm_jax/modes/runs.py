@@ -11,7 +11,8 @@ from branchnorm_jax.analysis import compiled, devices, estimate, figures, method
 from branchnorm_jax.analysis import plan as planning
 from branchnorm_jax.analysis import preflight as flight
 from branchnorm_jax.analysis import sweep as sweeping
-from branchnorm_jax.analysis.report import draw_curves, draw_layers
+from branchnorm_jax.analysis.report import draw_curves, draw_factors, draw_layers
+from branchnorm_jax.analysis.sweep_curves import draw as draw_runs
 from branchnorm_jax.analysis.sweep_figure import draw as draw_sweep
 from branchnorm_jax.config import to_flat, to_json
 from branchnorm_jax.data.batches import make_plans
@@ -135,7 +136,11 @@ def analyze(config: Config, workdir: Workdir) -> None:
     methods = config.analyze.names(config.model.method)
     for method in methods:
         get_recipe(method)
-    for name, draw in (("metrics.jsonl", draw_curves), ("layers.jsonl", draw_layers)):
+    for name, draw in (
+        ("metrics.jsonl", draw_curves),
+        ("layers.jsonl", draw_layers),
+        ("layers.jsonl", draw_factors),
+    ):
         if holds_lines(workdir / name):
             try:
                 print(draw(workdir))
@@ -184,8 +189,8 @@ def check_readable(data: DataConfig, split: str) -> None:
 def sweep(config: Config, workdir: Workdir) -> None:
     """Trains and evaluates every run of `sweep.grid` in its own folder; resumes an interrupted sweep.
 
-    After each run it writes sweep.csv (every run), sweep.md (the table) and sweep.png. A run that diverges counts as a
-    result.
+    After each run it writes sweep.csv (every run), sweep.md (the table), sweep.png and sweep_curves.png. A run that
+    diverges counts as a result.
     """
     if workdir.has_checkpoints:
         raise UserError(
@@ -233,4 +238,5 @@ def sweep(config: Config, workdir: Workdir) -> None:
         write_atomically(workdir / "sweep.md", table)
         if drawing:
             draw_sweep(rows, config.sweep.column_names, workdir / "sweep.png")
+            draw_runs(folders, workdir / "sweep_curves.png")
     print(table, end="")

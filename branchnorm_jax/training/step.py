@@ -113,9 +113,7 @@ def make_train_step(
         good = acceptable(train, loss, grad_norm, update_norm, above)
         params, opt_state, ema = new_weights(train, state, updated, good)
         if train.watch_every:
-            layers = layer_statistics(
-                layers, updated.gradient, updated.change, updated.before, None if uniform else alpha_t
-            )
+            layers = layer_statistics(layers, *updated[2:], state.params, None if uniform else alpha_t)
         metrics = Metrics(
             loss=loss,
             nll=nll,

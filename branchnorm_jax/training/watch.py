@@ -32,11 +32,45 @@ first layers still get a gradient (docs/results.md).
 """
 
 
+FACTOR = "factor/"
+"""Prefix of the names of learned factors among the statistics of a layer."""
+
+OTHER_PARAMETERS = ("kernel", "bias", "mapping", "query")
+"""Last names of the parameters of a layer that are no factors: matrices, and vectors that are added or compared."""
+
+FEW = 3
+"""A parameter of at most this many numbers per layer is reported number by number, a longer one by its mean."""
+
+
+def factors(params: Mapping[str, Any]) -> dict[str, jax.Array]:
+    """Returns the learned factors of the layers of a stack by name, float32 [L] each.
+
+    Factors are the gains of norms (g of ScaleNorm), the weights of skip connection and branch (r of ReZero), the shares
+    of a value residual, and all other parameters except matrices and biases. Of a vector, the result has the mean.
+
+    >>> layers = {"branch": jnp.array([0.5, 0.25]), "ffn": {"fc1": {"kernel": jnp.ones((2, 4, 8))}}}
+    >>> {name: values.tolist() for name, values in factors(layers).items()}
+    {'factor/branch': [0.5, 0.25]}
+    """
+    found: dict[str, jax.Array] = {}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+        names = [key.key for key in path]
+        if names[-1] in OTHER_PARAMETERS:
+            continue
+        name = FACTOR + "/".join(names)
+        if leaf.ndim == 2 and leaf.shape[1] <= FEW:
+            found |= {f"{name}/{index + 1}": leaf[:, index] for index in range(leaf.shape[1])}
+        else:
+            found[name] = leaf.reshape(leaf.shape[0], -1).mean(1)
+    return found
+
+
 def layer_statistics(
     watched: Any,
     gradient: Mapping[str, jax.Array],
     update: Mapping[str, jax.Array],
-    params: Mapping[str, jax.Array],
+    norm: Mapping[str, jax.Array],
+    params: Mapping[str, Any],
     alpha: Alpha | None,
 ) -> dict[str, dict[str, jax.Array]]:
     """Returns statistics of every layer in one update, by stack and name, float32 [L] each.
@@ -50,6 +84,7 @@ def layer_statistics(
     - sparsity: fraction of hidden feed-forward units that are exactly 0.
     - similarity: cosine of the layer's outputs at two different tokens of a sentence, the mean over all such pairs. At
       1 all tokens of a sentence have the same vector, and attention cannot distinguish them.
+    - factor/...: learned factors before the update; see `factors`.
 
     Branch, cosine and sparsity include all positions, also padding. Similarity includes only real tokens.
 
@@ -57,7 +92,8 @@ def layer_statistics(
       watched: the values that `Transformer.hidden` returns for "watch".
       gradient: stack -> norm of the gradient of the loss with respect to each layer's parameters, [L].
       update: stack -> norm of each layer's update, which is subtracted from its parameters, [L].
-      params: stack -> norm of each layer's parameters before the update, [L].
+      norm: stack -> norm of each layer's parameters before the update, [L].
+      params: stack -> parameters before the update, [L, ...] each.
       alpha: alpha of the update if it differs between layers, else None.
     """
 
@@ -65,11 +101,12 @@ def layer_statistics(
         rows = jax.tree.map(lambda leaf: leaf.mean(-1), watched[stack])
         return ({} if alpha is None else {"alpha": alpha[stack]}) | {
             "gradient": gradient[stack],
-            "update": update[stack] / params[stack],
+            "update": update[stack] / norm[stack],
             "branch": jnp.sqrt(rows["branch"] / rows["skip"]).mean(-1),
             "cosine": rows["cosine"],
             "sparsity": rows["sparsity"],
             "similarity": jnp.where(rows["pairs"] > 0, rows["similarity"] / rows["pairs"], 0.0),
+            **factors(params[stack]),
         }
 
     return {stack: of(stack) for stack in watched}

@@ -90,4 +90,5 @@ def test_analyze_mode_compares_untrained_methods_and_measures_a_trained_run(tmp_
     assert wrong.returncode == 2 and "rezera" in wrong.stderr
     run = run_main("--mode=analyze", f"--workdir={trained}")
     assert run.returncode == 0, run.stderr
-    assert (trained / "curves.png").exists() and (trained / "signal.png").exists()
+    for name in ("curves", "layers", "factors", "signal"):
+        assert (trained / f"{name}.png").exists()

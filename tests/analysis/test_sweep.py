@@ -223,7 +223,8 @@ def test_sweep_records_diverged_runs_and_resumes(tmp_path: Path) -> None:
     assert float(rows["post_ln-1L-1L"]["bleu"]) >= 0
     assert 0 < float(rows["post_ln-1L-1L"]["p_value"]) <= 1
     assert "diverged" in (tmp_path / "sweep.md").read_text()
-    assert (tmp_path / "sweep.png").read_bytes().startswith(b"\x89PNG")
+    for name in ("sweep.png", "sweep_curves.png"):
+        assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
     again = run_main(*options)
     assert again.returncode == 0, again.stderr
     assert again.stderr.count(": skipping ") == 3

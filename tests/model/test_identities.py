@@ -1,6 +1,7 @@
 """Identities that relate the methods to each other and to closed forms."""
 
 import dataclasses
+import functools
 import math
 from typing import Any
 
@@ -149,6 +150,24 @@ def test_gradients_of_norms_are_finite_at_zero(kind: str) -> None:
     start = nn.meta.unbox(declare_norm(kind, 16))
     gradient = jax.grad(lambda x: apply_norm(kind, start, x).sum())(jnp.zeros((2, 16)))
     assert bool(jnp.isfinite(gradient).all())
+
+
+@pytest.mark.parametrize("length", [5.0, 1e-7])
+def test_derivatives_of_norms_are_those_of_their_formulas(length: float) -> None:
+    """The norms define their derivatives; JAX differentiates the formulas, above and below the limit of ScaleNorm."""
+    x, scale = jax.random.normal(KEY, (2, 16))
+    x = x * length / jnp.linalg.norm(x)
+    formulas = {
+        "layer_norm": lambda x: (x - x.mean()) / jnp.sqrt(x.var() + 1e-5) * scale,
+        "rms_norm": lambda x: x / jnp.sqrt((x**2).mean() + 1e-5) * scale,
+        "scale_norm": lambda x: 3.0 * x / jnp.maximum(jnp.linalg.norm(x), 1e-5),
+    }
+    weights = {"layer_norm": {"scale": scale, "bias": 0.0}, "scale_norm": {"scale": jnp.float32(3.0)}}
+    for kind, formula in formulas.items():
+        norm = functools.partial(apply_norm, kind, weights.get(kind, {"scale": scale}))
+        for jacobian in (jax.jacfwd, jax.jacrev):
+            expected = jacobian(formula)(x)
+            np.testing.assert_allclose(jacobian(norm)(x), expected, atol=1e-5 * float(jnp.abs(expected).max()))
 
 
 def test_dlcl_with_identity_weights_is_pre_ln_with_norms_between_layers() -> None:

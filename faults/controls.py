@@ -21,6 +21,7 @@ OPTIONS = (
     "--config.model.dropout=0.1",
     "--config.model.alpha_steps=40",  # alpha still grows when the run is interrupted
     "--config.train.ema_decay=0.9",
+    "--config.train.decay_steps=30",  # by default the length of the run, which trials shorten
 )
 
 

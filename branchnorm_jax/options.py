@@ -585,6 +585,13 @@ class TrainConfig:
     checkpoint_every: int = option(
         1000, "interval of checkpoints; 0: only at the end", unit="updates", minimum=0, free=True
     )
+    on_save_failure: str = option(
+        "stop",
+        "a checkpoint cannot be written: end the run (stop), or train on and try again at the next one (warn); the last "
+        "one of a run, and runs of several processes, always end",
+        choices=("stop", "warn"),
+        free=True,
+    )
     step_timeout: float = option(
         20.0,
         "end the run if an update takes this many times the usual (median) time, and at least 5 minutes; the same for "

@@ -12,6 +12,7 @@ A checkpoint with a wrong checksum is never restored. The checksums are necessar
 bits.
 """
 
+import contextlib
 import dataclasses
 import errno
 import functools
@@ -73,9 +74,7 @@ class Checkpoints:
           read_only: False only for the training process that holds the lock of the workdir. That process creates the
             folder and deletes temporary directories in it.
         """
-        # Orbax logs hundreds of lines about a damaged file through these loggers. `warn` gets the relevant line.
-        for name in ("absl", "asyncio"):
-            logging.getLogger(name).setLevel(logging.CRITICAL)
+        _mute_storage_library()
         folder = epath.Path(directory)
         self._directory = folder if folder.is_absolute() else folder.absolute()  # A URL is absolute.
         self._warn = warn
@@ -198,6 +197,7 @@ class Checkpoints:
                 metrics=None if score is None else {"score": score},
             )
         except Exception as error:
+            self._discard_partial()
             raise self._storage_error(f"checkpoint {step}", error) from error
         if not saved:
             raise StorageError(f"{self._directory}: checkpoint {step} was not written")
@@ -207,7 +207,16 @@ class Checkpoints:
         try:
             self._manager.wait_until_finished()
         except Exception as error:
+            self._discard_partial()
             raise self._storage_error("the last checkpoint", error) from error
+
+    def _discard_partial(self) -> None:
+        """Deletes what a failed save has written, and forgets that save."""
+        if jax.process_count() == 1:  # Others may still write to the same folder.
+            for path in self._directory.glob(f"*{ocp.utils.TMP_DIR_SUFFIX}*"):
+                with contextlib.suppress(OSError):
+                    path.rmtree()
+        self._manager.reload()
 
     def close(self) -> None:
         """Waits for the last save and frees the threads."""
@@ -331,7 +340,6 @@ class Checkpoints:
           StorageError: if the error says nothing about the content. Another attempt may succeed, so the checkpoint must
             neither be deleted nor replaced by another one.
         """
-        _mute_storage_library()
         if _UNREACHABLE.search(f"{type(error).__name__}: {error}"):
             raise StorageError(
                 f"{self._directory}: checkpoint {step} cannot be read ({_summary(error)}); it is not deleted"
@@ -348,6 +356,7 @@ class Checkpoints:
                 self._manager.delete(newer)
 
     def _storage_error(self, what: str, error: Exception) -> StorageError:
+        """Returns the error that reports a failed save."""
         full = getattr(error, "errno", None) == errno.ENOSPC or "No space" in str(error)
         reason = "no space left on the device" if full else _summary(error)
         return StorageError(f"{self._directory}: {what} could not be written: {reason}; earlier checkpoints are kept")
@@ -355,10 +364,13 @@ class Checkpoints:
 
 @functools.cache
 def _mute_storage_library() -> None:
-    """Hides exceptions in the storage library's own tasks and threads, from now on.
+    """Hides what the storage library's own tasks and threads log and print, from now on.
 
-    After a damaged file, each of its unfinished tasks would print a traceback, also much later.
+    They print hundreds of lines about a damaged file or a failed write, also much later. The exception that a save or a
+    restore raises says the same.
     """
+    for name in ("absl", "asyncio"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)
     report, report_unraisable = sys.excepthook, sys.unraisablehook
 
     def own(error: BaseException | None) -> bool:

@@ -286,7 +286,7 @@ class Run:
             if _due(self.step, start, c.checkpoint_every) or at_end or signal_number or best:
                 read()
                 self.watchdog.begin("the save", f"at step {self.step}")
-                self._save(recorder)
+                self._save(recorder, last=at_end or bool(signal_number))
             if signal_number and not at_end:
                 self.watchdog.begin("the save", f"at step {self.step}")
                 self.checkpoints.wait()
@@ -417,15 +417,31 @@ class Run:
             return f"no better validation {c.best_metric} in the last {loop_state.since_best} validations"
         return ""
 
-    def _save(self, recorder: Recorder) -> None:
+    def _save(self, recorder: Recorder, last: bool) -> None:
+        """Starts to save the state. A failure of the `last` save of a run always ends it."""
         norm = float(parameter_norm(self.state.params))
         self._halt_if_needed(trouble.decide_about_state(self.step, "norm of the parameters", norm, self.config.train))
         score = self.loop_state.score if self.loop_state.evaluated == self.step else None
+        with self._tolerating(True):
+            self.checkpoints.wait()
         saved = dataclasses.asdict(self.loop_state)
         if hosts.is_first():
             self.workdir.publish()
-        self.checkpoints.save(self.state, self.alpha(self.state.clock), saved, score)
+        with self._tolerating(not last):
+            self.checkpoints.save(self.state, self.alpha(self.state.clock), saved, score)
         recorder.restart_clock()
+
+    @contextlib.contextmanager
+    def _tolerating(self, tolerant: bool) -> Iterator[None]:
+        """Reports a failed save, counts it and goes on, if `tolerant` and `train.on_save_failure` say so."""
+        try:
+            yield
+        except StorageError as error:
+            # If only one of several processes failed, the others would wait for it.
+            if not tolerant or self.config.train.on_save_failure == "stop" or jax.process_count() > 1:
+                raise
+            self.loop_state.failed_saves += 1
+            logs.say(f"{error}; training goes on (train.on_save_failure=warn)")
 
     def _describe(self) -> None:
         count = sum(leaf.size for leaf in jax.tree.leaves(self.abstract.params))

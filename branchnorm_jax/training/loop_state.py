@@ -4,7 +4,7 @@ import dataclasses
 
 SURVIVES_ROLLBACK = (
     *("train_seconds", "target_tokens", "compile_seconds", "compiled_shapes"),
-    *("skipped", "spikes", "rollbacks", "left_out"),
+    *("skipped", "spikes", "rollbacks", "left_out", "failed_saves"),
 )
 """Fields of `LoopState` that keep their values in a rollback. The checkpoint determines the other fields."""
 
@@ -33,6 +33,8 @@ class LoopState:
     Updates that a rollback repeats count again.
     """
     skipped_in_a_row: int = 0
+    failed_saves: int = 0
+    """Number of checkpoints that could not be written (`train.on_save_failure=warn`)."""
     spikes: int = 0
     rollbacks: int = 0
     troubled: int = -1

@@ -137,6 +137,7 @@ def write_status(workdir: Workdir, fields: Mapping[str, Any], loop_state: LoopSt
         "skipped_updates": loop_state.skipped,
         "spikes": loop_state.spikes,
         "rollbacks": loop_state.rollbacks,
+        "failed_saves": loop_state.failed_saves,
         "left_out": loop_state.left_out,
         "vanishing": loop_state.vanishing,
         "collapsed": loop_state.collapsed,

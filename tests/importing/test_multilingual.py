@@ -119,7 +119,7 @@ def test_searches_find_the_same_tokens(search: tuple[str, int], tmp_path: Path) 
             assert best.score == pytest.approx(float(answer.sequences_scores[0]), abs=1e-5)
 
 
-@pytest.mark.parametrize("name", ["m2m-100", "mbart-50"])
+@pytest.mark.parametrize("name", ["m2m-100", pytest.param("mbart-50", marks=pytest.mark.variant)])
 @pytest.mark.slow
 def test_imported_fine_tuned_and_exported(name: str, tmp_path: Path) -> None:
     make, options, _, source, target = FAMILIES[name]

@@ -1,6 +1,7 @@
 """Killed runs, with real processes and signals, lose nothing and end with identical results."""
 
 import random
+import resource
 import signal
 import subprocess
 import sys
@@ -198,6 +199,24 @@ def test_failed_save_ends_the_run_and_keeps_earlier_checkpoints(trained: Path, t
     resumed = run_main(*longer)
     assert resumed.returncode == 0, resumed.stderr
     assert "from step 120 to 150" in resumed.stderr
+
+
+@pytest.mark.slow
+def test_failed_saves_are_tried_again(uninterrupted: tuple[str, list[dict]], tmp_path: Path) -> None:
+    """From update 1 to 45 the operating system refuses files above 30 kB, as in the test before."""
+    process = start_main(*TINY, f"--workdir={tmp_path}", "--config.train.on_save_failure=warn")
+    for update, limit in ((1, 30_000), (45, resource.RLIM_INFINITY)):
+        kill_when(process, logged(tmp_path, update), signal.SIGSTOP)
+        resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
+        process.send_signal(signal.SIGCONT)
+    _, error = process.communicate()
+    assert process.returncode == 0, error
+    assert "training goes on" in error
+    assert "Traceback" not in error
+    status = read_status(tmp_path)
+    assert status["failed_saves"] >= 3
+    assert status["state_sha256"] == uninterrupted[0]
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["110", "120"]
 
 
 def test_runs_without_a_valid_checkpoint_are_rejected(trained: Path, tmp_path: Path) -> None:

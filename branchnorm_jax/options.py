@@ -587,8 +587,8 @@ class TrainConfig:
     )
     on_save_failure: str = option(
         "stop",
-        "a checkpoint cannot be written: end the run (stop), or train on and try again at the next one (warn); the last "
-        "one of a run, and runs of several processes, always end",
+        "if a checkpoint cannot be written, end the run (stop), or train on until the next one (warn); a failure of the "
+        "last checkpoint, or in a run of several processes, always ends it",
         choices=("stop", "warn"),
         free=True,
     )

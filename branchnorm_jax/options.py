@@ -587,8 +587,8 @@ class TrainConfig:
     )
     on_save_failure: str = option(
         "stop",
-        "if a checkpoint cannot be written, end the run (stop), or train on until the next one (warn); a failure of the "
-        "last checkpoint, or in a run of several processes, always ends it",
+        "if a checkpoint cannot be written: end the run (stop) or train on until the next one (warn); the last one, or "
+        "any in a run of several processes, always ends it",
         choices=("stop", "warn"),
         free=True,
     )

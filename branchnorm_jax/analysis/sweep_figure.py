@@ -130,10 +130,9 @@ def draw(rows: Sequence[Mapping[str, Any]], columns: Sequence[str], path: Path) 
         squeeze=False,
     )
     metric = metric_of(rows)
-    highest = max((row[metric] for row in rows if row[metric] is not None), default=0.0)
-    top = max(5.0 if metric == "bleu" else 0.0, 1.05 * highest) or 1.0
+    bottom, top = limits([row[metric] for row in rows if row[metric] is not None], metric)
     for axis, panel, width in zip(axes[0], parts, widths, strict=True):
-        plot(axis, panel, metric, labels, -0.05 * top)
+        plot(axis, panel, metric, labels, bottom - 0.05 * (top - bottom))
         axis.set_title(panel.title, fontsize="medium")
         axis.set(xlabel=axis_name(panel), xlim=(-0.6, width - 0.6))
         axis.set_xticks(list(panel.places.values()), list(panel.places))
@@ -142,7 +141,7 @@ def draw(rows: Sequence[Mapping[str, Any]], columns: Sequence[str], path: Path) 
         axis.spines[["top", "right"]].set_visible(False)
     unscored = list(dict.fromkeys(row["status"] for row in rows if row[metric] is None))
     seeds = any(len(runs) > 1 for panel in parts for runs in panel.runs.values())
-    axes[0, 0].set_ylim((-0.1 if unscored else -0.03) * top, top)
+    axes[0, 0].set_ylim(bottom - (0.1 if unscored else 0.03) * (top - bottom), top)
     axes[0, 0].set_ylabel(TITLES[metric] + (", mean and range of seeds" if seeds else ""))
     handles = axes[0, 0].get_legend_handles_labels()[0]
     if unscored:
@@ -150,6 +149,13 @@ def draw(rows: Sequence[Mapping[str, Any]], columns: Sequence[str], path: Path) 
     axes[0, -1].legend(handles=handles, loc="upper left", bbox_to_anchor=(1.02, 1), frameon=False)
     figure.savefig(path, dpi=120, bbox_inches="tight")
     pyplot.close(figure)
+
+
+def limits(scores: Sequence[float], metric: str) -> tuple[float, float]:
+    """Returns the range of the vertical axis. More than twice the fewest bits per byte are outside of it."""
+    if metric == "bits_per_byte" and scores:
+        return 0.97 * min(scores), min(1.05 * max(scores), 2 * min(scores))
+    return 0.0, max(5.0 if metric == "bleu" else 0.0, 1.05 * max(scores, default=0.0)) or 1.0
 
 
 def plot(axis: Any, panel: Panel, metric: str, labels: Sequence[str], bottom: float) -> None:

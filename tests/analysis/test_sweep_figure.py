@@ -108,3 +108,12 @@ def test_axes_are_named_with_their_units() -> None:
         "",
     ]
     assert math.gcd(len(sweep_figure.MARKERS), len(figures.COLOURS)) == 1
+
+
+def test_range_of_scores() -> None:
+    """BLEU begins at 0. Bits per byte begin below the best, and a diverged model does not flatten the others."""
+    assert sweep_figure.limits([20.0, 40.0], "bleu") == (0.0, 42.0)
+    assert sweep_figure.limits([], "bits_per_byte") == (0.0, 1.0)
+    low, high = sweep_figure.limits([2.0, 3.0, 130.0], "bits_per_byte")
+    assert low < 2.0
+    assert 3.0 < high < 5.0

@@ -46,6 +46,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Workdir:
     return workdir
 
 
+@pytest.mark.slow
 def test_factors_are_the_parameters_before_the_update(run: Workdir) -> None:
     """g starts at sqrt(D), shares at 0.5; later values are those of the checkpoint of the same step."""
     lines = {line["step"]: line for line in layer_lines(run)}
@@ -67,6 +68,7 @@ def test_factors_are_the_parameters_before_the_update(run: Workdir) -> None:
                 assert np.any(np.asarray(values) != lines[0][stack][name]), name
 
 
+@pytest.mark.slow
 def test_figure_of_factors(run: Workdir, tmp_path: Path) -> None:
     assert draw_factors(run).read_bytes().startswith(b"\x89PNG")
     lines = layer_lines(run)
@@ -81,6 +83,7 @@ def test_figure_of_factors(run: Workdir, tmp_path: Path) -> None:
         draw_factors(Workdir(tmp_path))
 
 
+@pytest.mark.slow
 def test_runs_of_a_sweep_over_time(run: Workdir, tmp_path: Path) -> None:
     curves = sweep_curves.panels(run)
     metrics = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]

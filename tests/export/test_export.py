@@ -208,7 +208,7 @@ STOCK: dict[str, dict[str, Any]] = {
 """Class -> options of a model that it can represent."""
 
 
-@pytest.mark.parametrize("name", list(STOCK))
+@pytest.mark.parametrize("name", quick_and_slow(tuple(STOCK), tuple(STOCK)[:1]))
 def test_the_options_select_the_class(name: str, tmp_path: Path) -> None:
     """With unused tokens, for which some classes have no bias."""
     model = Transformer(dataclasses.replace(SMALL, **STOCK[name]), WORDS, WORDS, (5, 17))

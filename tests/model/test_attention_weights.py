@@ -13,7 +13,7 @@ from branchnorm_jax.model.transformer import Transformer
 from branchnorm_jax.options import ModelConfig
 from tests.model.test_reference import ALPHA, SIZES, SOURCE, TARGET, random_params
 from tests.reference import transformer as reference
-from tests.reference.algebra import every_method
+from tests.reference.algebra import STREAMS, every_method
 
 LAYERS = 3
 CONFIG = ModelConfig(**(SIZES | {"decoder_layers": LAYERS}))
@@ -30,7 +30,7 @@ def attention(model: Transformer, params: Any, weights: Any, alpha: Any = ALPHA)
     return np.asarray(result)
 
 
-@pytest.mark.parametrize("method", every_method())
+@pytest.mark.parametrize("method", every_method(quick=STREAMS))
 def test_attention_weights_of_every_method_equal_the_reference(method: str) -> None:
     """The weights of the layers all differ, so the sum changes if two layers are swapped."""
     weights = np.array([0.5, 0.3, 0.2])

@@ -18,7 +18,7 @@ from branchnorm_jax.options import ModelConfig
 from branchnorm_jax.tokens import EOS, PAD
 from tests.decoding.cached import cached_logits
 from tests.model.test_reference import random_params
-from tests.reference.algebra import every_method
+from tests.reference.algebra import STREAMS, every_method
 
 INPUTS = jnp.array([[EOS, 5, 6, 7, EOS, 8, 9, 4], [3, 4, EOS, 9, 8, 7, PAD, PAD]])
 
@@ -60,7 +60,7 @@ def test_parameters_are_those_of_a_model_without_encoder_and_cross_attention() -
     assert {name: leaf.shape for name, leaf in untied.items()} == {"target": (12, d), "output": (12, d)}
 
 
-@pytest.mark.parametrize("method", every_method())
+@pytest.mark.parametrize("method", every_method(quick=STREAMS))
 def test_a_token_depends_only_on_earlier_tokens_of_its_document(method: str) -> None:
     model = network(method)
     params = random_params(model, "float32")

@@ -1,6 +1,7 @@
 """Finds the methods that compute the same function, so that the quick tests run each function once."""
 
 import dataclasses
+from collections.abc import Collection
 from typing import Any
 
 import pytest
@@ -26,11 +27,15 @@ def algebra(method: str) -> Recipe:
     )
 
 
-def every_method() -> list[Any]:
+STREAMS = ("post_ln", "pre_ln", "dlcl", "residual_dual", "siamese_norm", "mhc", "block_attnres")
+"""A method for each way in which the residual stream is carried."""
+
+
+def every_method(quick: Collection[str] = METHODS) -> list[Any]:
     """Returns all methods as test parameters.
 
-    Methods that differ from an earlier method only in their initial values are marked slow.
+    Methods that are not in `quick`, or differ from an earlier one only in their initial values, are marked slow.
     """
     first = {algebra(method): method for method in reversed(METHODS)}
-    distinct = [method for method in METHODS if first[algebra(method)] == method]
+    distinct = [method for method in METHODS if first[algebra(method)] == method and method in quick]
     return [method if method in distinct else pytest.param(method, marks=pytest.mark.slow) for method in METHODS]

@@ -111,6 +111,11 @@ def built(options: dict[str, Any]) -> Config:
     return config
 
 
+def described(options: dict[str, Any]) -> str:
+    """Returns the options that differ from `SMALL`."""
+    return " ".join(f"{name}={each}" for name, each in options.items() if SMALL.get(name) != each)
+
+
 def refusal(message: str) -> str:
     """Returns what is wrong with the message of a refusal; "" if it is one short line."""
     return "" if 0 < len(message) < 400 and "\n" not in message else f"a refusal should be one line: {message[:200]!r}"
@@ -120,18 +125,17 @@ def trace(rng: random.Random, folder: Path) -> Outcome:
     """Builds, traces and counts a random config."""
     del folder
     options = draw(rng)
-    where = " ".join(f"{name}={each}" for name, each in options.items() if SMALL.get(name) != each)
     try:
         built(options)
     except BranchNormError as error:
-        return Outcome("refused", where, str(error), error.exit_code, wrong=refusal(str(error)))
+        return Outcome("refused", described(options), str(error), error.exit_code, wrong=refusal(str(error)))
     except Exception as error:
-        return Outcome("failed", where, wrong=f"{type(error).__name__}: {error}"[:300])
+        return Outcome("failed", described(options), wrong=f"{type(error).__name__}: {error}"[:300])
     finally:
         if rng.random() < 0.02:
             jax.clear_caches()
             estimate.update_costs.cache_clear()
-    return Outcome("built", where)
+    return Outcome("built", described(options))
 
 
 def train(cache: Path, rng: random.Random, folder: Path) -> Outcome:
@@ -147,10 +151,13 @@ def train(cache: Path, rng: random.Random, folder: Path) -> Outcome:
     text = [f"--config.data.path={ROOT}", "--config.data.files=README.md"] if "data.source" in options else []
     done = run([TINY[0], *text, *flags, f"--workdir={folder / 'run'}"], cache)
     refused = done.code in (2, 3) and not refusal(done.said)
-    where = " ".join(f"{name}={each}" for name, each in options.items() if SMALL.get(name) != each)
     wrong = done.fault or ("" if refused or done.code == 0 else f"exit code {done.code}: {done.said}")
     return Outcome(
-        "trained" if done.code == 0 else "refused", where, done.said if done.code else "", done.code, wrong=wrong
+        "trained" if done.code == 0 else "refused",
+        described(options),
+        done.said if done.code else "",
+        done.code,
+        wrong=wrong,
     )
 
 

@@ -104,12 +104,11 @@ def verdict(name: str, case: Case, done: Finished, same: bool, said: list[str]) 
     if done.code:
         if case.file.startswith("checkpoints/") and name == "train":
             return f"{name}: intact checkpoints are not used: {done.said}", ""
-        named = Path(case.file).name in done.error or place in done.error
-        return "", "" if named and done.code in (
-            2,
-            5,
-        ) else f"{name}: exit code {done.code} without the file: {done.said}"
-    return "", "" if same or said or LOGS.search(case.file) else f"{name}: another result, and nothing said"
+        if done.code in (2, 5) and (place in done.error or Path(case.file).name in done.error):
+            return "", ""
+        return "", f"{name}: exit code {done.code} without the file: {done.said}"
+    noticed = any("damaged" in line or place in line for line in said)
+    return "", "" if same or noticed or LOGS.search(case.file) else f"{name}: another result, and nothing said"
 
 
 def prepare(shared: Path) -> Trial:

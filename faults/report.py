@@ -33,7 +33,7 @@ def table(rows: Iterable[dict[str, Any]], goal: int) -> list[str]:
     groups: dict[str, list[dict[str, Any]]] = {}
     for row in rows:
         groups.setdefault(row["fault"], []).append(row)
-    lines = ["| fault | trials | refused or stopped with a message | lost | wrong |", "|---|---|---|---|---|"]
+    lines = ["| fault | trials | with a message | lost | wrong |", "|---|---|---|---|---|"]
     for fault, found in sorted(groups.items()):
         counts = [len(found), *(sum(bool(row[name]) for row in found) for name in ("said", "lost", "wrong"))]
         lines.append("| " + " | ".join([fault, *map("{:,}".format, counts)]) + " |")

@@ -113,7 +113,14 @@ BYTE_PIECES = 259
 
 def _validate_train(config: Config) -> None:
     """Checks the options of training. Raises `UserError` if they are invalid."""
-    train = config.train
+    train, data = config.train, config.data
+    # Rows of sentences have a length that is chosen later, and at least one token.
+    row, what = (data.context, f" of data.context={data.context} tokens") if data.source == "documents" else (1, "")
+    if train.batch_tokens < row * data.row_multiple:
+        raise UserError(
+            f"config: train.batch_tokens={train.batch_tokens} cannot hold data.row_multiple={data.row_multiple} rows"
+            f"{what}; raise it to {row * data.row_multiple} or lower {'data.context' if what else 'data.row_multiple'}"
+        )
     if train.update_in_backward:
         _validate_update_in_backward(config)
     if "rollback" in (train.nonfinite, train.spike):
@@ -134,10 +141,9 @@ def _validate_train(config: Config) -> None:
         raise UserError(f"config: {needs}; or set best_metric=loss")
     if train.best_metric == "comet" and not config.evaluate.comet:
         raise UserError("config: train.best_metric=comet needs evaluate.comet, a model such as Unbabel/wmt22-comet-da")
-    if config.data.row_multiple % train.accumulation:
+    if data.row_multiple % train.accumulation:
         raise UserError(
-            f"config: train.accumulation={train.accumulation} does not divide data.row_multiple="
-            f"{config.data.row_multiple}"
+            f"config: train.accumulation={train.accumulation} does not divide data.row_multiple={data.row_multiple}"
         )
 
 

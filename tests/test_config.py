@@ -223,6 +223,16 @@ def test_either_steps_or_epochs_is_required():
         ({"data": {"pairs": "en-de+fr", "tags": "none"}}, ["data.tags=none", "de, fr"]),
         ({"evaluate": {"pairs": "en-en"}}, ["evaluate.pairs"]),
         ({"train": {"accumulation": 3}}, ["train.accumulation=3", "data.row_multiple=8"]),
+        ({"train": {"batch_tokens": 256}, "data": {"row_multiple": 300}}, ["batch_tokens=256", "raise it to 300"]),
+        (
+            {
+                "model": {"family": "decoder", "encoder_layers": 0},
+                "data": {"source": "documents", "vocab_type": "bytes", "vocab_size": 259, "context": 100},
+                "train": {"batch_tokens": 799, "best_metric": "loss", "eval_bleu_sentences": 0},
+                "decode": {"beam_size": 1},
+            },
+            ["batch_tokens=799 cannot hold data.row_multiple=8 rows of data.context=100", "raise it to 800"],
+        ),
         ({"train": {"eval_bleu_sentences": 0}}, ["best_metric=bleu", "eval_bleu_sentences"]),
         ({"train": {"best_metric": "comet"}}, ["best_metric=comet needs evaluate.comet"]),
         (

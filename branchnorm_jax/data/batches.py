@@ -12,7 +12,6 @@ import numpy as np
 
 from branchnorm_jax.data.packing import Packing, Shape, choose_shapes, pack
 from branchnorm_jax.data.shuffle import shuffled
-from branchnorm_jax.errors import UserError
 from branchnorm_jax.options import DataConfig
 from branchnorm_jax.tokens import PAD
 
@@ -196,11 +195,6 @@ def make_plans(
 def rows_of_text(data: DataConfig, batch_tokens: int) -> Shape:
     """Returns the shape of the batches of a language model: rows of `data.context` tokens."""
     rows = batch_tokens // data.context // data.row_multiple * data.row_multiple
-    if not rows:
-        raise UserError(
-            f"config: train.batch_tokens={batch_tokens} cannot hold data.row_multiple={data.row_multiple} rows of "
-            f"data.context={data.context} tokens; raise it to {data.row_multiple * data.context} or lower data.context"
-        )
     return Shape(rows, data.context, data.context)
 
 

@@ -126,9 +126,3 @@ def test_word_pieces_keep_the_text(tmp_path: Path) -> None:
     store = corpus.train.stores[0].store
     documents = [store.tokens[store.starts[index] + 1 : store.starts[index + 1]] for index in range(3)]
     assert [tokenizer.text(document) for document in documents] == TEXTS
-
-
-def test_rows_that_do_not_fit_a_batch_are_one_line(tmp_path: Path) -> None:
-    config, corpus = prepared(tmp_path, context=100)
-    with pytest.raises(UserError, match=r"train.batch_tokens=64 cannot hold .*=1 rows .*raise it to 100"):
-        make_plans(config, corpus.train, corpus.valid, batch_tokens=64, seed=0)

@@ -2,9 +2,13 @@
 
     python -m benchmarks.tears table3 en-he=runs/tears_table3_en-he en-vi=runs/tears_table3_en-vi
 
-The file is benchmarks/results/tears_<table>.csv: the rows of each sweep.csv with the language pair, and the smoothed
-perplexities of the paper's Table 8. The perplexity of the training text is that of the last 100 updates, with dropout;
-the other is that of the validation text at its lowest.
+The file is benchmarks/results/tears_<table>.csv: the rows of each sweep.csv with the language pair, and
+
+- the smoothed perplexities of the paper's Table 8, of the training text in the last 100 updates, with dropout, and of
+  the validation text at its lowest; the latter also at a quarter of the updates, for Figure 1;
+- the gradient norm of Figure 2: its median after a quarter of the updates, and the ratio of its largest value to it;
+- the learned g of ScaleNorm in Figures 3 and 4: of the last layer divided by that of the first one, the mean over the
+  last layers of the decoder, and before the output layer.
 """
 
 import argparse
@@ -14,9 +18,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from benchmarks.measure import RESULTS
+from branchnorm_jax import config as configs
 from branchnorm_jax.analysis.sweep import axes_of, from_csv, name_of, to_csv
+from branchnorm_jax.training import trained
 from branchnorm_jax.training.logs import read_lines
+from branchnorm_jax.workdir import Workdir
 
 UPDATES = 100
 SCORES = {
@@ -28,17 +37,54 @@ SCORES = {
 
 
 def rows_of(pair: str, folder: Path) -> list[dict[str, Any]]:
-    """Returns the rows of a sweep. Runs that have not ended have no perplexities."""
+    """Returns the rows of a sweep. Runs that have not ended have no values of their own."""
     rows = []
     for row in from_csv((folder / "sweep.csv").read_text(encoding="utf-8")):
-        perplexities = {}
+        workdir, measured = folder / row["run"], {}
         if row["status"] == "done":
-            updates = read_lines(folder / row["run"] / "metrics.jsonl", ("loss",))
-            last = [line["loss"] for line in updates if line["step"] >= updates[-1]["step"] - UPDATES]
-            lowest = min(line["loss"] for line in read_lines(folder / row["run"] / "validation.jsonl", ("loss",)))
-            perplexities = {"train_perplexity": math.exp(statistics.mean(last)), "valid_perplexity": math.exp(lowest)}
-        rows.append({"pair": pair, **row, **perplexities})
+            measured = curves(workdir)
+            if row.get("model.norm") == "scale_norm":
+                measured |= learned_gains(workdir)
+        rows.append({"pair": pair, **row, **measured})
     return rows
+
+
+def curves(workdir: Path) -> dict[str, float]:
+    """Returns the perplexities and gradient norms of a run."""
+    updates = read_lines(workdir / "metrics.jsonl", ("loss", "grad_norm"))
+    validations = read_lines(workdir / "validation.jsonl", ("loss",))
+    end = validations[-1]["step"]
+    last = [line["loss"] for line in updates if line["step"] >= updates[-1]["step"] - UPDATES]
+    norms = [line["grad_norm"] for line in updates if line["step"] >= end / 4]
+    early = next(line["loss"] for line in validations if line["step"] >= end / 4)
+    return {
+        "train_perplexity": math.exp(statistics.mean(last)),
+        "valid_perplexity": math.exp(min(line["loss"] for line in validations)),
+        "early_perplexity": math.exp(early),
+        "gradient_norm": statistics.median(norms),
+        "gradient_spike": max(norms) / statistics.median(norms),
+    }
+
+
+def learned_gains(workdir: Path) -> dict[str, float]:
+    """Returns the g of ScaleNorm at the end of a run: its growth with depth, and in the last layers."""
+    run = Workdir.open(str(workdir))
+    config = configs.load(run / "config.json")
+    params = trained.restore_model(config, run, trained.network(config, run)[1], "last")[0]
+
+    def gains(stack: str, *sublayers: str) -> Any:
+        """Each layer's g, [L], the mean over sub-layers."""
+        return np.mean([params[stack][f"{name}_pre_norm"]["scale"] for name in sublayers], axis=0)
+
+    encoder, decoder = (gains(stack, "self", "ffn") for stack in ("encoder", "decoder"))
+    cross = gains("decoder", "cross")
+    return {
+        "encoder_gain_growth": encoder[-1] / encoder[0],
+        "decoder_gain_growth": decoder[-1] / decoder[0],
+        "cross_gain_growth": cross[-1] / cross[0],
+        "late_decoder_gain": decoder[len(decoder) // 2 :].mean(),
+        "output_gain": float(params["decoder_norm"]["scale"]),
+    }
 
 
 def to_markdown(rows: Sequence[Mapping[str, Any]]) -> str:

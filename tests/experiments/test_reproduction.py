@@ -7,7 +7,7 @@ from pathlib import Path
 import ml_collections
 import pytest
 
-from branchnorm_jax.analysis.sweep import parse_grid, plan_runs
+from branchnorm_jax.analysis.sweep import Run, parse_grid, plan_runs
 from branchnorm_jax.config import from_config_dict
 from branchnorm_jax.data import numerals
 from branchnorm_jax.options import Config
@@ -102,6 +102,22 @@ def test_all_runs_of_every_sweep_are_valid() -> None:
             section, option = name.split(".")
             options[section][option] = type(options[section][option])(value.strip('"'))
         assert len(plan_runs(from_config_dict(options))) > 1, config
+
+
+def test_claims_select_runs_of_their_config() -> None:
+    """Checks every selector of a result file that a config in configs/reproduce makes, also before it exists."""
+    planned: dict[str, list[Run]] = {}
+    for name, entry in ENTRIES["results"].items():
+        if "grid=" not in entry["command"] and (found := re.search(r"configs/reproduce/\S+\.py", entry["command"])):
+            planned[name] = parse_grid(load(ROOT / found[0]).sweep.grid)
+    assert len(planned) >= 6
+    for item in ENTRIES["items"]:
+        for claim in item.get("claims", ()):
+            for form in {"better", "not_worse", "than", "trains", "fails", "equal"} & set(claim):
+                for selector in claims.expand(claim[form]):
+                    runs = planned.get(claim["file"], [selector])
+                    chosen = [run for run in runs if all(run.get(axis, "") == want for axis, want in selector.items())]
+                    assert chosen, (item["paper"], item["name"], claim["says"], selector)
 
 
 @pytest.mark.slow

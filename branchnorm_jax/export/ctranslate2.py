@@ -13,6 +13,9 @@ from branchnorm_jax.model.recipe import STACKS
 from branchnorm_jax.options import DecodeConfig, ModelConfig
 from branchnorm_jax.tokens import EOS
 
+ACTIVATIONS = {"relu": "RELU", "gelu": "GELU", "swish": "SWISH", "swiglu": "SWISH", "geglu_tanh": "GELUTanh"}
+"""`model.activation` -> CTranslate2's name."""
+
 SPECIAL = {"unk_token": "<unk>", "bos_token": "</s>", "eos_token": "</s>"}
 
 
@@ -23,17 +26,6 @@ def imported() -> Any:
     except ImportError as error:
         raise UserError(f"export: {error}; run `pip install ctranslate2`") from error
     return ctranslate2
-
-
-def obstacle(config: ModelConfig) -> str:
-    """Returns the reason why CTranslate2 cannot represent a folded model, or "" if it can."""
-    obstacles = {
-        "its positions are relative": config.positions == "relative",
-        "its attention heads are not model.width / model.heads wide": config.heads * config.key_width != config.width,
-        f"its norms are {config.norm}": config.norm != "layer_norm",
-        f"its activation is {config.activation}": config.activation not in ("relu", "gelu", "swish"),
-    }
-    return next((reason for reason, holds in obstacles.items() if holds), "")
 
 
 def write(
@@ -52,14 +44,19 @@ def write(
     imported()
     from ctranslate2.specs import common_spec, transformer_spec
 
-    activation = getattr(common_spec.Activation, config.activation.upper())
-    depth = config.encoder_layers, config.decoder_layers
-    spec = transformer_spec.TransformerSpec.from_config(
-        depth,
-        config.heads,
-        pre_norm=plain.pre_norm,
-        activation=activation,
-        layernorm_embedding=bool(plain.embedding_norm),
+    options: dict[str, Any] = {
+        "num_heads": config.heads,
+        "pre_norm": plain.pre_norm,
+        "activation": getattr(common_spec.Activation, ACTIVATIONS[config.activation]),
+        "layernorm_embedding": bool(plain.embedding_norm),
+        "relative_attention_bias": bool(plain.relative),
+        "ffn_glu": config.gated,
+        "rms_norm": config.norm == "rms_norm",
+        "head_dim": config.key_width if config.heads * config.key_width != config.width else None,
+    }
+    spec = transformer_spec.TransformerSpec(
+        transformer_spec.TransformerEncoderSpec(config.encoder_layers, **options),
+        transformer_spec.TransformerDecoderSpec(config.decoder_layers, **options),
     )
     root = float(config.width**0.5)
     for side, stack, part in (("source", "encoder", spec.encoder), ("target", "decoder", spec.decoder)):
@@ -69,8 +66,9 @@ def write(
         same = bool((scale == scale[0]).all())
         embedding.weight = plain.tables[side] if same else plain.tables[side] * scale
         part.scale_embeddings = root * float(scale[0]) if same else root
-        positions = plain.positions or dict.fromkeys(STACKS, sinusoids(longest, config.width, config.positions))
-        part.position_encodings.encodings = positions[stack][:longest] * scale
+        if not plain.relative:
+            positions = plain.positions or dict.fromkeys(STACKS, sinusoids(longest, config.width, config.positions))
+            part.position_encodings.encodings = positions[stack][:longest] * scale
         if plain.embedding_norm:
             _norm(part.layernorm_embedding, plain.embedding_norm[stack])
         if plain.final:
@@ -78,6 +76,9 @@ def write(
         for index, layer in enumerate(part.layer):
             for name in SUBLAYERS[stack]:
                 _sublayer(layer, name, plain.layers[stack], index)
+            if plain.relative:
+                layer.self_attention.relative_attention_bias = plain.relative[stack]
+                layer.self_attention.relative_attention_max_distance = np.int32(config.relative_distance)
     spec.decoder.start_from_zero_embedding = config.decoder_start == "zero"
     spec.decoder.projection.weight = plain.tables["output"]
     spec.decoder.projection.bias = plain.bias
@@ -117,8 +118,9 @@ def _sublayer(layer: Any, name: str, stack: dict[str, Any], index: int) -> None:
     part = {"self": "self_attention", "cross": "attention", "ffn": "ffn"}[name]
     spec, matrices = getattr(layer, part), stack[name]
     if name == "ffn":
-        _linear(spec.linear_0, matrices, ["fc1"], index)
-        _linear(spec.linear_1, matrices, ["fc2"], index)
+        first = {"linear_0": "gate", "linear_0_noact": "fc1"} if "gate" in matrices else {"linear_0": "fc1"}
+        for linear, matrix in {**first, "linear_1": "fc2"}.items():
+            _linear(getattr(spec, linear), matrices, [matrix], index)
     else:
         groups = (["q", "k", "v"], ["o"]) if name == "self" else (["q"], ["k", "v"], ["o"])
         for linear, group in zip(spec.linear, groups, strict=True):
@@ -133,7 +135,10 @@ def _linear(spec: Any, matrices: dict[str, Any], group: list[str], index: int) -
 
 
 def _norm(spec: Any, leaves: dict[str, np.ndarray]) -> None:
-    spec.gamma, spec.beta = leaves["scale"], leaves["bias"]
+    """Sets a norm; RMSNorm has no bias."""
+    spec.gamma = leaves["scale"]
+    if "bias" in leaves:
+        spec.beta = leaves["bias"]
 
 
 def search_settings(config: DecodeConfig, longest: int) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks import residual_weights, tears
+from benchmarks import iterations, residual_weights, tears
 
 
 def test_residual_weights_of_layers_that_grow_one_after_the_other() -> None:
@@ -35,3 +35,12 @@ def test_perplexities_and_gradient_norms_of_a_run(tmp_path: Path) -> None:
     assert measured["early_perplexity"] == pytest.approx(math.exp(4.0))
     assert measured["gradient_norm"] == 2.0
     assert measured["gradient_spike"] == 3.0
+
+
+def test_iterations_are_the_first_validation_that_is_good_enough(tmp_path: Path) -> None:
+    lines = [
+        {"step": step, "nll": bits * math.log(2)} for step, bits in ((50, 4.0), (100, 3.01), (150, 2.9), (200, 2.0))
+    ]
+    (tmp_path / "validation.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert iterations.iterations(tmp_path, 3) == {"iterations": 150}
+    assert iterations.iterations(tmp_path, 1.9) == {}

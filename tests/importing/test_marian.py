@@ -160,8 +160,17 @@ def test_tags_become_directions(tmp_path: Path) -> None:
     assert ">>deu<<, >>fry<<" in refused.stderr
 
 
+DEEPER = (
+    *("--config.model.method=branchnorm", "--config.model.encoder_layers=5", "--config.model.decoder_layers=6"),
+    *("--config.model.grown_from=2L-3L", "--config.model.alpha_steps=20"),
+)
+
+
 @pytest.mark.slow
-def test_fine_tuned_and_exported(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("start", "further"), [("finetune_from", ()), ("deepen_from", DEEPER)], ids=["as deep", "deeper"]
+)
+def test_fine_tuned_and_exported(start: str, further: tuple[str, ...], tmp_path: Path) -> None:
     examples.marian(tmp_path / "theirs", missing=("r",))
     _imported(tmp_path / "theirs", tmp_path / "parent")
     (tmp_path / "text").mkdir()
@@ -170,9 +179,10 @@ def test_fine_tuned_and_exported(tmp_path: Path) -> None:
             (tmp_path / "text" / f"{split}.{lang}").write_text("\n".join(lines * 20) + "\n", encoding="utf-8")
     options = (
         f"--config=configs/saved.py:{tmp_path / 'parent' / 'config.json'}",
-        f"--config.train.finetune_from={tmp_path / 'parent'}",
+        f"--config.train.{start}={tmp_path / 'parent'}",
         f"--config.data.path={tmp_path / 'text'}",
         f"--workdir={tmp_path / 'child'}",
+        *further,
         "--config.train.steps=60",
         "--config.train.warmup_steps=10",
         "--config.train.eval_every=30",

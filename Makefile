@@ -1,5 +1,5 @@
-# Each target creates the virtual environment it needs, with the versions of requirements-lock.txt, and updates it when
-# the requirements change.
+# Each target creates the virtual environment it needs, with the versions and hashes of requirements-lock.txt, and updates
+# it when the requirements change.
 #
 #   make quickstart                                     train on the built-in corpus, evaluate, show translations
 #   make quickstart ARGS="--config.data.target_lang=fr" WORKDIR=runs/en-fr
@@ -7,6 +7,7 @@
 #   make test        the tests, in minutes              make test ARGS="-k bleu"   some of the tests
 #   make test-all    all tests, also the slow ones      make lint                  style and types
 #   make bench       benchmarks that need no data       make clean                 environment and caches; keeps runs/
+#   make lock        requirements-lock.txt, from requirements/ (needs uv); ARGS=--upgrade takes the newest versions
 #
 # PYTHON=python3.12 selects the interpreter of the environment, and VENV=<folder> its location.
 
@@ -20,7 +21,7 @@ RUN := $(VENV)/bin/python
 USE := $(VENV)/.installed-use
 DEVELOP := $(VENV)/.installed-develop
 
-.PHONY: quickstart test test-all lint bench clean
+.PHONY: quickstart test test-all lint bench lock clean
 
 quickstart: $(USE)
 	@$(RUN) launch/quickstart.py $(WORKDIR) $(ARGS)
@@ -39,6 +40,10 @@ lint: $(DEVELOP)
 bench: $(DEVELOP)
 	@set -e; for name in loss depth growth "plan memory" "plan time"; do echo "== $$name"; $(RUN) -m benchmarks.$$name; done
 
+lock:
+	uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-annotate --no-header $(ARGS) \
+	  --output-file requirements-lock.txt requirements.txt requirements/gs.txt requirements/dev.txt
+
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
@@ -47,10 +52,11 @@ $(RUN):
 	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("Python 3.11 or newer is needed, this is " + sys.version.split()[0] + "; try make PYTHON=python3.12")'
 	$(PYTHON) -m venv $(VENV)
 
-$(USE): requirements.txt $(wildcard requirements/*.txt) requirements-lock.txt | $(RUN)
-	$(RUN) -m pip install --quiet --requirement requirements.txt --constraint requirements-lock.txt
+$(USE): requirements-lock.txt | $(RUN)
+	$(RUN) -m pip install --quiet --require-hashes --requirement requirements-lock.txt
 	@touch $@
 
-$(DEVELOP): requirements-dev.txt $(USE) | $(RUN)
-	$(RUN) -m pip install --quiet --requirement requirements-dev.txt --constraint requirements-lock.txt
+# The lock has everything but PyTorch and its dependencies, which are not the same for CPUs and for CUDA.
+$(DEVELOP): requirements-dev.txt $(wildcard requirements/*.txt) $(USE) | $(RUN)
+	$(RUN) -m pip install --quiet --requirement requirements-dev.txt
 	@touch $@

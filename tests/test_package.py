@@ -1,6 +1,7 @@
 """The installed package: contents of the wheel, and errors when an extra is not installed."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -10,6 +11,8 @@ from email.parser import Parser
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from tests.conftest import HASTY, ROOT, TINY, read_status
 
@@ -38,6 +41,28 @@ def test_requirements_txt_includes_the_core_and_the_usual_extras() -> None:
     included = {line.removeprefix("-r requirements/").removesuffix(".txt") for line in lines if line[0] != "#"}
     extras = set(SETUPTOOLS["dynamic"]["optional-dependencies"])
     assert included == {"core"} | extras - {"clean", "gs", "gpu", "tpu", "dev"}
+
+
+def test_lock_has_every_requirement_in_an_allowed_version_with_hashes() -> None:
+    """Without a hash pip would install whatever file the index has. The markers select one version per Python."""
+    text = (ROOT / "requirements-lock.txt").read_text(encoding="utf-8")
+    entries = re.findall(r"^(\S+==.*?) \\\n((?: {4}--hash=sha256:[0-9a-f]{64}(?: \\)?\n)+)", text, re.M)
+    assert "".join(f"{line} \\\n{hashes}" for line, hashes in entries) == text
+    locked = [Requirement(line) for line, _ in entries]
+    for name in ("core", "serve", "tfds", "plots", "gs", "dev"):
+        for line in (ROOT / "requirements" / f"{name}.txt").read_text(encoding="utf-8").splitlines():
+            if not line.startswith("#"):
+                needed = Requirement(line)
+                for python in ("3.11.0", "3.12.0"):
+                    where = {"python_full_version": python, "sys_platform": "linux"}
+                    versions = [
+                        next(iter(each.specifier)).version
+                        for each in locked
+                        if canonicalize_name(each.name) == canonicalize_name(needed.name)
+                        and (each.marker is None or each.marker.evaluate(where))
+                    ]
+                    assert len(versions) == 1, (line, python, versions)
+                    assert needed.specifier.contains(versions[0]), line
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +97,9 @@ def test_wheel_requires_only_the_core_and_declares_the_extras(wheel: zipfile.Zip
         extra = line.partition("extra == ")[2].strip('"') or "core"
         needed.setdefault(extra, set()).add(name_of(line))
     separate = {name: requirements(name) for name in ("core", "serve", "tfds", "plots", "clean", "gs", "gpu", "tpu")}
-    dev = requirements("dev").union(*(separate[name] for name in ("serve", "tfds", "plots", "gs")))
+    dev = requirements("dev").union(
+        requirements("torch"), *(separate[name] for name in ("serve", "tfds", "plots", "gs"))
+    )
     assert needed == separate | {"dev": dev}
 
 

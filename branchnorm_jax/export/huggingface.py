@@ -5,12 +5,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from safetensors.numpy import save_file
 
 from branchnorm_jax.errors import UserError
 from branchnorm_jax.export import bart, t5, tokenizers
 from branchnorm_jax.export.fold import UNUSED_BIAS, Plain, without_embedding_scale
 from branchnorm_jax.export.tokenizers import Tokenizer, Vocabulary
+from branchnorm_jax.export.weights import save
 from branchnorm_jax.model.embedding import STARTS
 from branchnorm_jax.options import DecodeConfig, ModelConfig
 from branchnorm_jax.tokens import EOS, PAD, UNK
@@ -160,7 +160,7 @@ def write(
         "generation_config.json": tokenizers.encoded(search | tokens),
         "tokenizer_config.json": tokenizers.encoded(tokenizer.options | {"model_max_length": longest}),
     }
-    save_file({name: np.ascontiguousarray(array) for name, array in found.items()}, folder / "model.safetensors")
+    save(found, folder)
     for name, content in files.items():
         (folder / name).write_bytes(content)
     return ids

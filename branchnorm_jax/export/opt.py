@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from safetensors.numpy import save_file
 
 from branchnorm_jax.errors import UserError
 from branchnorm_jax.export import bart
 from branchnorm_jax.export.fold import Plain
+from branchnorm_jax.export.weights import save
 from branchnorm_jax.model.embedding import sinusoids
 from branchnorm_jax.options import DecodeConfig, ModelConfig
 from branchnorm_jax.tokens import EOS, PAD
@@ -53,7 +53,7 @@ def write(plain: Plain, config: ModelConfig, decode: DecodeConfig, folder: Path,
     weights = {name.replace(*FINAL): array for name, array in bart.weights(plain).items()}
     weights[bart.TARGET] = (plain.tables["target"] * config.width**0.5 * scale).astype(np.float32)
     weights[bart.OUTPUT] = plain.tables["output"]
-    save_file({name: np.ascontiguousarray(array) for name, array in weights.items()}, folder / "model.safetensors")
+    save(weights, folder)
     tokens = {"pad_token_id": PAD, "bos_token_id": EOS, "eos_token_id": EOS}
     settings = {
         "model_type": "opt",

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from branchnorm_jax.model.coefficients import Alpha
+from branchnorm_jax.model.recipe import STACKS
 
 Layers = Mapping[str, Mapping[str, Any]]
 """`Metrics.layers`: stack -> statistic -> array [L]."""
@@ -165,7 +166,8 @@ def origin(layers: Layers) -> str:
     downward from the decoder to the encoder.
     """
     for way, statistic, order in (("forward", "branch", 1), ("backward", "gradient", -1)):
-        for stack in list(layers)[::order]:
+        # Not in the order of the dict: a compiled function sorts its keys.
+        for stack in [stack for stack in STACKS if stack in layers][::order]:
             broken = np.flatnonzero(~np.isfinite(layers[stack][statistic]))
             if broken.size:
                 return f", first in the {way} pass of {stack} layer {broken[::order][0] + 1}"

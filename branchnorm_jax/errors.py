@@ -49,10 +49,10 @@ def needs_extra(name: str, what: str) -> Iterator[None]:
 
 
 def one_line(text: str) -> str:
-    """Returns a message as one line: control characters, as in names of files, become escapes.
+    r"""Returns a message as one line: control characters, as in names of files, become escapes.
 
-    >>> one_line("a\\nb: no such file")
-    'a\\\\nb: no such file'
+    >>> print(one_line("a\nb: no such file"))
+    a\nb: no such file
     """
     return _CONTROLS.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 

@@ -21,13 +21,14 @@ from pathlib import Path
 
 from benchmarks.measure import RESULTS
 from branchnorm_jax.training.logs import git_revision, progress_bar
-from faults import configurations, controls, damage, kills
+from faults import configurations, controls, damage, inputs, kills
 from faults.trial import Family, Trial, recorded
 
 FAMILIES: dict[str, Family] = {
     "controls": controls.FAMILY,
     "kills": kills.FAMILY,
     "damage": damage.FAMILY,
+    "inputs": inputs.FAMILY,
     "options": configurations.TRACED,
     "training": configurations.TRAINED,
 }

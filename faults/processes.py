@@ -87,7 +87,13 @@ def start(options: Sequence[str], cache: Path, **kwargs: Any) -> subprocess.Pope
     )
 
 
-def run(options: Sequence[str], cache: Path, text: str = "", prepared: Callable[[], None] | None = None) -> Finished:
+def run(
+    options: Sequence[str],
+    cache: Path,
+    text: str | bytes = "",
+    prepared: Callable[[], None] | None = None,
+    seconds: float | None = None,
+) -> Finished:
     """Runs main.py to its end, in a copy of a process that has imported its modules already.
 
     The processes of `start` import them again, which takes longer than many trials.
@@ -97,15 +103,19 @@ def run(options: Sequence[str], cache: Path, text: str = "", prepared: Callable[
       cache: folder of the compiled programs.
       text: what stdin contains.
       prepared: a function that the process calls first.
+      seconds: the process is killed after this time; exit code -9.
     """
     os.environ.update(environment(cache))
     _CONTEXT.set_forkserver_preload(["faults.processes", *PRELOADED])
     with tempfile.TemporaryDirectory() as folder:
         names = [str(Path(folder) / name) for name in ("in", "out", "error")]
-        Path(names[0]).write_text(text, encoding="utf-8")
+        Path(names[0]).write_bytes(text.encode() if isinstance(text, str) else text)
         process = _CONTEXT.Process(target=_main, args=(prepared, list(options), *names))
         process.start()
-        process.join()
+        process.join(seconds)
+        if process.is_alive():
+            process.kill()
+            process.join()
         out, error = (Path(name).read_text(encoding="utf-8", errors="replace") for name in names[1:])
     code = process.exitcode
     process.close()

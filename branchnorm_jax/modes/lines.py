@@ -264,15 +264,27 @@ def score(config: Config, workdir: Workdir) -> None:
     """
     workdir.check_config(config)
     trained = load(config, workdir)
-    languages = Languages(config.data, trained.translator.tokenizer)
-    done = 0
     with opened(config.decode.input) as (stream, name):
-        for lines in read_chunks(stream, name, CHUNK):
-            lines, tags = languages.split_tags(lines, config.decode.target_lang, done + 1, config.decode.source_lang)
-            pairs = pairs_of(lines, done, "target", name)
-            scores = trained.translator.score(trained.params, trained.alpha, pairs, tags)
-            for (source, target), (log_prob, tokens) in zip(pairs, scores, strict=True):
-                values = {"source": source, "target": target, "log_prob": round(log_prob, 6), "tokens": tokens}
-                print(to_json(values) if config.decode.format == "jsonl" else f"{log_prob:.6f}\t{tokens}")
-            sys.stdout.flush()
-            done += len(lines)
+        for lines in scored(config, trained, read_chunks(stream, name, CHUNK), name):
+            print(*lines, sep="\n", flush=True)
+
+
+def scored(config: Config, trained: Trained, chunks: Iterator[list[str]], name: str) -> Iterator[list[str]]:
+    """Scores chunks of lines; yields the output lines of each chunk.
+
+    Args:
+      config: options of the run.
+      trained: the model.
+      chunks: lists of lines "source<TAB>target".
+      name: name of the input, for error messages.
+    """
+    languages, done = Languages(config.data, trained.translator.tokenizer), 0
+    for lines in chunks:
+        lines, tags = languages.split_tags(lines, config.decode.target_lang, done + 1, config.decode.source_lang)
+        pairs = pairs_of(lines, done, "target", name)
+        scores, printed = trained.translator.score(trained.params, trained.alpha, pairs, tags), list[str]()
+        for (source, target), (log_prob, tokens) in zip(pairs, scores, strict=True):
+            values = {"source": source, "target": target, "log_prob": round(log_prob, 6), "tokens": tokens}
+            printed.append(to_json(values) if config.decode.format == "jsonl" else f"{log_prob:.6f}\t{tokens}")
+        yield printed
+        done += len(lines)

@@ -94,7 +94,7 @@ def translate_lines(config: Config, trained: Trained, rng: random.Random, folder
     wrong = f"line {faulty} is not refused" if faulty else ""
     lost = "" if given == wanted else f"{given} lines instead of {wanted}"
     if decode.format == "jsonl" and not lost:
-        lost = "" if all(json.loads(line)["source"] is not None for line in printed.splitlines()) else "no source"
+        lost = "" if all(json.loads(line)["source"] is not None for line in printed.split("\n")[:-1]) else "no source"
     return Outcome(f"{LINES} lines", where, lost=lost, wrong=wrong)
 
 

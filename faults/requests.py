@@ -330,10 +330,10 @@ FAMILY = Family(
     "Hostile requests",
     "Nine trials of ten send 20, 50 or 200 requests to the server at the same time: good ones from clients that are "
     "slow, hang up or reset the connection; requests that the model fails on; bytes that are not HTTP; headers and "
-    "bodies that are too large; paths out of the server; names and pages of other sites; missing tokens; scripts in texts and "
-    "fields. Each must get its own answer or its own error, nothing may stay open, and the server must go on. "
-    "One of ten sends 120 requests to a server with a model, whose memory and open files must not grow, and then stops "
-    "it by a signal with up to 20 requests in flight, which must be answered.",
+    "bodies that are too large; paths out of the server; names and pages of other sites; missing tokens; scripts in "
+    "texts and fields. Each must get its own answer or its own error, nothing may stay open, and the server must go "
+    "on. One of ten sends 120 requests to a server with a model, whose memory and open files must not grow, and then "
+    "stops it by a signal with up to 20 requests in flight, which must be answered.",
     prepare,
     100,
 )

@@ -322,6 +322,7 @@ def prepare(shared: Path) -> Trial:
         if done.code:
             raise RuntimeError(done.error)
         (shared / "made").touch()
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs of a shell ignore it
     burst(random.Random(0), shared)  # opens what the process keeps open
 
     def trial(rng: random.Random, folder: Path) -> Outcome:

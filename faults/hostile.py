@@ -115,7 +115,7 @@ def lines(rng: random.Random, count: int, two: bool) -> bytes:
         if rng.random() < 0.3:
             place = rng.randrange(len(fields))
             fields[place] = mutated(fields[place], rng)
-            if two and rng.random() < 0.98:
+            if two and rng.random() < 0.999:
                 fields = [field.replace("\t", " ") for field in fields]
         made.append("\t".join(fields).encode())
     for _ in range(rng.choice((0, 0, rng.randint(1, 3)))):

@@ -21,13 +21,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple, cast
 
-import uvicorn
-
 from branchnorm_jax.data.tokenizer import Tokenizer
 from branchnorm_jax.decoding.languages import Languages
 from branchnorm_jax.options import DataConfig, DecodeConfig, ServeConfig
 from branchnorm_jax.serving.access import Access
-from branchnorm_jax.serving.app import make_app
+from branchnorm_jax.serving.app import make_app, make_server
 from branchnorm_jax.serving.messages import TranslationRequest, parse, to_json
 from faults import hostile
 from faults.kills import Watched
@@ -61,7 +59,7 @@ def serving(serve: ServeConfig, log: list[str]) -> Iterator[int]:
     languages = Languages(DataConfig(), cast(Tokenizer, None))  # a model of one pair needs no tags
     read = functools.partial(parse, serve=serve, decode=DecodeConfig(), languages=languages, encode=lambda phrase: [])
     app = make_app(read, echo, serve, {}, log.append, Access(frozenset({"translator"}), (TOKEN.encode(),)))
-    server = uvicorn.Server(uvicorn.Config(app, lifespan="on", log_config=None, log_level="warning"))
+    server = make_server(app, serve)
     with socket.create_server(("127.0.0.1", 0), backlog=max(BURSTS)) as listener:
         thread = threading.Thread(target=server.run, args=([listener],))
         thread.start()

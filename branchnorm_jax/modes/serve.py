@@ -31,10 +31,8 @@ def serve(config: Config, workdir: Workdir) -> None:
     The server then answers the requests that arrived before the signal, and lets the signal take effect.
     """
     with needs_extra("serve", "serve"):
-        import uvicorn
-
         from branchnorm_jax.serving.access import is_loopback, make_access
-        from branchnorm_jax.serving.app import make_app
+        from branchnorm_jax.serving.app import make_app, make_server
 
     workdir.check_config(config)
     access = make_access(config.serve, logs.say)
@@ -60,10 +58,8 @@ def serve(config: Config, workdir: Workdir) -> None:
             logs.say,
             access,
         )
-        patience: dict[str, Any] = {"timeout_graceful_shutdown": config.serve.drain_seconds}
-        server = uvicorn.Server(uvicorn.Config(app, lifespan="on", log_config=None, log_level="warning", **patience))
         logs.say(f"serving at {url(listener)}; press Ctrl-C to stop")
-        server.run([listener])
+        make_server(app, config.serve).run([listener])
 
 
 def compile_programs(config: Config, trained: Trained, translator: Translator, languages: Languages) -> None:

@@ -68,7 +68,7 @@ REFUSED, TWO_LINES = Command([]), Command([], lines=2)
         (REFUSED, Finished(2, "", "UserError: a: no such file\n"), True),
         (REFUSED, Finished(2, "", "some lines\nUserError: a: no such file\n"), True),
         (REFUSED, Finished(2, "", "UserError: a\nb: no such file\n"), False),
-        (REFUSED, Finished(5, "", "StorageError: a\n"), False),
+        (REFUSED, Finished(3, "", "DivergedError: a\n"), False),
         (REFUSED, Finished(0, "", ""), False),
         (REFUSED, Finished(1, "", "Traceback (most recent call last)\nKeyError: 'x'\n"), False),
         (REFUSED, Finished(-9, "", ""), False),

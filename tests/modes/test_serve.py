@@ -21,7 +21,6 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
-import uvicorn
 
 from branchnorm_jax.data.tokenizer import Tokenizer, load_tokenizer
 from branchnorm_jax.decoding.languages import Languages
@@ -29,7 +28,7 @@ from branchnorm_jax.decoding.results import Translation, pharaoh
 from branchnorm_jax.options import DataConfig, DecodeConfig, ServeConfig
 from branchnorm_jax.serving import messages
 from branchnorm_jax.serving.access import Access
-from branchnorm_jax.serving.app import PAGE, make_app
+from branchnorm_jax.serving.app import PAGE, make_app, make_server
 from branchnorm_jax.serving.messages import TranslationRequest, parse, to_json
 from tests.conftest import ROOT, run_main, start_main
 
@@ -345,7 +344,7 @@ def serving(device: Device, log: list[str], access: Access = NO_RULES, **serve: 
     languages = Languages(DataConfig(), no_tokenizer)
     read = functools.partial(parse, serve=limits, decode=DecodeConfig(), languages=languages, encode=lambda phrase: [])
     app = make_app(read, device, limits, {}, log.append, access)
-    server = uvicorn.Server(uvicorn.Config(app, lifespan="on", log_config=None, log_level="warning"))
+    server = make_server(app, limits)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         thread = threading.Thread(target=server.run, args=([listener],))
         thread.start()

@@ -246,9 +246,8 @@ def long_line(rng: random.Random, folder: Path, workdir: Path) -> Command:
 
 def bomb(rng: random.Random, folder: Path, workdir: Path) -> Command:
     """A corpus that is small, and large when decompressed."""
-    suffix, size = rng.choice([*hostile.COMPRESS][1:]), rng.choice((1, 4, 16)) << 20
-    filler = rng.choice((b"\n", b"a\n", b"a" * 999 + b"\n", b"\0" * (size - 1) + b"\n"))
-    text = filler * (size // len(filler))
+    suffix = rng.choice([suffix for suffix in hostile.COMPRESS if suffix])
+    text = rng.choice((b"\n" * (1 << 18), (b"a" * 999 + b"\n") * (1 << 16), b"\0" * (1 << 26) + b"\n"))
     for lang in ("en", "de"):
         (folder / f"train.{lang}{suffix}").write_bytes(hostile.COMPRESS[suffix](text))
     options = [

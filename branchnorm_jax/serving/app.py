@@ -9,7 +9,6 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import uvicorn
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
@@ -88,14 +87,6 @@ def make_app(
         ],
         lifespan=lifespan,
         exception_handlers={HTTPException: refuse, ClientDisconnect: nobody},
-    )
-
-
-def make_server(app: Starlette, serve: ServeConfig) -> uvicorn.Server:
-    """Creates the HTTP server of an application."""
-    waits = serve.drain_seconds
-    return uvicorn.Server(
-        uvicorn.Config(app, lifespan="on", log_config=None, log_level="warning", timeout_graceful_shutdown=waits)
     )
 
 

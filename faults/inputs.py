@@ -16,7 +16,7 @@ import re
 import resource
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -41,7 +41,7 @@ LINES = 250
 FILES = 10
 """Files that a trial of the readers reads."""
 
-SECONDS = 120.0
+SECONDS = 600.0
 """A command that takes longer hangs."""
 
 MEMORY = 4 << 30
@@ -104,7 +104,7 @@ def read_files(rng: random.Random, folder: Path) -> Outcome:
     kind = rng.choice((*hostile.FORMATS, "text"))
     for number in range(FILES):
         suffix = rng.choice(("", *hostile.COMPRESS))
-        fault = rng.choice(("none", "mutated", "poison", "damaged"))
+        fault = rng.choice(("none", "mutated", "poison", "damaged", "changes"))
         rows = [rng.choice(hostile.pairs()) for _ in range(20)]
         if fault == "mutated":
             rows = [(hostile.mutated(en, rng), hostile.mutated(de, rng)) for en, de in rows]
@@ -123,7 +123,8 @@ def read_files(rng: random.Random, folder: Path) -> Outcome:
         path.write_bytes(hostile.damaged(frames, rng) if fault == "damaged" and suffix else b"".join(frames))
         where = f"{path.name}: {fault}"
         try:
-            texts = [*text_lines(path)] if kind == "text" else [en for en, _ in pairs_in(path, ("en", "de"))]
+            found = text_lines(path) if kind == "text" else (en for en, _ in pairs_in(path, ("en", "de")))
+            texts = [*(changing(found, path, rng) if fault == "changes" else found)]
         except UserError as error:
             refusals.append(str(error))
             if fault in ("none", "mutated") and kind != "jsonl":
@@ -133,10 +134,19 @@ def read_files(rng: random.Random, folder: Path) -> Outcome:
             continue
         except Exception as error:
             return Outcome("files", where, wrong=f"{type(error).__name__}: {error}"[:300])
+        if fault == "changes":
+            return Outcome("files", where, wrong="a file that changed while it was read is not refused")
         if len(texts) != wanted_texts(kind, fault, content):
             lost = f"{len(texts)} texts instead of {wanted_texts(kind, fault, content)}"
             return Outcome("files", where, lost=lost)
     return Outcome(f"{FILES} files of {kind}", f"{len(refusals)} refused", refusals[-1] if refusals else "")
+
+
+def changing(texts: Iterator[str], path: Path, rng: random.Random) -> Iterator[str]:
+    """Yields the texts of a file, which becomes shorter or longer after the first one."""
+    yield next(texts)
+    os.truncate(path, rng.choice((0, path.stat().st_size // 2, path.stat().st_size + 1)))
+    yield from texts
 
 
 def wanted_texts(kind: str, fault: str, content: bytes) -> int:
@@ -339,10 +349,11 @@ FAMILY = Family(
     "Hostile input",
     f"Three trials of five translate or score {LINES} lines with characters that programs treat in a special way "
     "(control characters, line separators, bidirectional and combining characters, tags, markup), bytes that are not "
-    f"UTF-8, and other line ends. One of five reads {FILES} files: TSV, JSON lines, TMX or text that is malformed, or "
-    "badly compressed. One of five starts the command line with a folder, a socket, a loop of links or a named pipe in "
-    "place of a file, with a line of up to 100 MB, a file that compresses well, or a config file that fails. "
-    "Each line must give one line of output, or the input must be refused in one line of the right place.",
+    f"UTF-8, and other line ends. One of five reads {FILES} files: TSV, JSON lines, TMX or text that is malformed, badly "
+    "compressed, or changed while it is read. One of five starts the command line with a folder, a socket, a loop of "
+    "links or a named pipe in place of a file, with a line of up to 100 MB, a file that compresses well, or a config "
+    "file that fails. Each line must give one line of output, or the input must be refused in one line that names the "
+    "place.",
     prepare,
     1_000,
 )

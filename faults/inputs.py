@@ -350,10 +350,10 @@ FAMILY = Family(
     f"Three trials of five translate or score {LINES} lines with characters that programs treat in a special way "
     "(control characters, line separators, bidirectional and combining characters, tags, markup), bytes that are not "
     f"UTF-8, and other line ends. One of five reads {FILES} files: TSV, JSON lines, TMX or text that is malformed, "
-    "badly compressed, or changed while it is read. One of five starts the command line with a folder, a socket, a loop "
-    "of links or a named pipe in place of a file, with a line of up to 100 MB, a file that compresses well, or a config "
-    "file that fails. Each line must give one line of output, or the input must be refused in one line that names the "
-    "place.",
+    "badly compressed, or changed while it is read. One of five starts the command line with a folder, a socket, a "
+    "loop of links or a named pipe in place of a file, with a line of up to 100 MB, a file that compresses well, or a "
+    "config file that fails. Each line must give one line of output, or the input must be refused in one line that "
+    "names the place.",
     prepare,
     1_000,
 )

@@ -122,6 +122,7 @@ def lines(rng: random.Random, count: int, two: bool) -> bytes:
         place = rng.randrange(count)
         made[place] = mutated_bytes(made[place], rng).replace(b"\n", b"")
     end = rng.choice((b"\n", b"\n", b"\r\n"))
+    made[-1] = made[-1] or b"x"  # an empty line without a line feed is none
     return rng.choice((b"", b"", b"\xef\xbb\xbf")) + end.join(made) + rng.choice((end, end, b""))
 
 

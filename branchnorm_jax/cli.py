@@ -20,7 +20,7 @@ from absl import flags
 from ml_collections import config_flags
 
 from branchnorm_jax import config as configs
-from branchnorm_jax.errors import BranchNormError, Preempted, StorageError, UserError
+from branchnorm_jax.errors import BranchNormError, Preempted, StorageError, UserError, one_line
 from branchnorm_jax.model.methods import get_recipe
 from branchnorm_jax.options import Config, fields, sections
 from branchnorm_jax.workdir import Workdir, runs_near
@@ -121,7 +121,7 @@ def main(argv: list[str]) -> int:
         config, workdir = parse(argv)
         run(FLAGS.mode, config, workdir)
     except BranchNormError as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        print(one_line(f"{type(error).__name__}: {error}"), file=sys.stderr)
         return error.exit_code
     except Preempted as error:
         print(f"Preempted: {error}", file=sys.stderr)
@@ -133,7 +133,7 @@ def main(argv: list[str]) -> int:
         # The reader closed the pipe, as `head` does, so the output is discarded silently.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except OSError as error:
-        print(f"StorageError: {error}", file=sys.stderr)
+        print(one_line(f"StorageError: {error}"), file=sys.stderr)
         return StorageError.exit_code
     return 0
 
@@ -227,33 +227,47 @@ def parse(argv: list[str]) -> tuple[Config, Workdir]:
     # ml_collections also reads sys.argv, needs --config first, and cannot parse the keyword "import".
     argv = sys.argv = [re.sub(r"^(--?config\.import)\.", r"\1_.", argument) for argument in argv]
     import_configs()
-    try:
+    with config_errors(file):
         rest = FLAGS(argv)
-        config = Config()
-        if FLAGS.config is not None:
-            given = set(config_flags.get_override_values(FLAGS["config"]))
-            options = configs.with_one_length(FLAGS.config, given)
-            if FLAGS.mode == "sweep":
-                # Each run of a sweep has its own method and therefore its own recommended options.
-                configs.record_chosen(options, given)
-            else:
-                options = configs.with_recommended(options, get_recipe(options.model.method).recommended)
-            config = configs.from_config_dict(configs.with_followers(options))
-    except BranchNormError:
-        raise
-    except flags.Error as error:
-        hint = "; a whole number is expected" if "literal for int" in str(error) else ""
-        if isinstance(error, flags.UnrecognizedFlagError):
-            near = configs.nearest_name(error.flagname.replace("-", "_"))
-            hint = f"; did you mean --config.{near}?" if near else ""
-        raise UserError(str(error).replace("\n", " ") + hint) from error
-    except Exception as error:
-        raise UserError(
-            f"--config={file}: {type(error).__name__} in this file: {str(error).splitlines()[-1]}"
-        ) from error
+        config = make_config() if source is not None else Config()
     if len(rest) > 1:
         raise UserError(f"unknown argument {rest[1]!r}; write options as --name=value")
     return config, folder
+
+
+def make_config() -> Config:
+    """Returns the config of the parsed flags, with the recommended options of its method."""
+    if FLAGS.config is None:
+        raise TypeError("get_config() returns None")
+    given = set(config_flags.get_override_values(FLAGS["config"]))
+    options = configs.with_one_length(FLAGS.config, given)
+    if FLAGS.mode == "sweep":
+        # Each run of a sweep has its own method and therefore its own recommended options.
+        configs.record_chosen(options, given)
+    else:
+        options = configs.with_recommended(options, get_recipe(options.model.method).recommended)
+    return configs.from_config_dict(configs.with_followers(options))
+
+
+@contextlib.contextmanager
+def config_errors(file: str | None) -> Iterator[None]:
+    """Turns errors of the flags, and any error of a config file, into a `UserError`."""
+    try:
+        yield
+    except BranchNormError:
+        raise
+    except (Exception, SystemExit) as error:
+        text = str(error)
+        if isinstance(error, flags.Error) and "Traceback" not in text:
+            hint = "; a whole number is expected" if "literal for int" in text else ""
+            if isinstance(error, flags.UnrecognizedFlagError):
+                near = configs.nearest_name(error.flagname.replace("-", "_"))
+                hint = f"; did you mean --config.{near}?" if near else ""
+            raise UserError(text.replace("\n", " ") + hint) from error
+        # ml_collections puts the traceback of a ValueError or TypeError into the message of another one.
+        kind = "" if "Traceback" in text else f"{type(error).__name__}: "
+        *_, last = ["no message", *filter(str.strip, text.splitlines())]
+        raise UserError(f"--config={file}: this file fails ({kind}{last.strip()})") from error
 
 
 def default_config(mode: str | None, workdir: str | None, saved: Path) -> str | None:

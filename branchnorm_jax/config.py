@@ -204,6 +204,8 @@ def _checked(name: str, field: dataclasses.Field[Any], value: Any) -> Any:
         raise UserError(f"config: {name} must be {kind.__name__}, not {type(value).__name__} ({value!r})")
     if isinstance(value, float) and not math.isfinite(value):
         raise UserError(f"config: {name}={value} is not a finite number")
+    if isinstance(value, str) and "\0" in value:
+        raise UserError(f"config: {name}={value!r} has a NUL character, which no name can have")
     meta = field.metadata
     if meta["choices"] and value not in meta["choices"]:
         raise UserError(f"config: {name}={value!r} is not one of {', '.join(meta['choices'])}")

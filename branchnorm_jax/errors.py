@@ -12,7 +12,11 @@
 """
 
 import contextlib
+import re
 from collections.abc import Iterator, Sequence
+
+_CONTROLS = re.compile("[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+"""Characters that end lines, move a terminal's cursor, turn the direction of writing, or cannot be written in UTF-8."""
 
 
 class BranchNormError(Exception):
@@ -42,6 +46,15 @@ def needs_extra(name: str, what: str) -> Iterator[None]:
         yield
     except ImportError as error:
         raise MissingExtraError(f'{what}: {error}; run: pip install "branchnorm_jax[{name}]"') from error
+
+
+def one_line(text: str) -> str:
+    r"""Returns a message as one line: control characters, as in names of files, become escapes.
+
+    >>> print(one_line("a\nb: no such file"))
+    a\nb: no such file
+    """
+    return _CONTROLS.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
 def some(names: Sequence[str], most: int = 20) -> str:

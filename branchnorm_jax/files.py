@@ -27,6 +27,11 @@ def lock(file: IO[Any], held: str) -> None:
         pass  # Some network file systems have no locks.
 
 
+def real(path: Path) -> Path:
+    """Returns the path without links. A loop of links remains, for which `Path.resolve` raises `RuntimeError`."""
+    return Path(os.path.realpath(path))
+
+
 def write_atomically(path: Path, text: str) -> None:
     """Replaces the content of a file atomically.
 

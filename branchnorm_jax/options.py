@@ -790,6 +790,18 @@ class ServeConfig:
 
     host: str = option("127.0.0.1", "address to listen on; 0.0.0.0: all addresses of this machine", free=True)
     port: int = option(8000, "port to listen on; 0: any free port", minimum=0, maximum=65535, free=True)
+    token_file: str = option(
+        "", "file with one token per line; requests need `Authorization: Bearer <token>`; empty: no token", free=True
+    )
+    names: str = option(
+        "",
+        "comma-separated names by which browsers call the server, beside localhost, IP addresses and the name of this "
+        "machine; *: any",
+        free=True,
+    )
+    drain_seconds: int = option(
+        60, "after a signal, wait at most this long for answers in progress", unit="s", minimum=1, free=True
+    )
     max_lines: int = option(100, "maximum number of lines of a request", unit="lines", minimum=1, free=True)
     max_characters: int = option(
         5000, "maximum number of characters of a line", unit="characters", minimum=1, free=True

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from benchmarks.measure import RESULTS
 from branchnorm_jax.training.logs import git_revision, progress_bar
-from faults import configurations, controls, damage, kills, numbers
+from faults import configurations, controls, damage, inputs, kills, numbers, requests
 from faults.trial import Family, Trial, recorded
 
 FAMILIES: dict[str, Family] = {
@@ -29,6 +29,8 @@ FAMILIES: dict[str, Family] = {
     "kills": kills.FAMILY,
     "damage": damage.FAMILY,
     "numbers": numbers.FAMILY,
+    "inputs": inputs.FAMILY,
+    "requests": requests.FAMILY,
     "options": configurations.TRACED,
     "training": configurations.TRAINED,
 }

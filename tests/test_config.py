@@ -142,6 +142,13 @@ def test_adam_betas_of_one_are_rejected(name):
     assert rejected({"train": {name: 1.0}}, f"train.{name}=1.0")  # its bias correction would divide by 1 - 1^t = 0
 
 
+def test_nul_characters_are_rejected():
+    config = default_config()
+    config.decode.input = "a\0b"
+    with pytest.raises(UserError, match=r"decode.input='a.x00b' has a NUL character"):
+        from_config_dict(config)
+
+
 def test_values_outside_the_choices_are_rejected():
     assert rejected({"model": {"dtype": "float15"}}, "model.dtype='float15'", "float32", "bfloat16")
 

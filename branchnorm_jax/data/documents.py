@@ -12,7 +12,7 @@ from typing import Any
 
 from upath import UPath
 
-from branchnorm_jax.data.lines import COMPRESSED, chunks, readable, sized_lines
+from branchnorm_jax.data.lines import COMPRESSED, chunks, readable, sized_lines, unique_names
 from branchnorm_jax.data.textfiles import file_version, files_of
 from branchnorm_jax.errors import UserError
 from branchnorm_jax.options import DataConfig
@@ -112,9 +112,9 @@ def _lines(path: Path | UPath, first: int, last: int | None) -> Iterator[Part]:
 def _field(path: Path | UPath, number: int, line: str) -> str:
     """Returns the field "text" of a line of JSON."""
     try:
-        text = json.loads(line)["text"]
+        text = json.loads(line, object_pairs_hook=unique_names)["text"]
         text.encode()  # JSON can have half of a character, such as "\\ud800".
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise UserError(f'{path}, line {number}: not a JSON object with a text, such as {{"text": "..."}}') from None
     return text
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from upath import UPath
 
 from branchnorm_jax.data import tmx
-from branchnorm_jax.data.lines import COMPRESSED, text_lines
+from branchnorm_jax.data.lines import COMPRESSED, text_lines, unique_names
 from branchnorm_jax.errors import UserError
 
 Pair = tuple[str, str]
@@ -121,10 +121,12 @@ def _jsonl(path: Path | UPath, languages: Pair) -> Iterator[Mapping[str, str]]:
     for number, line in enumerate(text_lines(path), start=1):
         example = f'{{"{languages[0]}": "...", "{languages[1]}": "..."}}'
         try:
-            unit = json.loads(line)
-            texts = unit.get("translation", unit)
-            texts = {code: texts[code] or "" for code in texts if isinstance(texts[code], str | None)}
+            unit = json.loads(line, object_pairs_hook=unique_names)
+            fields = unit.get("translation", unit)
+            texts = {code: text or "" for code, text in fields.items() if isinstance(text, str | None)}
             "".join(texts.values()).encode()
+            if others := [code for code in fields.keys() - texts if any(code_of(one, (code,)) for one in languages)]:
+                raise ValueError(f"{others[0]} is not a text")
         except (ValueError, AttributeError, TypeError, RecursionError) as error:
             reason = f": {error}" if isinstance(error, ValueError) else ""
             raise UserError(f"{path}, line {number}: not an object such as {example}{reason}") from error

@@ -2,10 +2,10 @@
 
 import bz2
 import contextlib
-import gzip
 import lzma
+import os
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -13,10 +13,10 @@ from upath import UPath
 
 from branchnorm_jax.errors import UserError
 
-COMPRESSED = (".gz", ".zst", ".xz", ".bz2")
-"""Suffixes of compressed files."""
-
 _CHUNK_BYTES = 1 << 20
+
+_COMPRESSED_BYTES = 1 << 12
+"""Bytes that are decompressed at a time: at most 128 MB of text from Zstandard, which has no limit of its own."""
 
 
 @contextlib.contextmanager
@@ -67,6 +67,14 @@ def sized_lines(path: Path | UPath) -> Iterator[tuple[str, int]]:
         ) from error
 
 
+def unique_names(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    """Makes a JSON object. Raises `ValueError` for a name that occurs twice: one of its values would be lost."""
+    made = dict(pairs)
+    if len(made) < len(pairs):
+        raise ValueError("it has two fields of the same name")
+    return made
+
+
 def _split_lines(chunks: Iterator[bytes]) -> Iterator[bytes]:
     parts: list[bytes] = []  # of the current, incomplete line
     for chunk in chunks:
@@ -80,36 +88,78 @@ def _split_lines(chunks: Iterator[bytes]) -> Iterator[bytes]:
 
 
 def chunks(path: Path | UPath) -> Iterator[bytes]:
-    """Yields the decompressed content of a file in chunks."""
-    with path.open("rb") as raw:
-        if path.suffix == ".zst":
-            yield from _zstandard_chunks(raw)
-            return
-        openers: dict[str, Any] = {".gz": gzip.open, ".xz": lzma.open, ".bz2": bz2.open}
-        file = openers[path.suffix](raw) if path.suffix in openers else raw
-        while chunk := file.read(_CHUNK_BYTES):
-            yield chunk
+    """Yields the decompressed content of a file in chunks of at most some megabytes, however well it compresses.
 
-
-def _zstandard_chunks(file: IO[bytes]) -> Iterator[bytes]:
-    """Yields the decompressed content of a zstandard file, frame by frame.
-
-    zstandard's own file object does not detect truncated files.
+    Raises:
+      UserError: if a local file changed while it was read.
     """
-    import zstandard
+    with path.open("rb") as raw, unchanged(raw, str(path)):
+        yield from _frames(raw, path.suffix) if path.suffix in COMPRESSED else iter(lambda: raw.read(_CHUNK_BYTES), b"")
 
-    def new_frame() -> Any:
-        return zstandard.ZstdDecompressor(max_window_size=1 << 31).decompressobj()
 
-    frame = new_frame()
-    while data := file.read(_CHUNK_BYTES):
+@contextlib.contextmanager
+def unchanged(file: IO[bytes], name: str) -> Iterator[None]:
+    """Raises `UserError` if a local file changes inside the context: what was read of it is from two versions."""
+
+    def version() -> tuple[int, int]:
+        try:
+            stat = os.fstat(file.fileno())
+        except (AttributeError, OSError):  # a file in a bucket
+            return 0, 0
+        return stat.st_size, stat.st_mtime_ns
+
+    before = version()
+    yield
+    if version() != before:
+        raise UserError(f"{name}: the file changed while it was read; start again when it is complete")
+
+
+def _frames(raw: IO[bytes], suffix: str) -> Iterator[bytes]:
+    """Yields the content of a file that consists of compressed frames, one after the other.
+
+    The file objects of bz2, lzma and zstandard each ignore some kinds of damage at the end or between frames.
+
+    Raises:
+      OSError: if a frame is damaged or incomplete.
+    """
+    frame = _DECOMPRESSORS[suffix]()
+    while data := raw.read(_COMPRESSED_BYTES):
         while data:
             if frame.eof:
-                frame = new_frame()
-            try:
-                yield frame.decompress(data)
-            except zstandard.ZstdError as error:
-                raise OSError(str(error)) from error
+                data = data.lstrip(b"\0")  # padding
+                frame = _DECOMPRESSORS[suffix]() if data else frame
+                continue
+            yield from _parts(frame, data, () if suffix == ".zst" else (_CHUNK_BYTES,))
             data = frame.unused_data if frame.eof else b""
     if not frame.eof:
-        raise EOFError("the compressed file is truncated")
+        raise OSError("the compressed file is truncated")
+
+
+def _parts(frame: Any, data: bytes, most: tuple[int, ...]) -> Iterator[bytes]:
+    """Yields what a decompressor makes of some bytes, of at most `most` bytes each."""
+    try:
+        while part := frame.decompress(data, *most):
+            yield part
+            if frame.eof:
+                return
+            data = getattr(frame, "unconsumed_tail", b"")
+    except Exception as error:  # The libraries have no common class of exceptions.
+        raise OSError(str(error)) from error
+
+
+def _zstandard() -> Any:
+    import zstandard
+
+    return zstandard.ZstdDecompressor(max_window_size=1 << 31).decompressobj()
+
+
+_DECOMPRESSORS: dict[str, Callable[[], Any]] = {
+    ".gz": lambda: zlib.decompressobj(16 + zlib.MAX_WBITS),
+    ".zst": _zstandard,
+    ".xz": lzma.LZMADecompressor,
+    ".bz2": bz2.BZ2Decompressor,
+}
+"""Suffix -> function that makes the decompressor of a frame."""
+
+COMPRESSED = tuple(_DECOMPRESSORS)
+"""Suffixes of compressed files."""

@@ -31,6 +31,8 @@ def units(path: Path | UPath) -> Iterator[Mapping[str, str]]:
         except expat.ExpatError as error:
             reason = expat.ErrorString(error.code)
             raise UserError(f"{path}, line {error.lineno}: not well-formed XML ({reason}); export it again") from error
+        except (LookupError, ValueError) as error:  # from Python's codecs
+            raise UserError(f"{path}: its encoding cannot be read ({error}); export it as UTF-8") from error
     yield from reader.take()
 
 

@@ -16,7 +16,7 @@ from branchnorm_jax.data.filters import CHUNK, Filter, load_filters, rejections
 from branchnorm_jax.data.formats import Pair
 from branchnorm_jax.data.quality import FAULTS, SAMPLE, Seen, describe, foreign, inspect, keys, overlap, usual
 from branchnorm_jax.errors import UserError
-from branchnorm_jax.files import atomic_directory
+from branchnorm_jax.files import atomic_directory, real
 from branchnorm_jax.modes.gain import SourceGain
 from branchnorm_jax.options import CleanConfig, Config, DataConfig
 from branchnorm_jax.training import logs
@@ -47,7 +47,7 @@ def clean(config: Config, workdir: Workdir) -> None:
     folder = Path(c.path).absolute() if c.path else workdir / "clean"
     if c.path and folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
         raise UserError(f"clean.path={folder}: it exists and is not an empty folder; choose a new folder")
-    if data.source == "text" and not is_url(data.path) and Path(data.path).expanduser().resolve() == folder.resolve():
+    if data.source == "text" and not is_url(data.path) and real(Path(data.path).expanduser()) == real(folder):
         raise UserError(
             f"clean.path={folder}: this is the text itself; choose another folder, or the uncleaned data.path"
         )

@@ -1,5 +1,6 @@
 """Code shared by several modes: loading a trained model, and reading lines from a stream."""
 
+import contextlib
 import dataclasses
 import itertools
 import os
@@ -13,6 +14,7 @@ from typing import BinaryIO, NamedTuple
 import jax
 import numpy as np
 
+from branchnorm_jax.data.lines import unchanged
 from branchnorm_jax.data.tokenizer import Tokenizer
 from branchnorm_jax.decoding.glossary import NO_TERMS, Glossary, read_glossary
 from branchnorm_jax.decoding.results import Translation
@@ -183,12 +185,20 @@ def read_chunks(stream: BinaryIO | None, name: str, most: int) -> Iterator[list[
     byte-order mark at the beginning of the stream is removed.
 
     Raises:
-      UserError: if a line is not UTF-8 (the message gives its number), or if the stream cannot be read.
+      UserError: if a line is not UTF-8 (the message gives its number), if the stream cannot be read, or if it is a file
+        that changed while it was read.
     """
     if stream is None:
         raise UserError(f"{name} is closed; give the text with < file or through a pipe")
+    regular = stat.S_ISREG(_mode(stream))
+    with unchanged(stream, name) if regular else contextlib.nullcontext():
+        yield from _decoded(_read_at_once(stream, most) if regular else _read_as_it_comes(stream, most), name)
+
+
+def _decoded(chunks: Iterator[list[bytes | OSError]], name: str) -> Iterator[list[str]]:
+    """Decodes the lines of `read_chunks`."""
     number = 0
-    for raw in _read_at_once(stream, most) if stat.S_ISREG(_mode(stream)) else _read_as_it_comes(stream, most):
+    for raw in chunks:
         lines = []
         for line in raw:
             if isinstance(line, OSError):

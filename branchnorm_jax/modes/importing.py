@@ -14,7 +14,7 @@ from branchnorm_jax.data.tokenizer import ABSENT, Tokenizer, load_tokenizer
 from branchnorm_jax.decoding.translate import Translator
 from branchnorm_jax.errors import UserError, some
 from branchnorm_jax.export import huggingface
-from branchnorm_jax.files import atomic_directory, write_atomically
+from branchnorm_jax.files import atomic_directory, real, write_atomically
 from branchnorm_jax.importing import fairseq, marian, marian_npz, multilingual, t5
 from branchnorm_jax.importing.imported import Imported, read_json
 from branchnorm_jax.model.coefficients import uniform
@@ -54,7 +54,7 @@ def import_(config: Config, workdir: Workdir) -> None:
     if (workdir / "config.json").exists() or workdir.has_checkpoints:
         raise UserError(f"{workdir.path}: this workdir contains a run; choose another --workdir")
     folder = Path(config.import_.path)
-    if folder.resolve() == workdir.path.resolve():
+    if real(folder) == real(workdir.path):
         raise UserError("--workdir is the folder of the model itself; choose another --workdir")
     kind, found = read_folder(folder)
     config = _config(config, found)

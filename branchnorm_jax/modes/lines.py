@@ -13,7 +13,7 @@ from branchnorm_jax.decoding.parts import has_several_sentences
 from branchnorm_jax.decoding.results import Translation
 from branchnorm_jax.decoding.sentences import Required
 from branchnorm_jax.errors import UserError
-from branchnorm_jax.files import lock, write_atomically
+from branchnorm_jax.files import lock, real, write_atomically
 from branchnorm_jax.modes.common import Trained, count_split, lines_ahead, load, read_chunks, say_split
 from branchnorm_jax.modes.output import json_line, plain_lines, to_json
 from branchnorm_jax.options import Config
@@ -161,7 +161,7 @@ def translate_file(config: Config, trained: Trained, source: Path, target: Path)
     `target` is created when the translation is complete. Until then the finished lines are in `<target>.part`, and
     `<target>.part.json` records the source file, the models and the options of these lines.
     """
-    target = target.resolve()  # If it is a link, the final replacement must hit the file, not the link.
+    target = real(target)  # If it is a link, the final replacement must hit the file, not the link.
     part, record = (target.with_name(target.name + suffix) for suffix in (".part", ".part.json"))
     stat = source.stat()
     made_of = config.decode.search
@@ -282,7 +282,7 @@ def scored(config: Config, trained: Trained, chunks: Iterator[list[str]], name: 
     for lines in chunks:
         lines, tags = languages.split_tags(lines, config.decode.target_lang, done + 1, config.decode.source_lang)
         pairs = pairs_of(lines, done, "target", name)
-        scores, printed = trained.translator.score(trained.params, trained.alpha, pairs, tags), []
+        scores, printed = trained.translator.score(trained.params, trained.alpha, pairs, tags), list[str]()
         for (source, target), (log_prob, tokens) in zip(pairs, scores, strict=True):
             values = {"source": source, "target": target, "log_prob": round(log_prob, 6), "tokens": tokens}
             printed.append(to_json(values) if config.decode.format == "jsonl" else f"{log_prob:.6f}\t{tokens}")

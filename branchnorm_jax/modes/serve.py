@@ -13,9 +13,10 @@ import jax
 
 from branchnorm_jax.decoding.engine import UNROLLED, coarse
 from branchnorm_jax.decoding.languages import Languages
+from branchnorm_jax.decoding.translate import Translator
 from branchnorm_jax.errors import UserError, needs_extra
-from branchnorm_jax.modes.common import load
-from branchnorm_jax.options import Config
+from branchnorm_jax.modes.common import Trained, load
+from branchnorm_jax.options import Config, ServeConfig
 from branchnorm_jax.serving.messages import answers, parse
 from branchnorm_jax.training import logs
 from branchnorm_jax.workdir import Workdir
@@ -30,30 +31,23 @@ def serve(config: Config, workdir: Workdir) -> None:
     The server then answers the requests that arrived before the signal, and lets the signal take effect.
     """
     with needs_extra("serve", "serve"):
-        import uvicorn
-
+        from branchnorm_jax.serving.access import is_loopback, make_access
         from branchnorm_jax.serving.app import make_app
 
     workdir.check_config(config)
+    access = make_access(config.serve, logs.say)
     with listening(config.serve.host, config.serve.port) as listener:
+        if not access.tokens and not is_loopback(listener.getsockname()[0]):
+            logs.say(
+                f"{url(listener)} is open to everyone who can reach it; set serve.token_file, or put the server behind "
+                "a proxy that authenticates users"
+            )
         trained = load(config, workdir)
         # A large request must not compile another program than those of `warm_up`.
         decode = dataclasses.replace(config.decode, unroll=config.decode.unroll or UNROLLED)
         translator = dataclasses.replace(trained.translator, rounding=coarse, config=decode)
         languages = Languages(config.data, translator.tokenizer)
-        # Caches small programs too, so that the next start compiles nothing.
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
-        if longest := min(config.serve.warm_up_length, translator.limit):
-            terms = " and for terms of decode.glossary" if config.decode.glossary else ""
-            logs.say(f"compiling for lines of up to {longest} tokens (serve.warm_up_length){terms}")
-            begin = time.perf_counter()
-            tags = translator.tokenizer.tags(config.data, languages.sources[0], languages.targets[0])
-            programs = list(translator.programs(trained.params, trained.alpha, longest, tags))
-            with logs.progress_bar(len(programs), 0, "shape", "compile") as bar:
-                for program in programs:
-                    program()
-                    bar.update()
-            logs.say(f"compiled in {time.perf_counter() - begin:.1f} s")
+        compile_programs(config, trained, translator, languages)
         app = make_app(
             functools.partial(
                 parse, serve=config.serve, decode=config.decode, languages=languages, encode=translator.encoded
@@ -62,10 +56,38 @@ def serve(config: Config, workdir: Workdir) -> None:
             config.serve,
             about(config, trained.step, languages),
             logs.say,
+            access,
         )
-        server = uvicorn.Server(uvicorn.Config(app, lifespan="on", log_config=None, log_level="warning"))
         logs.say(f"serving at {url(listener)}; press Ctrl-C to stop")
-        server.run([listener])
+        make_server(app, config.serve).run([listener])
+
+
+def make_server(app: Any, serve: ServeConfig) -> Any:
+    """Creates the HTTP server (`uvicorn.Server`) of an application."""
+    with needs_extra("serve", "serve"):
+        import uvicorn
+
+    waits = serve.drain_seconds
+    return uvicorn.Server(
+        uvicorn.Config(app, lifespan="on", log_config=None, log_level="warning", timeout_graceful_shutdown=waits)
+    )
+
+
+def compile_programs(config: Config, trained: Trained, translator: Translator, languages: Languages) -> None:
+    """Compiles the programs for lines of up to `serve.warm_up_length` tokens."""
+    # Caches small programs too, so that the next start compiles nothing.
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+    if longest := min(config.serve.warm_up_length, translator.limit):
+        terms = " and for terms of decode.glossary" if config.decode.glossary else ""
+        logs.say(f"compiling for lines of up to {longest} tokens (serve.warm_up_length){terms}")
+        begin = time.perf_counter()
+        tags = translator.tokenizer.tags(config.data, languages.sources[0], languages.targets[0])
+        programs = list(translator.programs(trained.params, trained.alpha, longest, tags))
+        with logs.progress_bar(len(programs), 0, "shape", "compile") as bar:
+            for program in programs:
+                program()
+                bar.update()
+        logs.say(f"compiled in {time.perf_counter() - begin:.1f} s")
 
 
 @contextlib.contextmanager

@@ -1,7 +1,10 @@
 """The HTTP application: POST /translate, GET /health and a page at GET /. Errors are {"error": "one line"}."""
 
 import asyncio
+import base64
 import contextlib
+import hashlib
+import re
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,17 +17,14 @@ from starlette.routing import Route
 
 from branchnorm_jax.errors import UserError
 from branchnorm_jax.options import ServeConfig
+from branchnorm_jax.serving.access import Access
 from branchnorm_jax.serving.batches import Batches
 from branchnorm_jax.serving.messages import TranslationRequest, to_json
 
 PAGE = Path(__file__).parent / "page.html"
 
-PAGE_HEADERS = {
-    # The page may neither load anything from other origins nor send anything to them.
-    "content-security-policy": "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; "
-    "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
-    "x-content-type-options": "nosniff",
-}
+BODY_SECONDS = 30
+"""A request whose body takes longer is refused. Otherwise a client that stops sending would keep a signal waiting."""
 
 
 def make_app(
@@ -33,6 +33,7 @@ def make_app(
     serve: ServeConfig,
     about: Mapping[str, Any],
     say: Callable[[str], None],
+    access: Access,
 ) -> Starlette:
     """Creates the ASGI application. The server must support the lifespan protocol.
 
@@ -42,10 +43,14 @@ def make_app(
       serve: limits of the server.
       about: information about the model for GET /health.
       say: called with the traceback of a failed translation.
+      access: who may use the server.
     """
     batches, page = Batches(answers, serve, say), PAGE.read_bytes()
+    headers = page_headers(page)
 
     async def translate(request: Request) -> Response:
+        access.check_site(request)
+        access.check_token(request)
         try:
             parsed = parse(await body(request, serve.max_body_bytes))
         except UserError as error:
@@ -59,10 +64,14 @@ def make_app(
             raise HTTPException(500, f"the translation failed ({type(error).__name__}); see the log") from error
 
     async def health(request: Request) -> Response:
-        return json_response(to_json({"status": "ready", "waiting": batches.waiting, **about}))
+        access.check_site(request)
+        return json_response(
+            to_json({"status": "ready", "waiting": batches.waiting, "needs_token": bool(access.tokens), **about})
+        )
 
     async def index(request: Request) -> Response:
-        return Response(page, media_type="text/html", headers=PAGE_HEADERS)
+        access.check_site(request)
+        return Response(page, media_type="text/html", headers=headers)
 
     @contextlib.asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
@@ -81,25 +90,41 @@ def make_app(
     )
 
 
+def page_headers(page: bytes) -> dict[str, str]:
+    """Returns the headers of the page. It may run its own script and nothing else, and talk only to this server."""
+    (script,) = re.findall(b"<script>(.*?)</script>", page, re.DOTALL)
+    digest = base64.b64encode(hashlib.sha256(script).digest()).decode()
+    return {
+        "content-security-policy": f"default-src 'none'; script-src 'sha256-{digest}'; style-src 'unsafe-inline'; "
+        "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+        "x-content-type-options": "nosniff",
+    }
+
+
 async def body(request: Request, most: int) -> bytes:
     """Reads the body of a request.
 
-    Raises `HTTPException` 413 as soon as it exceeds `most` bytes.
+    Raises `HTTPException` 413 as soon as it exceeds `most` bytes, and 408 after `BODY_SECONDS`.
     """
     too_large = HTTPException(413, f"the body has more than {most:,} bytes (serve.max_lines, serve.max_characters)")
     if int(request.headers.get("content-length", 0)) > most:
         raise too_large
     content = bytearray()
-    async for part in request.stream():
-        content += part
-        if len(content) > most:
-            raise too_large
+    try:
+        async with asyncio.timeout(BODY_SECONDS):
+            async for part in request.stream():
+                content += part
+                if len(content) > most:
+                    raise too_large
+    except TimeoutError as error:
+        late = f"the body did not arrive within {BODY_SECONDS} seconds"
+        raise HTTPException(408, late, {"connection": "close"}) from error
     return bytes(content)
 
 
 def json_response(content: bytes, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
     """Creates a response from encoded JSON."""
-    return Response(content, status, headers, "application/json")
+    return Response(content, status, {"x-content-type-options": "nosniff", **(headers or {})}, "application/json")
 
 
 async def refuse(request: Request, error: Exception) -> Response:

@@ -6,10 +6,12 @@ import gzip
 import itertools
 import json
 import lzma
+import os
 import re
 import shutil
 import subprocess
 import sys
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -281,14 +283,51 @@ def test_corrupt_compressed_files_are_rejected(tmp_path, suffix, damage):
             zstandard.ZstdCompressor(write_checksum=True).compress(zstandard.decompress(path.read_bytes()))
         )
     path.write_bytes(damage(path.read_bytes()))
-    assert f"{path}: cannot be read (" in error_of(text_config(tmp_path))
+    assert f"{path}: cannot be read" in error_of(text_config(tmp_path))
 
 
 def test_truncated_file_error_names_the_last_line_read(tmp_path):
     path, _ = write_pairs(tmp_path, [(f"{i:08}", "x") for i in range(200_000)], ".gz")
     path.write_bytes(path.read_bytes()[:-20])
-    # The first chunk is complete and ends inside a line of nine bytes.
-    assert f"{path}: cannot be read beyond line {lines_of._CHUNK_BYTES // 9} (" in error_of(text_config(tmp_path))
+    complete = zlib.decompressobj(31).decompress(path.read_bytes()).count(b"\n")
+    assert f"{path}: cannot be read beyond line {complete} (the compressed file is truncated)" in error_of(
+        text_config(tmp_path)
+    )
+
+
+@pytest.mark.parametrize("suffix", [".gz", ".zst", ".xz", ".bz2"])
+def test_files_of_several_frames_are_read_completely_or_refused(tmp_path, suffix):
+    frames = [COMPRESS[suffix](text) for text in (b"a\nb\n", b"c\n", b"")]
+    path = tmp_path / f"x{suffix}"
+    path.write_bytes(b"".join(frames) + bytes(8))
+    assert list(lines_of.text_lines(path)) == ["a", "b", "c"]
+    for content in (b"", frames[0] + frames[1][1:], frames[0] + frames[1][:-1], frames[0] + b"more"):
+        path.write_bytes(content)
+        with pytest.raises(UserError, match="cannot be read"):
+            list(lines_of.text_lines(path))
+
+
+@pytest.mark.parametrize("suffix", [".gz", ".zst", ".xz", ".bz2"])
+def test_files_that_compress_well_are_read_in_small_chunks(tmp_path, suffix):
+    (tmp_path / f"x{suffix}").write_bytes(COMPRESS[suffix](bytes(1 << 27)))
+    sizes = [len(chunk) for chunk in lines_of.chunks(tmp_path / f"x{suffix}")]
+    assert sum(sizes) == 1 << 27
+    assert max(sizes) <= 1 << (27 if suffix == ".zst" else 20)
+
+
+@pytest.mark.parametrize("change", ["longer", "shorter", "written again"])
+def test_files_that_change_while_they_are_read_are_refused(tmp_path, change):
+    path = tmp_path / "x"
+    path.write_text("line\n" * 500_000)
+    lines = lines_of.text_lines(path)
+    next(lines)
+    with path.open("r+") as file:
+        file.seek(0, os.SEEK_END)
+        file.truncate(100) if change == "shorter" else file.write("more")
+    if change == "written again":
+        path.write_text("line\n" * 500_000)
+    with pytest.raises(UserError, match="the file changed while it was read"):
+        list(lines)
 
 
 @pytest.mark.skipif(not Path("/proc/self/mem").exists(), reason="needs a file that always fails to be read")

@@ -113,6 +113,10 @@ def test_long_lines_and_chunks_do_not_change_the_text(tmp_path: Path, monkeypatc
             {"files": "{split}.jsonl"},
             "train.jsonl, line 1: not a JSON object with a text",
         ),
+        *(
+            ("train.jsonl", text, {"files": "{split}.jsonl"}, "train.jsonl, line 1: not a JSON object with a text")
+            for text in (b"[" * 100_000, b'{"text": "a", "text": "b"}')
+        ),
         ("other.txt", b"a", {}, "no file matches train.txt"),
         ("train.txt.gz", gzip.compress(b"abc" * 99, mtime=0)[:20], {}, "train.txt.gz: cannot be read"),
     ],

@@ -166,6 +166,9 @@ def test_mistakes_are_reported(tmp_path: Path) -> None:
         clean(config_of(tmp_path / "text", drop="entities"), Workdir(tmp_path / "run"))
     with pytest.raises(UserError, match="this is the text itself"):
         clean(config_of(tmp_path / "run" / "clean"), Workdir(tmp_path / "run"))
+    (tmp_path / "loop").symlink_to("loop")
+    with pytest.raises(UserError, match=r"data\.path=.*loop: no such folder"):
+        clean(config_of(tmp_path / "loop"), Workdir(tmp_path / "run"))
     write(tmp_path / "damaged")
     (tmp_path / "damaged" / "valid.en").write_text("one line\n")
     with pytest.raises(UserError, match="valid"):

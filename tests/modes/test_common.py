@@ -121,3 +121,12 @@ def test_byte_order_mark_is_dropped_only_at_the_beginning(piped: bool, tmp_path:
     assert lines(b"\xef\xbb\xbf>>de<< one\r\n\xef\xbb\xbftwo\n") == [">>de<< one", "\ufefftwo"]
     with pytest.raises(UserError, match="line 1: not valid UTF-8"):
         lines(b"\xef\xbb\xbf\xff\n")
+
+
+def test_a_file_that_changes_while_it_is_read_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "text"
+    path.write_text("line\n" * 10)
+    with path.open("rb") as stream, pytest.raises(UserError, match="text: the file changed while it was read"):
+        for lines in read_chunks(stream, "text", 4):
+            assert set(lines) == {"line"}
+            os.truncate(path, 15)

@@ -116,6 +116,18 @@ def test_unwritable_outputs_are_rejected(tmp_path: Path) -> None:
         pass
 
 
+@pytest.mark.parametrize("target", ["loop", "elsewhere/out"])
+def test_outputs_may_be_links(trained: Path, tmp_path: Path, target: str) -> None:
+    """A link of a loop is replaced; another link stays, and its target is written."""
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "loop").symlink_to(target)
+    (tmp_path / "in").write_text("one\n")
+    config = configs.load(trained / "config.json")
+    lines.translate_file(config, load(config, Workdir(trained)), tmp_path / "in", tmp_path / "loop")
+    assert (tmp_path / target).read_text().count("\n") == 1
+    assert (tmp_path / "loop").is_symlink() == (target != "loop")
+
+
 def test_two_processes_cannot_write_the_same_translation(tmp_path: Path) -> None:
     part = tmp_path / "out.part"
     with lines.writable(part) as first:

@@ -21,13 +21,14 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
-import uvicorn
 
 from branchnorm_jax.data.tokenizer import Tokenizer, load_tokenizer
 from branchnorm_jax.decoding.languages import Languages
 from branchnorm_jax.decoding.results import Translation, pharaoh
+from branchnorm_jax.modes.serve import make_server
 from branchnorm_jax.options import DataConfig, DecodeConfig, ServeConfig
 from branchnorm_jax.serving import messages
+from branchnorm_jax.serving.access import Access
 from branchnorm_jax.serving.app import PAGE, make_app
 from branchnorm_jax.serving.messages import TranslationRequest, parse, to_json
 from tests.conftest import ROOT, run_main, start_main
@@ -51,6 +52,9 @@ TEXTS = [
     f"{number} {rest}" for number in ("one", "two", "20", "seven") for rest in ("", "hundred", "and 5:17 PM", "$3")
 ]
 TEXTS += ["", "   ", "😀 🏳️‍🌈", "שלום עולם", "مرحبا", "nul\0here", "a\u2028b", "tab here", " ".join(["seven"] * 60)]
+
+NO_RULES = Access()
+"""Local clients, without tokens."""
 
 SIDES = "source_pieces", "pieces"
 
@@ -294,7 +298,7 @@ def test_health_describes_the_model_and_the_options(server: Server) -> None:
 def test_signals_stop_the_server_after_the_last_answer(trained: Path, number: int, code: int) -> None:
     server = Server(f"--workdir={trained}", *DECODE, "--config.serve.port=0", "--config.serve.warm_up_length=0")
     body = b'{"text": "one hundred"}'
-    head = f"POST /translate HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\nexpect: 100-continue\r\n\r\n"
+    head = f"POST /translate HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(body)}\r\nexpect: 100-continue\r\n\r\n"
     with socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2]))) as connection:
         connection.sendall(head.encode())
         # The server has requested the body, so the request is now in flight.
@@ -335,13 +339,13 @@ class Device:
 
 
 @contextlib.contextmanager
-def serving(device: Device, log: list[str], **serve: Any) -> Iterator[str]:
+def serving(device: Device, log: list[str], access: Access = NO_RULES, **serve: Any) -> Iterator[str]:
     """Runs the application with this device in a thread."""
     limits, no_tokenizer = ServeConfig(**serve), cast(Tokenizer, None)  # a model of one pair needs none
     languages = Languages(DataConfig(), no_tokenizer)
     read = functools.partial(parse, serve=limits, decode=DecodeConfig(), languages=languages, encode=lambda phrase: [])
-    app = make_app(read, device, limits, {}, log.append)
-    server = uvicorn.Server(uvicorn.Config(app, lifespan="on", log_config=None, log_level="warning"))
+    app = make_app(read, device, limits, {}, log.append, access)
+    server = make_server(app, limits)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         thread = threading.Thread(target=server.run, args=([listener],))
         thread.start()

@@ -274,7 +274,7 @@ def write_texts(shared: Path) -> None:
             (texts / f"{split}.{lang}").write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
 
 
-def prepare(shared: Path) -> Trial:
+def prepare(shared: Path, seconds: float) -> Trial:
     """Writes the texts; the undisturbed run of a job is made when a trial needs it."""
     write_texts(shared)
     return lambda rng, folder: trial(shared, rng, folder)

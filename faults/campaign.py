@@ -21,7 +21,7 @@ from pathlib import Path
 
 from benchmarks.measure import RESULTS
 from branchnorm_jax.training.logs import git_revision, progress_bar
-from faults import calls, configurations, controls, damage, kills
+from faults import calls, configurations, controls, damage, kills, soak, topology
 from faults.trial import Family, Trial, Unavailable, recorded
 
 FAMILIES: dict[str, Family] = {
@@ -29,6 +29,8 @@ FAMILIES: dict[str, Family] = {
     "kills": kills.FAMILY,
     "calls": calls.FAMILY,
     "damage": damage.FAMILY,
+    "topology": topology.FAMILY,
+    "soak": soak.FAMILY,
     "options": configurations.TRACED,
     "training": configurations.TRAINED,
 }

@@ -3,14 +3,19 @@
 import contextlib
 import errno
 import fcntl
+import glob
 import os
 import shutil
+import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
 from branchnorm_jax.errors import StorageError, UserError
+
+ABANDONED = 86_400.0
+"""Age in seconds after which a temporary file or directory counts as left behind by a killed process."""
 
 
 def lock(file: IO[Any], held: str) -> None:
@@ -36,13 +41,13 @@ def write_atomically(path: Path, text: str) -> None:
     """Replaces the content of a file atomically.
 
     Readers see the complete old text or the complete new text, even after a crash.
+
+    Raises:
+      StorageError: if the file cannot be written.
     """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
+    with _temporary(path) as temporary:
         temporary.write_text(text, encoding="utf-8")
         os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager
@@ -50,20 +55,44 @@ def atomic_directory(final: Path) -> Iterator[Path]:
     """Yields a temporary directory, which replaces `final` if the block succeeds and is deleted otherwise.
 
     Readers of `final` see the old directory, no directory, or the complete new directory. If the process is killed in
-    the block, the temporary directory remains.
+    the block, the temporary directory remains; the next `atomic_directory` deletes it after `ABANDONED` seconds.
 
     Raises:
       StorageError: if the block or the replacement raises `OSError`.
     """
-    temporary = final.with_name(f".{final.name}.{uuid.uuid4().hex}.tmp")
-    try:
+    with _temporary(final) as temporary:
         temporary.mkdir(parents=True)
         yield temporary
         _replace(temporary, final)
+
+
+@contextlib.contextmanager
+def _temporary(final: Path) -> Iterator[Path]:
+    """Yields a path next to `final` that no other process uses, and deletes what is there at the end.
+
+    Deletes also what killed processes have left there. Raises `StorageError` if the block raises `OSError`.
+    """
+    for path in final.parent.glob(f".{glob.escape(final.name)}.{'[0-9a-f]' * 32}.*"):
+        with contextlib.suppress(OSError):  # Another process may delete it, too.
+            # A process that has been writing for days changes the files, and not always their directory.
+            changed = max(each.stat().st_mtime for each in (path, *path.rglob("*")))
+            if time.time() - changed > ABANDONED:
+                _delete(path)
+    temporary = final.with_name(f".{final.name}.{uuid.uuid4().hex}.tmp")
+    try:
+        yield temporary
     except OSError as error:
-        raise StorageError(f"{error.filename or final}: cannot be written ({error.strerror or error})") from error
+        name = str(error.filename or final).replace(str(temporary), str(final))
+        raise StorageError(f"{name}: cannot be written ({error.strerror or error})") from error
     finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+        _delete(temporary)
+
+
+def _delete(path: Path) -> None:
+    """Deletes a file or a directory, if it exists and can be deleted."""
+    shutil.rmtree(path, ignore_errors=True)
+    with contextlib.suppress(OSError):
+        path.unlink()
 
 
 def _replace(temporary: Path, final: Path) -> None:

@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import json
-import os
 import shutil
 import socket
 import time
@@ -75,7 +74,7 @@ class Workdir:
 
     def create(self) -> None:
         """Creates the folder. Raises `UserError` if it cannot be created or written to."""
-        probe = self.path / f".probe.{os.getpid()}"
+        probe = self.path / ".probe"  # always the same file, so that a killed process leaves at most one
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             probe.write_bytes(b"\0" * 4096)

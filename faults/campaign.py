@@ -21,16 +21,19 @@ from pathlib import Path
 
 from benchmarks.measure import RESULTS
 from branchnorm_jax.training.logs import git_revision, progress_bar
-from faults import configurations, controls, damage, inputs, kills, numbers, requests
-from faults.trial import Family, Trial, recorded
+from faults import calls, configurations, controls, damage, inputs, kills, numbers, requests, soak, topology
+from faults.trial import Family, Trial, Unavailable, recorded
 
 FAMILIES: dict[str, Family] = {
     "controls": controls.FAMILY,
     "kills": kills.FAMILY,
+    "calls": calls.FAMILY,
     "damage": damage.FAMILY,
     "numbers": numbers.FAMILY,
     "inputs": inputs.FAMILY,
     "requests": requests.FAMILY,
+    "topology": topology.FAMILY,
+    "soak": soak.FAMILY,
     "options": configurations.TRACED,
     "training": configurations.TRAINED,
 }
@@ -61,7 +64,11 @@ def run(family: str, arguments: argparse.Namespace, until: float) -> int:
         return len(bad)
     arguments.scratch.mkdir(parents=True, exist_ok=True)
     path.parent.mkdir(parents=True, exist_ok=True)
-    trial = FAMILIES[family].prepare(arguments.scratch / family)
+    try:
+        trial = FAMILIES[family].prepare(arguments.scratch / family, until - time.monotonic())
+    except Unavailable as error:
+        print(f"{family}: left out, because {error}", file=sys.stderr)
+        return len(bad)
     with path.open("a", encoding="utf-8") as file, progress_bar(count, count - len(missing), "trial", family) as bar:
         for number in missing:
             if time.monotonic() > until:
@@ -99,7 +106,10 @@ def main() -> None:
     if arguments.again:
         family, _, number = arguments.again.partition(":")
         folder = Path(tempfile.mkdtemp(prefix=f"{family}-{number}-")) / "trial"
-        trial = FAMILIES[family].prepare(arguments.scratch / family)
+        try:
+            trial = FAMILIES[family].prepare(arguments.scratch / family, float("inf"))
+        except Unavailable as error:
+            raise SystemExit(f"{family}: left out, because {error}") from None
         print(json.dumps(one(trial, family, arguments.seed, int(number), folder), indent=2), folder, sep="\n")
         return
     families = arguments.families or list(FAMILIES)

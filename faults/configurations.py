@@ -161,7 +161,7 @@ def train(cache: Path, rng: random.Random, folder: Path) -> Outcome:
     )
 
 
-def prepare_training(shared: Path) -> Trial:
+def prepare_training(shared: Path, seconds: float) -> Trial:
     """Returns `train` with a cache of compiled programs."""
     return lambda rng, folder: train(shared / "compiled", rng, folder)
 
@@ -170,7 +170,7 @@ TRACED = Family(
     "Random options",
     "One to fifteen options are drawn at random. The config must be refused in one line, or its update must be built, "
     "traced and counted by the plan.",
-    lambda shared: trace,
+    lambda shared, seconds: trace,
     10_000,
 )
 

@@ -74,7 +74,7 @@ def break_restore(name: str) -> None:
     BROKEN[name]()
 
 
-def prepare(shared: Path) -> Trial:
+def prepare(shared: Path, seconds: float) -> Trial:
     """Makes the undisturbed run."""
     cache, undisturbed = shared / "compiled", shared / "undisturbed"
     done = run([*OPTIONS, f"--workdir={undisturbed}"], cache)

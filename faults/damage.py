@@ -111,7 +111,7 @@ def verdict(name: str, case: Case, done: Finished, same: bool, said: list[str]) 
     return "", "" if same or noticed or LOGS.search(case.file) else f"{name}: another result, and nothing said"
 
 
-def prepare(shared: Path) -> Trial:
+def prepare(shared: Path, seconds: float) -> Trial:
     """Makes the intact workdir, the same at an earlier update, and the results of the commands."""
     cache, whole, older = shared / "compiled", shared / "whole", shared / "older"
     expected: dict[str, dict[str, str]] = {}

@@ -98,7 +98,7 @@ JOBS: dict[str, Job] = {
     ),
     "average": Job(
         ("--mode=average", "--config.average.checkpoints=last:2"),
-        ("average/**/memory/*", "average.json"),
+        ("average/**/memory/metadata",),  # commit_success.txt names a temporary folder
         after="train",
     ),
     "export": Job(("--mode=export", "--config.export.format=huggingface"), ("export/**/*.safetensors",), after="train"),
@@ -265,13 +265,18 @@ LEFTOVER = re.compile(r"tmp|\.old$|^\.\w+\.\w+\.\d+$")
 """Names of temporary files."""
 
 
-def prepare(shared: Path) -> Trial:
-    """Writes the texts; the undisturbed run of a job is made when a trial needs it."""
+def write_texts(shared: Path) -> None:
+    """Writes the texts of the jobs."""
     texts = shared / "texts"
     texts.mkdir(parents=True, exist_ok=True)
     for split, count in {"train": 300, "valid": 40, "test": 40}.items():
         for lang, lines in zip(("en", "de"), zip(*numerals.pairs(split, "en", "de", count), strict=True), strict=True):
             (texts / f"{split}.{lang}").write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+
+
+def prepare(shared: Path, seconds: float) -> Trial:
+    """Writes the texts; the undisturbed run of a job is made when a trial needs it."""
+    write_texts(shared)
     return lambda rng, folder: trial(shared, rng, folder)
 
 

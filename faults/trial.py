@@ -26,6 +26,10 @@ class Outcome:
     """Which result differs from that of the undisturbed run, or how the program misbehaved; empty: none."""
 
 
+class Unavailable(Exception):
+    """This machine cannot inject the faults of a family. The message says why, in one line."""
+
+
 Trial = Callable[[random.Random, Path], Outcome]
 """A function of a random generator and an empty folder. The generator alone determines what is injected."""
 
@@ -36,8 +40,12 @@ class Family(NamedTuple):
     title: str
     what: str
     """What a trial does, as a paragraph of docs/reliability.md."""
-    prepare: Callable[[Path], Trial]
-    """Makes what all trials share, such as undisturbed runs, in a folder that may contain it already."""
+    prepare: Callable[[Path, float], Trial]
+    """Makes what all trials share, such as undisturbed runs, in a folder that may contain it already.
+
+    The second argument is the time for all trials in seconds, or infinity, for trials that are as long as that.
+    `Unavailable` if the family needs something that this machine lacks.
+    """
     trials: int
     """Number of trials of the long campaign."""
 

@@ -13,6 +13,7 @@ from sacrebleu.significance import PairedTest, Result
 
 from branchnorm_jax.errors import UserError
 from branchnorm_jax.evaluation.bleu import metrics, sacrebleu_metric, tokenize
+from branchnorm_jax.files import write_atomically
 
 TESTS = {"bs": ("p_bootstrap", 1000), "ar": ("p_randomisation", 10_000)}
 """sacreBLEU's paired tests: name of the p-value, and number of samples (the defaults of its command line)."""
@@ -264,8 +265,8 @@ def write(comparison: Mapping[str, Any], folder: Path) -> tuple[Path, Path]:
     folder.mkdir(parents=True, exist_ok=True)
     page = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string(PAGE)
     paths = folder / "compare.json", folder / "compare.html"
-    paths[0].write_text(json.dumps(comparison, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-    paths[1].write_text(page.render(comparison), encoding="utf-8")
+    write_atomically(paths[0], json.dumps(comparison, indent=2, ensure_ascii=False) + "\n")
+    write_atomically(paths[1], page.render(comparison))
     return paths
 
 

@@ -30,7 +30,7 @@ def score_split(
     """
     directory.mkdir(parents=True, exist_ok=True)
     for name, lines in texts.items():
-        (directory / f"{split}.{name}").write_text("".join(line + "\n" for line in lines), encoding="utf-8")
+        write_atomically(directory / f"{split}.{name}", "".join(line + "\n" for line in lines))
     sources, hypotheses, references = (texts[name] for name in ("source", "hypothesis", "reference"))
     results = scores(hypotheses, references, target_lang)
     return results + [score for measure in more for score in measure(sources, hypotheses, references)]

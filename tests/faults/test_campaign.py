@@ -1,5 +1,6 @@
 """The campaign of faults: what is injected is what is recorded, and its verdicts can fail."""
 
+import argparse
 import json
 import random
 from pathlib import Path
@@ -7,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from branchnorm_jax.errors import UserError
-from faults import campaign, configurations, damage, kills, report
+from faults import calls, campaign, configurations, damage, kills, report
 from faults.processes import Finished
 from faults.trial import recorded
 
@@ -105,6 +106,16 @@ def test_recorded_trials_survive_an_incomplete_line(tmp_path: Path) -> None:
     path = tmp_path / "damage.jsonl"
     path.write_text('{"trial": 3, "lost": ""}\n{"trial": 4, "lo')
     assert recorded(path) == {3: {"trial": 3, "lost": ""}}
+
+
+def test_a_family_that_this_machine_cannot_run_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(calls, "unavailable", lambda: "it needs Linux")
+    arguments = argparse.Namespace(results=tmp_path / "results", scratch=tmp_path / "scratch", trials=1, seed=0)
+    assert campaign.run("calls", arguments, until=float("inf")) == 0
+    assert capsys.readouterr().err == "calls: left out, because it needs Linux\n"
+    assert not recorded(tmp_path / "results/calls.jsonl")
 
 
 def test_page_counts_every_trial(tmp_path: Path) -> None:

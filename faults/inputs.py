@@ -314,7 +314,7 @@ def run_command(cache: Path, workdir: Path, rng: random.Random, folder: Path) ->
     return Outcome(name, where, done.said if done.code else "", done.code, lost, wrong)
 
 
-def prepare(shared: Path) -> Trial:
+def prepare(shared: Path, seconds: float) -> Trial:
     """Trains a tiny model, unless it is there, and loads it."""
     cache, workdir = shared / "compiled", shared / "model"
     if not (shared / "made").exists():

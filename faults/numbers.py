@@ -317,7 +317,7 @@ def trial(shared: Path, rng: random.Random, folder: Path) -> Outcome:
     return Outcome(fault.kind, where, done.said if done.code else "", done.code, lost=lost, wrong=wrong)
 
 
-def prepare(shared: Path) -> Trial:
+def prepare(shared: Path, seconds: float) -> Trial:
     """Writes texts of six letters; an undisturbed run is made when a trial needs it."""
     texts, rng = shared / "texts", random.Random(0)
     texts.mkdir(parents=True, exist_ok=True)

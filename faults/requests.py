@@ -318,7 +318,7 @@ def memory(process: int) -> int:
     return pages * os.sysconf("SC_PAGE_SIZE")
 
 
-def prepare(shared: Path) -> Trial:
+def prepare(shared: Path, seconds: float) -> Trial:
     """Trains a tiny model, unless it is there."""
     cache, workdir = shared / "compiled", shared / "model"
     if not (shared / "made").exists():

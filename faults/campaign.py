@@ -70,8 +70,9 @@ def run(family: str, arguments: argparse.Namespace, until: float) -> int:
         print(f"{family}: left out, because {error}", file=sys.stderr)
         return len(bad)
     with path.open("a", encoding="utf-8") as file, progress_bar(count, count - len(missing), "trial", family) as bar:
-        for number in missing:
+        for place, number in enumerate(missing):
             if time.monotonic() > until:
+                print(f"{family}: the time is over; {len(missing) - place} trials are left", file=sys.stderr)
                 break
             folder = Path(tempfile.mkdtemp(prefix=f"{family}-{number}-", dir=arguments.scratch)) / "trial"
             row = one(trial, family, arguments.seed, number, folder)

@@ -795,8 +795,8 @@ class ServeConfig:
     )
     names: str = option(
         "",
-        "comma-separated names by which browsers call the server, beside localhost, IP addresses and the name of this "
-        "machine; *: any",
+        "comma-separated names by which browsers call the server, in addition to localhost, IP addresses and the name "
+        "of this machine; *: any",
         free=True,
     )
     drain_seconds: int = option(

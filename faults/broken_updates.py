@@ -110,7 +110,7 @@ LOWERED: dict[str, Any] = {}
 
 
 def lowered_once(config: Config, model: Any, *rest: Any) -> Any:
-    """Returns the lowered update, which depends on the reaction to trouble only if it can be to skip the update."""
+    """Compiles an update once per program. Of the reactions to trouble, only `skip` changes the program."""
     train = config.train
     policy = "skip" if "skip" in (train.nonfinite, train.spike) else "stop"
     train = dataclasses.replace(train, steps=0, nonfinite=policy, spike=policy, rollback="batches", rollback_updates=1)

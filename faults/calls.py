@@ -6,17 +6,15 @@ places and one of the calls there. Short phases are hit as often as long ones.
 
 import functools
 import json
-import os
 import random
 import re
 import shutil
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from faults import kills
-from faults.kills import TRAINED, Job, digest, kind
+from faults.kills import TRAINED, Job, age, digest, kind
 from faults.processes import TINY, Finished, run
 from faults.supervisor import FAILURES, KILL, Fault, place_of, supervise, unavailable
 from faults.trial import Family, Outcome, Trial, Unavailable
@@ -35,9 +33,6 @@ JOBS: dict[str, Job] = {
     "resume": Job((*SHORT, "--config.train.steps=16"), TRAINED, after="train"),
     **{name: kills.JOBS[name] for name in ("evaluate", "translate", "average", "export")},
 }
-
-DAY = 86_400.0
-"""Age in seconds of what is left behind when the job starts again."""
 
 RANDOM = re.compile(r"[0-9a-f]{32}|\d{6,}")
 """Parts of names that differ between equal runs."""
@@ -107,13 +102,6 @@ def draw(calls: dict[str, int], rng: random.Random) -> Fault:
     does = next(does for does in FAILURES if place.startswith(place_of(does, "")))
     action = rng.choice((KILL, KILL, *FAILURES[does]))
     return Fault(place, rng.randint(1, calls[place]), action, lasting=action != KILL and rng.random() < 0.3)
-
-
-def age(workdir: Path) -> None:
-    """Makes everything in a workdir a day older."""
-    before = time.time() - DAY - 3600
-    for path in workdir.rglob("*"):
-        os.utime(path, (before, before), follow_symlinks=False)
 
 
 def verdict(job: str, workdir: Path, fault: Fault, hit: str, done: Finished, said: Sequence[str]) -> str:

@@ -1,4 +1,4 @@
-"""Text and files that hardly any program expects, made from the built-in corpus and the README."""
+"""Unusual and malformed text and files, made from the built-in corpus and the README."""
 
 import bz2
 import functools

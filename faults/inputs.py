@@ -127,7 +127,7 @@ def read_files(rng: random.Random, folder: Path) -> Outcome:
             texts = [*(changing(found, path, rng) if fault == "changes" else found)]
         except UserError as error:
             refusals.append(str(error))
-            if fault in ("none", "mutated") and kind != "jsonl":
+            if fault in ("none", "mutated"):
                 return Outcome("files", where, str(error), 2, wrong=f"a good file is refused: {error}")
             if not str(error).startswith(str(path)):
                 return Outcome("files", where, str(error), 2, wrong="the refusal does not name the file")
@@ -217,7 +217,7 @@ CONFIGS = {
 """Config files -> whether they are valid."""
 
 
-def odd_input(rng: random.Random, folder: Path, workdir: Path) -> Command:
+def odd_input(rng: random.Random, folder: Path) -> Command:
     """Something else than a file as input or output."""
     name = rng.choice(("plain", "a\nb", "c\u2028d", "\udcff", " ", "-", "x" * 300))
     how, option = rng.choice(ODD), rng.choice(("input", "input", "output", "glossary"))
@@ -232,7 +232,7 @@ def odd_input(rng: random.Random, folder: Path, workdir: Path) -> Command:
     return Command(options)
 
 
-def fifo(rng: random.Random, folder: Path, workdir: Path) -> Command:
+def fifo(rng: random.Random, folder: Path) -> Command:
     """A named pipe as input."""
     content = hostile.lines(rng, 20, False)
     os.mkfifo(folder / "pipe")
@@ -240,21 +240,21 @@ def fifo(rng: random.Random, folder: Path, workdir: Path) -> Command:
     return Command([f"--config.decode.input={folder / 'pipe'}"], b"", None if hostile.first_invalid(content) else 20)
 
 
-def through_stdin(rng: random.Random, folder: Path, workdir: Path) -> Command:
+def through_stdin(rng: random.Random, folder: Path) -> Command:
     """Text from stdin, also none at all."""
     count = rng.choice((0, 1, 30))
     content = hostile.lines(rng, count, False) if count else rng.choice((b"", b"\xef\xbb\xbf", b"\n", b"\0", b"\xff"))
     return Command([], content, None if hostile.first_invalid(content) else len(hostile.plain(content)))
 
 
-def long_line(rng: random.Random, folder: Path, workdir: Path) -> Command:
+def long_line(rng: random.Random, folder: Path) -> Command:
     """A line that is longer than any sentence, between two others."""
     size = LONG if rng.random() < 0.1 else 100_000
     text = b"one\n" + rng.choice((b"x", b"twenty-one ", b"\0", "e\u0301".encode(), b" ")) * (size // 8) + b"\ntwo\n"
     return Command(["--config.decode.split=none"], text, 3, limit_memory)
 
 
-def bomb(rng: random.Random, folder: Path, workdir: Path) -> Command:
+def bomb(rng: random.Random, folder: Path) -> Command:
     """A corpus that is small, and large when decompressed."""
     suffix = rng.choice([suffix for suffix in hostile.COMPRESS if suffix])
     text = rng.choice((b"\n" * (1 << 18), (b"a" * 999 + b"\n") * (1 << 16), b"\0" * (1 << 26) + b"\n"))
@@ -269,7 +269,7 @@ def bomb(rng: random.Random, folder: Path, workdir: Path) -> Command:
     return Command([*options, f"--config.clean.path={folder / 'out'}"], b"", 1, limit_memory)
 
 
-def faulty_config(rng: random.Random, folder: Path, workdir: Path) -> Command:
+def faulty_config(rng: random.Random, folder: Path) -> Command:
     """A config file that does something else than to return a config."""
     code, valid = rng.choice([*CONFIGS.items()])
     path = folder / rng.choice(("mine.py", "a b.py", "c\nd.py"))
@@ -277,7 +277,7 @@ def faulty_config(rng: random.Random, folder: Path, workdir: Path) -> Command:
     return Command([f"--config={path}", "--mode=help", f"--workdir={folder}"], b"", None if not valid else -1)
 
 
-COMMANDS: dict[str, Callable[[random.Random, Path, Path], Command]] = {
+COMMANDS: dict[str, Callable[[random.Random, Path], Command]] = {
     "no regular file": odd_input,
     "named pipe": fifo,
     "stdin": through_stdin,
@@ -306,7 +306,7 @@ def verdict(command: Command, done: Finished) -> tuple[str, str]:
 def run_command(cache: Path, workdir: Path, rng: random.Random, folder: Path) -> Outcome:
     """Starts the command line with odd input."""
     name = rng.choice([*COMMANDS])
-    command = COMMANDS[name](rng, folder, workdir)
+    command = COMMANDS[name](rng, folder)
     options = ["--mode=translate", f"--workdir={workdir}", *command.options]
     done = run(options, cache, command.stdin, command.prepared, SECONDS)
     lost, wrong = verdict(command, done)

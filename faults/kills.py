@@ -7,6 +7,7 @@ end of a run, are hit as often as long ones.
 
 import hashlib
 import json
+import os
 import random
 import re
 import shutil
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from branchnorm_jax.data import numerals
+from branchnorm_jax.files import ABANDONED
 from faults.processes import ROOT, TINY, Finished, run, start
 from faults.trial import Family, Outcome, Trial
 
@@ -251,6 +253,7 @@ def trial(shared: Path, rng: random.Random, folder: Path) -> Outcome:
         if wrong := "" if done.code == -number else done.fault:
             return Outcome(number.name, f"{name}: {'; '.join(places)}", said, code, wrong=wrong)
     where = f"{name}: {'; '.join(places)}"
+    age(workdir)
     done = run(options, cache)
     if done.code:
         return Outcome(number.name, where, done.said, code, lost=f"the next start ends with {done.code}: {done.said}")
@@ -261,8 +264,15 @@ def trial(shared: Path, rng: random.Random, folder: Path) -> Outcome:
     return Outcome(number.name, where, said, code, lost="", wrong=wrong or (f"left behind: {left[:3]}" if left else ""))
 
 
-LEFTOVER = re.compile(r"tmp|\.old$|^\.\w+\.\w+\.\d+$")
+LEFTOVER = re.compile(r"tmp|\.old$")
 """Names of temporary files."""
+
+
+def age(workdir: Path) -> None:
+    """Makes everything in a workdir so old that the temporary files in it count as abandoned."""
+    before = time.time() - ABANDONED - 3600
+    for path in workdir.rglob("*"):
+        os.utime(path, (before, before), follow_symlinks=False)
 
 
 def write_texts(shared: Path) -> None:

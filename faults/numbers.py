@@ -77,7 +77,7 @@ class Case(NamedTuple):
 def draw(rng: random.Random) -> Case:
     """Draws a case."""
     kind = rng.choice(list(KINDS))
-    # Close to update 50 it depends on the text whether a spike is one.
+    # Spikes are detected from update 50 on, so faults keep away from it.
     first = rng.choice((rng.randrange(15, 40), rng.randrange(54, 60)))
     updates = rng.choice((1, 1, 1, 2, 3, 10)) if KINDS[kind].trouble == "nonfinite" else 1
     first, lasts = min(first, STEPS - updates - 2), updates > 1 or rng.random() < 0.5

@@ -38,7 +38,7 @@ def table(rows: Iterable[dict[str, Any]], goal: int) -> list[str]:
         counts = [len(found), *(sum(bool(row[name]) for row in found) for name in ("said", "lost", "wrong"))]
         lines.append("| " + " | ".join([fault, *map("{:,}".format, counts)]) + " |")
     done = sum(map(len, groups.values()))
-    return [*lines, "", f"{done:,} of the {goal:,} trials of the long campaign have been run."]
+    return [*lines, "", f"Trials run: {done:,} of {goal:,}."]
 
 
 def page(results: Path) -> str:

@@ -24,10 +24,9 @@ from typing import NamedTuple, cast
 
 from branchnorm_jax.data.tokenizer import Tokenizer
 from branchnorm_jax.decoding.languages import Languages
-from branchnorm_jax.modes.serve import make_server
 from branchnorm_jax.options import DataConfig, DecodeConfig, ServeConfig
 from branchnorm_jax.serving.access import Access
-from branchnorm_jax.serving.app import make_app
+from branchnorm_jax.serving.app import make_app, make_server
 from branchnorm_jax.serving.messages import TranslationRequest, parse, to_json
 from faults import hostile
 from faults.kills import Watched

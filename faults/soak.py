@@ -24,7 +24,10 @@ from faults.trial import Family, Outcome, Trial
 
 HOURS = 6.0
 MEAN = 300.0
-"""Mean time between two faults in seconds. In a short trial it is a twentieth of the trial."""
+"""Mean time between two faults in seconds. In a short trial it is a twentieth of the trial, but at least `LEAST`."""
+
+LEAST = 15.0
+"""Mean time in which a run can start and save a checkpoint."""
 
 STEP = 100
 
@@ -135,7 +138,7 @@ def trial(cache: Path, seconds: float, rng: random.Random, folder: Path) -> Outc
     begin = time.monotonic()
     where = ""
     try:
-        faults = disturb(loop, rng, min(MEAN, seconds / 20), begin + seconds / 2)
+        faults = disturb(loop, rng, max(LEAST, min(MEAN, seconds / 20)), begin + seconds / 2)
         steps = (max(loop.steps(), default=0) // STEP + 1) * STEP
         where = f"{steps} updates: " + ", ".join(f"{count} x {fault}" for fault, count in sorted(faults.items()))
         for each in (loop, undisturbed):

@@ -96,11 +96,12 @@ def unavailable() -> str:
         return "the supervisor of file calls needs Linux on x86-64"
     child = os.fork()
     if not child:
+        code = 1
         try:
             _listen()
-        except OSError:
-            os._exit(1)
-        os._exit(0)
+            code = 0
+        finally:
+            os._exit(code)
     refused = os.waitpid(child, 0)[1]
     return "this machine does not let a process supervise the system calls of another one" if refused else ""
 
@@ -141,7 +142,8 @@ def _end_like(status: int) -> NoReturn:
 def _listen() -> int:
     """Filters the calls of this process and its threads from now on; returns the descriptor that receives them."""
     libc = ctypes.CDLL(None, use_errno=True)
-    # A program of the classic BPF: load the number, jump to the last line but one if it is that of a call, allow.
+    # A program of the classic BPF: load the number; if it is in CALLS, jump to the last line, which asks the supervisor;
+    # otherwise allow the call.
     lines = [(0x20, 0, 0, 0)]
     for place, number in enumerate(CALLS):
         lines.append((0x15, len(CALLS) - place, 0, number))

@@ -67,7 +67,16 @@ def part(machine: Machine, until: int, workdir: Path, cache: Path) -> Finished:
     launcher = ["launch/local.py", "-n", str(machine.processes), "--cpu-devices", str(machine.devices), "--"]
     command = [sys.executable, *launcher, sys.executable, "main.py", *options]
     variables = environment(cache) | HASTY
-    done = subprocess.run(command, cwd=ROOT, env=variables, text=True, errors="replace", capture_output=True)
+    done = subprocess.run(
+        command,
+        cwd=ROOT,
+        env=variables,
+        text=True,
+        errors="replace",
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        timeout=1800,
+    )
     return Finished(done.returncode, "", done.stdout)
 
 

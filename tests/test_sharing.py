@@ -1,5 +1,6 @@
 """What a run tells about its machine and its user, and who may read its files."""
 
+import contextlib
 import os
 import shutil
 from collections.abc import Iterator
@@ -36,8 +37,8 @@ def workdir(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     for split in ("train", "valid", "test"):
         for lang, lines in zip(("en", "de"), zip(*numerals.pairs(split, "en", "de", 200), strict=True), strict=True):
             (text / f"{split}.{lang}").write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
-    umask = os.umask(0o027)
-    with pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch, contextlib.ExitStack() as stack:
+        stack.callback(os.umask, os.umask(0o027))
         for name, value in SECRETS.items():
             patch.setenv(name, value)
         options = ("--config.data.source=text", f"--config.data.path={text}", "--config.train.steps=10")
@@ -46,7 +47,6 @@ def workdir(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         for form in ("ctranslate2", "huggingface"):
             done = run_main("--mode=export", f"--config.export.format={form}", f"--workdir={run}")
             assert done.returncode == 0, done.stderr
-    os.umask(umask)
     yield run
     shutil.rmtree(folder)
 

@@ -114,8 +114,10 @@ def _field(path: Path | UPath, number: int, line: str) -> str:
     try:
         text = json.loads(line, object_pairs_hook=unique_names)["text"]
         text.encode()  # JSON can have half of a character, such as "\\ud800".
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        raise UserError(f'{path}, line {number}: not a JSON object with a text, such as {{"text": "..."}}') from None
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        reason = f": {error}" if isinstance(error, ValueError) else ""
+        what = f'not a JSON object with a text, such as {{"text": "..."}}{reason}'
+        raise UserError(f"{path}, line {number}: {what}") from error
     return text
 
 

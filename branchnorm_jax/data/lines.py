@@ -88,7 +88,7 @@ def _split_lines(chunks: Iterator[bytes]) -> Iterator[bytes]:
 
 
 def chunks(path: Path | UPath) -> Iterator[bytes]:
-    """Yields the decompressed content of a file in chunks of at most some megabytes, however well it compresses.
+    """Yields the decompressed content of a file in chunks of at most 1 MiB, or 128 MiB of Zstandard's.
 
     Raises:
       UserError: if a local file changed while it was read.

@@ -28,6 +28,11 @@ def imported() -> Any:
     return ctranslate2
 
 
+def obstacle(config: ModelConfig) -> str:
+    """Returns the reason why `write` cannot represent a folded model, or "" if it can."""
+    return "its positions are rotary" if config.positions == "rotary" else ""
+
+
 def write(
     plain: Plain, config: ModelConfig, vocabularies: Sequence[list[str]], folder: Path, longest: int, quantization: str
 ) -> None:

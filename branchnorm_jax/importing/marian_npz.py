@@ -163,7 +163,7 @@ def _text(path: Path) -> str:
 def _mapping(path: Path, text: str, loader: Any = yaml.SafeLoader) -> dict[str, Any]:
     """Parses YAML with names and values. Raises `UserError` if it is something else."""
     try:
-        content = loader(text).get_single_data()
+        content = loader(text).get_single_data()  # yaml.load, but no other loader can be meant
     except yaml.YAMLError as error:
         raise UserError(f"{path}: not valid YAML ({' '.join(str(error).split())[:160]})") from error
     if not isinstance(content, dict):

@@ -61,6 +61,8 @@ def export(config: Config, workdir: Workdir) -> None:
         )
     if reason := fold.obstacle(model):
         raise UserError(f"export: {config.model.method} is not a plain Transformer: {reason}")
+    if e.format == "ctranslate2" and (reason := ctranslate2.obstacle(config.model)):
+        raise UserError(f"export: the writer of CTranslate2's format cannot represent this model: {reason}")
     plain = fold.fold(model, trained.params, trained.alpha)
     most = config.decode.max_input_length
     longest = max(most, trained.translator.engine.limit(most) + 1)

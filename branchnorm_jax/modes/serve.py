@@ -16,7 +16,7 @@ from branchnorm_jax.decoding.languages import Languages
 from branchnorm_jax.decoding.translate import Translator
 from branchnorm_jax.errors import UserError, needs_extra
 from branchnorm_jax.modes.common import Trained, load
-from branchnorm_jax.options import Config, ServeConfig
+from branchnorm_jax.options import Config
 from branchnorm_jax.serving.messages import answers, parse
 from branchnorm_jax.training import logs
 from branchnorm_jax.workdir import Workdir
@@ -28,11 +28,12 @@ LIMITS = "max_lines", "max_characters", "max_terms", "max_term_tokens", "max_bod
 def serve(config: Config, workdir: Workdir) -> None:
     """Answers requests until a signal arrives.
 
-    The server then answers the requests that arrived before the signal, and lets the signal take effect.
+    The server then answers the requests that arrived before the signal, for at most `serve.drain_seconds`, and lets the
+    signal take effect.
     """
     with needs_extra("serve", "serve"):
         from branchnorm_jax.serving.access import is_loopback, make_access
-        from branchnorm_jax.serving.app import make_app
+        from branchnorm_jax.serving.app import make_app, make_server
 
     workdir.check_config(config)
     access = make_access(config.serve, logs.say)
@@ -60,17 +61,6 @@ def serve(config: Config, workdir: Workdir) -> None:
         )
         logs.say(f"serving at {url(listener)}; press Ctrl-C to stop")
         make_server(app, config.serve).run([listener])
-
-
-def make_server(app: Any, serve: ServeConfig) -> Any:
-    """Creates the HTTP server (`uvicorn.Server`) of an application."""
-    with needs_extra("serve", "serve"):
-        import uvicorn
-
-    waits = serve.drain_seconds
-    return uvicorn.Server(
-        uvicorn.Config(app, lifespan="on", log_config=None, log_level="warning", timeout_graceful_shutdown=waits)
-    )
 
 
 def compile_programs(config: Config, trained: Trained, translator: Translator, languages: Languages) -> None:

@@ -21,12 +21,14 @@ class Access(NamedTuple):
     """The rules of a server.
 
     Attributes:
-      names: lower-case names of the server beside IP addresses and localhost; "*": any name.
+      sites: names of `serve.names`, in lower case; their pages may send requests from any port. "*": any name in Host.
       tokens: a request needs one of these tokens; empty: it needs none.
+      own: further names of the server, in addition to IP addresses and localhost.
     """
 
-    names: frozenset[str] = frozenset()
+    sites: frozenset[str] = frozenset()
     tokens: tuple[bytes, ...] = ()
+    own: frozenset[str] = frozenset()
 
     def check_site(self, request: Request) -> None:
         """Refuses requests that a page of another site makes the browser send.
@@ -36,16 +38,18 @@ class Access(NamedTuple):
         Raises:
           HTTPException: 403, if Host is not a name of this server, or Origin is another server.
         """
-        origin, hosts = request.headers.get("origin"), request.headers.getlist("host")
-        for host in hosts:
-            name, _ = server_of(f"//{host}")
+        origin, places = request.headers.get("origin"), set()
+        for host in request.headers.getlist("host"):
+            name, place = server_of(f"//{host}")
+            places.add(place)
             local = is_address(name) or name == "localhost" or name.endswith(".localhost")
-            if not (local or {name, "*"} & self.names):
+            if not (local or {name, "*"} & (self.sites | self.own)):
                 raise HTTPException(403, f"{host[:100]!a} is not a name of this server; add it to serve.names")
         if origin is not None:
             name, place = server_of(origin)
-            if name not in self.names and place not in hosts:
-                raise HTTPException(403, f"requests of pages from {origin[:100]!a} are refused; see serve.names")
+            if name not in self.sites and place not in places:
+                what = f"requests of pages from {origin[:100]!a} are refused"
+                raise HTTPException(403, f"{what}; if these are pages of this server, add its name to serve.names")
 
     def check_token(self, request: Request) -> None:
         """Raises `HTTPException` 401 if the request needs a token and has none that is valid."""
@@ -59,10 +63,13 @@ class Access(NamedTuple):
 
 
 def server_of(url: str) -> tuple[str, str]:
-    """Returns the server of a URL as its lower-case name, and as name:port; ("", "") if there is none."""
+    """Returns the lower-case name of the server of a URL, and the name with a port that is not HTTP's or HTTPS' own.
+
+    Both are "" if there is none. Proxies add and remove these two ports.
+    """
     try:
         parts = urlsplit(url)
-        return parts.hostname or "", parts.netloc
+        return parts.hostname or "", parts.netloc.lower().removesuffix(":80").removesuffix(":443")
     except ValueError:
         return "", ""
 
@@ -82,10 +89,16 @@ def is_loopback(address: str) -> bool:
 
 
 def make_access(serve: ServeConfig, say: Callable[[str], None]) -> Access:
-    """Reads the rules. Raises `UserError` if the file of tokens cannot be used."""
-    names = {serve.host, socket.gethostname(), *map(str.strip, serve.names.split(","))} - {""}
-    tokens = read_tokens(Path(serve.token_file), say) if serve.token_file else ()
-    return Access(frozenset(map(str.lower, names)), tokens)
+    """Reads the rules. Raises `UserError` if `serve.names` or the file of tokens cannot be used."""
+    sites = {name for each in serve.names.lower().split(",") if (name := each.strip())}
+    for name in sites - {"*"}:
+        if not (is_address(name) or re.fullmatch(r"[a-z0-9_.-]*[a-z0-9]", name)):
+            raise UserError(
+                f"config: serve.names has {name!r}; write the name alone, without https:// and port, and other letters "
+                "than a to z as in xn--bersetzer-0ya.example"
+            )
+    tokens = read_tokens(Path(serve.token_file).expanduser(), say) if serve.token_file else ()
+    return Access(frozenset(sites), tokens, frozenset({serve.host.lower(), socket.gethostname().lower()}))
 
 
 def read_tokens(path: Path, say: Callable[[str], None]) -> tuple[bytes, ...]:

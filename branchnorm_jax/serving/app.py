@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import uvicorn
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
@@ -138,3 +139,11 @@ async def refuse(request: Request, error: Exception) -> Response:
 async def nobody(request: Request, error: Exception) -> Response:
     """Returns an empty response, for a client that has disconnected."""
     return Response(status_code=400)
+
+
+def make_server(app: Starlette, serve: ServeConfig) -> uvicorn.Server:
+    """Creates the HTTP server of an application."""
+    waits = serve.drain_seconds
+    return uvicorn.Server(
+        uvicorn.Config(app, lifespan="on", log_config=None, log_level="warning", timeout_graceful_shutdown=waits)
+    )

@@ -167,6 +167,8 @@ def test_methods_that_cannot_be_exported_give_a_reason() -> None:
         assert bool(obstacle) != (method in FOLDABLE), method
     scaled = Transformer(dataclasses.replace(SMALL, norm="scale_norm"), WORDS, WORDS)
     assert "scale_norm" in fold.obstacle(scaled)
+    assert "rotary" in ctranslate2.obstacle(dataclasses.replace(SMALL, positions="rotary"))
+    assert not ctranslate2.obstacle(dataclasses.replace(SMALL, positions="relative", norm="rms_norm"))
 
 
 FOLDABLE = {

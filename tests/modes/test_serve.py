@@ -25,11 +25,10 @@ import pytest
 from branchnorm_jax.data.tokenizer import Tokenizer, load_tokenizer
 from branchnorm_jax.decoding.languages import Languages
 from branchnorm_jax.decoding.results import Translation, pharaoh
-from branchnorm_jax.modes.serve import make_server
 from branchnorm_jax.options import DataConfig, DecodeConfig, ServeConfig
 from branchnorm_jax.serving import messages
 from branchnorm_jax.serving.access import Access
-from branchnorm_jax.serving.app import PAGE, make_app
+from branchnorm_jax.serving.app import PAGE, make_app, make_server
 from branchnorm_jax.serving.messages import TranslationRequest, parse, to_json
 from tests.conftest import ROOT, run_main, start_main
 

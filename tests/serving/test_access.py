@@ -82,6 +82,27 @@ def test_requests_of_other_sites_are_refused(url: str, host: str, origin: str | 
             assert "serve.names" in json.loads(response.answer)["error"]  # type: ignore[attr-defined]
 
 
+@pytest.mark.parametrize(
+    ("host", "origin", "status"),
+    [
+        ("127.0.0.1:PORT", "http://127.0.0.1:PORT", 200),
+        ("127.0.0.1:PORT", "http://127.0.0.1:1", 403),  # another program of this machine
+        ("NAME:PORT", "http://NAME:PORT", 200),
+        ("NAME:PORT", "http://NAME:1", 403),
+        ("10.0.0.5:443", "https://10.0.0.5", 200),  # behind a proxy that names the port
+        ("10.0.0.5", "http://10.0.0.5:80", 200),
+    ],
+)
+def test_rules_without_options(host: str, origin: str, status: int) -> None:
+    device = Device()
+    device.go.set()
+    headers = [
+        (key, value.replace("NAME", socket.gethostname())) for key, value in (("host", host), ("origin", origin))
+    ]
+    with serving(device, [], make_access(ServeConfig(), print)) as url:
+        assert send(url, "POST", "/translate", *headers).status == status
+
+
 def test_clients_without_names_are_no_browsers(url: str) -> None:
     with socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2]))) as connection:
         connection.sendall(b"GET /health HTTP/1.0\r\n\r\n")
@@ -130,7 +151,11 @@ def test_files_of_tokens(tmp_path: Path) -> None:
 
 def test_names_of_the_server() -> None:
     access = make_access(ServeConfig(host="0.0.0.0", names=" Translator.example, b"), print)
-    assert access.names == {"0.0.0.0", "translator.example", "b", socket.gethostname().lower()}
+    assert access.sites == {"translator.example", "b"}
+    assert access.own == {"0.0.0.0", socket.gethostname().lower()}
+    for name in ("translator.example:8443", "https://b.example", "übersetzer.example", "c.example."):
+        with pytest.raises(UserError, match="without https:// and port"):
+            make_access(ServeConfig(names=name), print)
     assert access.tokens == ()
     for address, expected in (
         ("127.0.0.1", True),
@@ -170,6 +195,7 @@ def test_the_page_runs_only_its_own_script(url: str) -> None:
 @pytest.mark.slow
 def test_the_page_asks_for_the_token(trained: Path, browser: Any, tmp_path: Path) -> None:  # noqa: F811
     from selenium.webdriver.common.by import By
+    from selenium.webdriver.support import expected_conditions as EC
     from selenium.webdriver.support.ui import WebDriverWait
 
     path = tmp_path / "tokens"
@@ -179,19 +205,19 @@ def test_the_page_asks_for_the_token(trained: Path, browser: Any, tmp_path: Path
     server = Server(f"--workdir={trained}", *options, f"--config.serve.token_file={path}")
     try:
         assert not any("open to everyone" in line for line in server.log)
-        box, token, button, error, best = (
+        box, token, button, best = (
             lambda selector=selector: browser.find_element(By.CSS_SELECTOR, selector)
-            for selector in ("#text", "#token", "#translate", "#error", ".best")
+            for selector in ("#text", "#token", "#translate", ".best")
         )
         wait = WebDriverWait(browser, 60)
         browser.get(server.url.replace("0.0.0.0", "127.0.0.1"))
         wait.until(lambda _: token().is_displayed())
-        for given in ("", "wrong"):
+        for given, message in (("", "needs a token"), ("wrong", "does not know this token")):
             box().clear()
             box().send_keys("one hundred")
             token().send_keys(given)
             button().click()
-            wait.until(lambda _: "needs a token" in error().text)
+            wait.until(EC.text_to_be_present_in_element((By.ID, "error"), message))
             assert token().is_displayed()
         token().clear()
         token().send_keys("sesame")

@@ -238,7 +238,7 @@ def parse(argv: list[str]) -> tuple[Config, Workdir]:
 def make_config() -> Config:
     """Returns the config of the parsed flags, with the recommended options of its method."""
     if FLAGS.config is None:
-        raise UserError("--config: get_config() of this file returns None; it must return a ConfigDict")
+        raise TypeError("get_config() returns None; it must return a ConfigDict")
     given = set(config_flags.get_override_values(FLAGS["config"]))
     options = configs.with_one_length(FLAGS.config, given)
     if FLAGS.mode == "sweep":

@@ -142,8 +142,8 @@ def _end_like(status: int) -> NoReturn:
 def _listen() -> int:
     """Filters the calls of this process and its threads from now on; returns the descriptor that receives them."""
     libc = ctypes.CDLL(None, use_errno=True)
-    # A program of the classic BPF: load the number; if it is in CALLS, jump to the last line, which asks the supervisor;
-    # otherwise allow the call.
+    # A program of the classic BPF: load the number; if it is in CALLS, jump to the last line, which asks the
+    # supervisor; otherwise allow the call.
     lines = [(0x20, 0, 0, 0)]
     for place, number in enumerate(CALLS):
         lines.append((0x15, len(CALLS) - place, 0, number))

@@ -63,11 +63,9 @@ MUST_NOT_IMPORT = {
     "model": {"os", "io", "pathlib", "shutil", "time", "datetime"},
 }
 
-# Imported only inside functions, because they are slow to import or not installed everywhere.
-HEAVY = {
-    *("tensorflow", "tensorflow_datasets", "matplotlib", "ctranslate2", "torch", "transformers", "tensorboardX"),
-    "uvicorn",
-}
+# Imported only inside functions, because they are slow to import or not installed everywhere. (Starlette and uvicorn
+# are imported by `serving` alone, which is itself imported inside functions.)
+HEAVY = {"tensorflow", "tensorflow_datasets", "matplotlib", "ctranslate2", "torch", "transformers", "tensorboardX"}
 
 # Limits of a function. Blank lines, comments and the signature count as lines; the docstring does not. self and cls do
 # not count as parameters. A nested function counts by itself and as part of the enclosing function.

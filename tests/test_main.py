@@ -407,12 +407,13 @@ def test_inference_without_a_run_is_rejected(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_wrong_workdir_lists_the_runs_near_it(tmp_path: Path) -> None:
+    runs = tmp_path / "runs"  # Beside tmp_path are the runs of other tests.
     for name in ("german", "french"):
-        (tmp_path / name).mkdir()
+        (runs / name).mkdir(parents=True)
         for file in ("config.json", "data.json"):
-            (tmp_path / name / file).write_text("{}")
-    near = f"no training run in this folder; runs near it: {tmp_path / 'french'}, {tmp_path / 'german'}"
-    for folder in (tmp_path, tmp_path / "germna"):
+            (runs / name / file).write_text("{}")
+    near = f"no training run in this folder; runs near it: {runs / 'french'}, {runs / 'german'}"
+    for folder in (runs, runs / "germna"):
         with pytest.raises(UserError, match=re.escape(f"--workdir={folder}: {near}")):
             parse(["main.py", "--mode=translate", f"--workdir={folder}"])
 

@@ -6,7 +6,7 @@ import math
 import resource
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -65,6 +65,19 @@ def read_lines(path: Path, names: Iterable[str] = ()) -> list[dict[str, Any]]:
     return lines
 
 
+@contextlib.contextmanager
+def hidden(module: str) -> Iterator[None]:
+    """Makes imports of a module fail inside the context, unless it has been imported before."""
+    hides = module not in sys.modules
+    if hides:
+        sys.modules[module] = None  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        if hides:
+            del sys.modules[module]
+
+
 class TensorBoard:
     """Writes scalars to TensorBoard event files, without TensorFlow."""
 
@@ -76,7 +89,8 @@ class TensorBoard:
         """
         self._writer: Any = None
         try:
-            with needs_extra("plots", "TensorBoard needs tensorboardX"):
+            # The library imports PyTorch if it is installed, which takes a second and is not needed for numbers.
+            with needs_extra("plots", "TensorBoard needs tensorboardX"), hidden("torch"):
                 from tensorboardX import SummaryWriter
         except MissingExtraError as error:
             say(f"{directory} is not written: {error}")

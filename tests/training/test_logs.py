@@ -1,11 +1,13 @@
-"""JSON Lines files: written lines are read back, and broken lines are reported."""
+"""JSON Lines files: written lines are read back, broken lines are reported. Modules are hidden from a library."""
 
+import importlib
 import json
+import sys
 from pathlib import Path
 
 import pytest
 
-from branchnorm_jax.training.logs import JsonLines, read_lines
+from branchnorm_jax.training.logs import JsonLines, hidden, read_lines
 
 
 def test_lines_of_repeated_updates_are_dropped(tmp_path: Path) -> None:
@@ -49,3 +51,14 @@ def test_broken_lines_are_skipped_and_reported(
     assert [line["step"] for line in read_lines(path, ("a",))] == steps
     message = capsys.readouterr().err
     assert (f"lines.jsonl: {broken} lines cannot be read" in message) == bool(broken)
+
+
+def test_hidden_modules_cannot_be_imported_unless_they_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "this", raising=False)
+    with hidden("this"), pytest.raises(ImportError):
+        importlib.import_module("this")
+    assert "this" not in sys.modules
+    monkeypatch.setitem(sys.modules, "this", sys)
+    with hidden("this"):
+        assert importlib.import_module("this") is sys
+    assert sys.modules["this"] is sys

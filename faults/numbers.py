@@ -34,7 +34,6 @@ OPTIONS = (
     "--config.train.keep_best=0",
     "--config.train.eval_every=0",
     "--config.train.watch_every=20",
-    "--config.model.remat=none",
     "--config.model.alpha_steps=100",  # alpha grows until the end of the run, so that a pause is seen
     "--config.model.dropout=0.1",
 )

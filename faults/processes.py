@@ -20,6 +20,7 @@ TINY = (
     "--config.model.ffn_width=24",
     "--config.model.heads=2",
     "--config.model.alpha_steps=10",
+    "--config.model.remat=none",  # "auto" first traces an update to predict its memory
     "--config.data.numerals_pairs=300",
     "--config.data.vocab_size=300",
     "--config.data.max_length=128",

@@ -23,6 +23,7 @@ TINY = (
     "--config.model.heads=2",
     "--config.model.dropout=0.1",
     "--config.model.alpha_steps=10",
+    "--config.model.remat=none",  # "auto" first traces an update to predict its memory
     "--config.data.numerals_pairs=600",
     "--config.data.vocab_size=300",
     "--config.data.max_length=128",

@@ -76,7 +76,10 @@ def run(family: str, arguments: argparse.Namespace, until: float) -> int:
                 break
             folder = Path(tempfile.mkdtemp(prefix=f"{family}-{number}-", dir=arguments.scratch)) / "trial"
             row = one(trial, family, arguments.seed, number, folder)
-            file.write(json.dumps(row, ensure_ascii=False) + "\n")
+            line = json.dumps(row, ensure_ascii=False)
+            # Results are shared; the folders of this machine tell others nothing.
+            line = line.replace(str(folder), "<trial>").replace(str(arguments.scratch), "<scratch>")
+            file.write(line + "\n")
             file.flush()
             if row["lost"] or row["wrong"]:
                 bad.append(number)

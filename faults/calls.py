@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from faults import kills
-from faults.kills import TRAINED, Job, age, digest, kind
+from faults.kills import TRAINED, Job, age, differing, digest, kind, steps_of
 from faults.processes import TINY, Finished, run
 from faults.supervisor import FAILURES, KILL, Fault, place_of, supervise, unavailable
 from faults.trial import Family, Outcome, Trial, Unavailable
@@ -57,11 +57,6 @@ def files_of(workdir: Path) -> list[str]:
     newest = max(steps_of(workdir), default=0)
     names = {RANDOM.sub("#", str(path.relative_to(workdir))) for path in workdir.rglob("*")}
     return sorted(name for name in names if not re.match(rf"checkpoints/(?!{newest}/)\d+(/|$)", name))
-
-
-def steps_of(workdir: Path) -> list[int]:
-    """Returns the steps of the finished checkpoints, and of those that are being deleted."""
-    return [int(path.name) for path in workdir.glob("checkpoints/*") if path.name.isdecimal()]
 
 
 def undisturbed(name: str, shared: Path) -> Undisturbed:
@@ -133,8 +128,8 @@ def again(name: str, workdir: Path, shared: Path) -> tuple[str, str]:
         return f"the next start ends with {done.code}: {done.said}", ""
     if found := [line for line in done.error.splitlines() if "damaged" in line or "cannot be read" in line]:
         return "", f"the next start says: {found[0]}"
-    if digest(workdir, JOBS[name].results) != expected.digest:
-        return "", "the results differ from those of the undisturbed run"
+    if different := differing(digest(workdir, JOBS[name].results), expected.digest):
+        return "", f"{', '.join(different[:5])} differ from the undisturbed run"
     if len(steps_of(workdir)) > MOST:
         return "", f"{len(steps_of(workdir))} checkpoints are left"
     if different := sorted({*files_of(workdir)} ^ {*expected.files}):

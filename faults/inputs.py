@@ -32,7 +32,7 @@ from branchnorm_jax.modes.common import Trained, load, read_chunks
 from branchnorm_jax.options import Config
 from branchnorm_jax.workdir import Workdir
 from faults import hostile
-from faults.processes import TINY, Finished, run
+from faults.processes import Finished, run, tiny_model
 from faults.trial import Family, Outcome, Trial
 
 LINES = 250
@@ -316,12 +316,7 @@ def run_command(cache: Path, workdir: Path, rng: random.Random, folder: Path) ->
 
 def prepare(shared: Path, seconds: float) -> Trial:
     """Trains a tiny model, unless it is there, and loads it."""
-    cache, workdir = shared / "compiled", shared / "model"
-    if not (shared / "made").exists():
-        done = run([*TINY, "--config.train.steps=200", f"--workdir={workdir}"], cache)
-        if done.code:
-            raise RuntimeError(done.error)
-        (shared / "made").touch()
+    cache, workdir = tiny_model(shared, "--config.train.steps=200")
     config = configs.load(workdir / "config.json")
     config = dataclasses.replace(config, decode=dataclasses.replace(config.decode, beam_size=2, max_input_length=32))
     # The programs of a tiny model run for milliseconds, so they need no optimisation.

@@ -257,11 +257,20 @@ def trial(shared: Path, rng: random.Random, folder: Path) -> Outcome:
     done = run(options, cache)
     if done.code:
         return Outcome(number.name, where, done.said, code, lost=f"the next start ends with {done.code}: {done.said}")
-    found = digest(workdir, job.results)
-    different = [file for file in expected.digest.keys() | found.keys() if expected.digest.get(file) != found.get(file)]
+    different = differing(digest(workdir, job.results), expected.digest)
     left = [str(path.relative_to(workdir)) for path in workdir.rglob("*") if LEFTOVER.search(path.name)]
-    wrong = f"{', '.join(sorted(different)[:5])} differ from the undisturbed run" if different else ""
+    wrong = f"{', '.join(different[:5])} differ from the undisturbed run" if different else ""
     return Outcome(number.name, where, said, code, lost="", wrong=wrong or (f"left behind: {left[:3]}" if left else ""))
+
+
+def differing(found: dict[str, str], expected: dict[str, str]) -> list[str]:
+    """Returns the files that two digests do not have in common."""
+    return sorted({file for file, _ in found.items() ^ expected.items()})
+
+
+def steps_of(workdir: Path) -> list[int]:
+    """Returns the steps of the finished checkpoints, and of those that are being deleted, oldest first."""
+    return sorted(int(path.name) for path in workdir.glob("checkpoints/*") if path.name.isdecimal())
 
 
 LEFTOVER = re.compile(r"tmp|\.old$")

@@ -123,6 +123,17 @@ def run(
     return Finished(1 if code is None else code, out, error)
 
 
+def tiny_model(shared: Path, *options: str) -> tuple[Path, Path]:
+    """Trains a tiny model, unless an earlier call has; returns the folder of compiled programs, and the workdir."""
+    cache, workdir = shared / "compiled", shared / "model"
+    if not (shared / "made").exists():
+        done = run([*TINY, *options, f"--workdir={workdir}"], cache)
+        if done.code:
+            raise RuntimeError(done.error)
+        (shared / "made").touch()
+    return cache, workdir
+
+
 _CONTEXT = multiprocessing.get_context("forkserver")
 
 PRELOADED = ("branchnorm_jax.cli", "branchnorm_jax.training.loop", "branchnorm_jax.modes.evaluate")

@@ -30,7 +30,7 @@ from branchnorm_jax.serving.app import make_app, make_server
 from branchnorm_jax.serving.messages import TranslationRequest, parse, to_json
 from faults import hostile
 from faults.kills import Watched
-from faults.processes import TINY, run
+from faults.processes import tiny_model
 from faults.trial import Family, Outcome, Trial
 
 BURSTS = (20, 50, 200)
@@ -269,7 +269,7 @@ def drain(cache: Path, workdir: Path, rng: random.Random, folder: Path) -> Outco
     number, count = rng.choice((signal.SIGTERM, signal.SIGINT)), rng.choice((1, 20))
     options = ["--mode=serve", f"--workdir={workdir}", "--config.serve.port=0", "--config.serve.warm_up_length=0"]
     watched = Watched([*options, f"--config.serve.drain_seconds={int(SECONDS)}"], cache)
-    port = next((int(line.split(":")[2].split(";")[0]) for line in started(watched)), 0)
+    port = port_of(watched)
     name = f"{number.name}, {count} requests in flight"
     if not port:
         return Outcome(name, "serve", watched.finished().said, wrong="the server does not start")
@@ -300,14 +300,15 @@ def drain(cache: Path, workdir: Path, rng: random.Random, folder: Path) -> Outco
     return Outcome(name, "serve", done.said, done.code, lost, wrong)
 
 
-def started(watched: Watched) -> Iterator[str]:
-    """Waits until a server listens; yields the line with its address, or nothing if it ends before."""
-    for _ in itertools.count():
+def port_of(watched: Watched) -> int:
+    """Waits until a server listens, and returns its port; 0 if the server ends before."""
+    while True:
         ended = watched.process.poll() is not None
-        found = [line for line in watched.lines if line.startswith("serving at ")]
-        if found or ended:
-            yield from found
-            return
+        for line in watched.lines:
+            if found := re.match(r"serving at http://\S+:(\d+);", line):
+                return int(found[1])
+        if ended:
+            return 0
         time.sleep(0.1)
 
 
@@ -319,12 +320,7 @@ def memory(process: int) -> int:
 
 def prepare(shared: Path, seconds: float) -> Trial:
     """Trains a tiny model, unless it is there."""
-    cache, workdir = shared / "compiled", shared / "model"
-    if not (shared / "made").exists():
-        done = run([*TINY, f"--workdir={workdir}"], cache)
-        if done.code:
-            raise RuntimeError(done.error)
-        (shared / "made").touch()
+    cache, workdir = tiny_model(shared)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs of a shell ignore it
     burst(random.Random(0), shared)  # opens what the process keeps open
 

@@ -18,7 +18,7 @@ from collections import Counter
 from pathlib import Path
 
 from faults.damage import CHANGES
-from faults.kills import digest
+from faults.kills import differing, digest, steps_of
 from faults.processes import ROOT, TINY, Finished, start
 from faults.trial import Family, Outcome, Trial
 
@@ -74,16 +74,12 @@ class Loop:
         self.said = done.said or self.said
         return done
 
-    def steps(self) -> list[int]:
-        """Returns the steps of the checkpoints, oldest first."""
-        return sorted(int(path.name) for path in self.workdir.glob("checkpoints/*") if path.name.isdecimal())
-
     def check(self, done: Finished, fault: str) -> None:
         """Raises `Stopped` unless the run may be started again after this end."""
         # SIGTERM ends a process at once while Python starts.
         if wrong := "" if done.code in (-signal.SIGKILL, -signal.SIGTERM) else done.fault:
             raise Stopped(f"{fault}: {wrong}")
-        latest = max(self.steps(), default=0)
+        latest = max(steps_of(self.workdir), default=0)
         self.retries, self.step = 0 if latest > self.step else self.retries, max(latest, self.step)
         code = 128 - done.code if done.code < 0 else done.code
         rule = f"source launch/exit_codes.sh; decide {code} {self.retries}"
@@ -106,8 +102,8 @@ class Loop:
             return None
         self.process.send_signal(signal.SIGTERM if fault == "SIGTERM" else signal.SIGKILL)
         done = self.ended()
-        if fault == "damaged checkpoint" and len(self.steps()) > 1:
-            newest = self.workdir / "checkpoints" / str(self.steps()[-1])
+        if fault == "damaged checkpoint" and len(steps_of(self.workdir)) > 1:
+            newest = self.workdir / "checkpoints" / str(steps_of(self.workdir)[-1])
             path = rng.choice(sorted(path for path in newest.rglob("*") if path.is_file() and path.stat().st_size))
             path.write_bytes(rng.choice(list(CHANGES.values()))(path.read_bytes(), rng)[0])
         return done
@@ -139,7 +135,7 @@ def trial(cache: Path, seconds: float, rng: random.Random, folder: Path) -> Outc
     where = ""
     try:
         faults = disturb(loop, rng, max(LEAST, min(MEAN, seconds / 20)), begin + seconds / 2)
-        steps = (max(loop.steps(), default=0) // STEP + 1) * STEP
+        steps = (max(steps_of(loop.workdir), default=0) // STEP + 1) * STEP
         where = f"{steps} updates: " + ", ".join(f"{count} x {fault}" for fault, count in sorted(faults.items()))
         for each in (loop, undisturbed):
             each.start(steps)
@@ -148,8 +144,7 @@ def trial(cache: Path, seconds: float, rng: random.Random, folder: Path) -> Outc
                 raise Stopped(f"the last start ends with {done}")
     except Stopped as stopped:
         return Outcome("a schedule of faults", where, loop.said, wrong=str(stopped)[:400])
-    found, expected = digest(loop.workdir, RESULTS), digest(undisturbed.workdir, RESULTS)
-    different = sorted(name for name in found.keys() | expected.keys() if found.get(name) != expected.get(name))
+    different = differing(digest(loop.workdir, RESULTS), digest(undisturbed.workdir, RESULTS))
     wrong = f"{', '.join(different)} differ from the undisturbed run" if different else ""
     return Outcome("a schedule of faults", where, loop.said, wrong=wrong)
 

@@ -1,7 +1,6 @@
 """Other devices after each stop: a run resumes on any number of processes and devices, and computes the same losses."""
 
 import functools
-import json
 import os
 import random
 import subprocess
@@ -12,6 +11,7 @@ from typing import Any, NamedTuple
 
 import jax
 
+from branchnorm_jax.training.logs import read_lines
 from faults.controls import OPTIONS
 from faults.processes import ROOT, Finished, environment, run
 from faults.trial import Family, Outcome, Trial
@@ -80,11 +80,6 @@ def part(machine: Machine, until: int, workdir: Path, cache: Path) -> Finished:
     return Finished(done.returncode, "", done.stdout)
 
 
-def metrics(workdir: Path) -> list[dict[str, Any]]:
-    """Returns the lines of metrics.jsonl."""
-    return [json.loads(line) for line in (workdir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-
-
 def difference(found: Sequence[dict[str, Any]], expected: Sequence[dict[str, Any]]) -> str:
     """Returns how the metrics of a run differ from those of another one; "" if only by rounding."""
     if [line["step"] for line in found] != [line["step"] for line in expected]:
@@ -103,7 +98,7 @@ def prepare(shared: Path, seconds: float) -> Trial:
     done = part(Machine(1, 1, fsdp=False), UPDATES, undisturbed, cache)
     if done.code:
         raise RuntimeError(done.error)
-    expected = metrics(undisturbed)
+    expected = read_lines(undisturbed / "metrics.jsonl")
 
     def trial(rng: random.Random, folder: Path) -> Outcome:
         where, said = list[str](), ""
@@ -115,7 +110,8 @@ def prepare(shared: Path, seconds: float) -> Trial:
                 return Outcome("other devices", ", ".join(where), done.said, done.code, wrong=done.fault or done.said)
             if refused:
                 where[-1], said = f"{machine} refused", done.said
-        return Outcome("other devices", ", ".join(where), said, wrong=difference(metrics(folder / "run"), expected))
+        found = read_lines(folder / "run" / "metrics.jsonl")
+        return Outcome("other devices", ", ".join(where), said, wrong=difference(found, expected))
 
     return trial
 

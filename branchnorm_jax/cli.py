@@ -5,13 +5,15 @@ This module defines the flags, starts up JAX and dispatches to the modes, which 
 
 import atexit
 import contextlib
+import functools
 import keyword
 import os
 import re
 import signal
 import sys
 import traceback
-from collections.abc import Iterator
+import warnings
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType, ModuleType
 from typing import Any, NoReturn, TextIO, cast
@@ -20,7 +22,7 @@ from absl import flags
 from ml_collections import config_flags
 
 from branchnorm_jax import config as configs
-from branchnorm_jax.errors import BranchNormError, Preempted, StorageError, UserError, one_line
+from branchnorm_jax.errors import BranchNormError, OneLineWarning, Preempted, StorageError, UserError, one_line
 from branchnorm_jax.model.methods import get_recipe
 from branchnorm_jax.options import Config, fields, sections
 from branchnorm_jax.workdir import Workdir, runs_near
@@ -95,9 +97,18 @@ class LastingStream:
             os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
 
 
+def show_warning(show: Callable[..., None], message: Warning | str, *place: Any) -> None:
+    """Prints a `OneLineWarning` as one line, and shows other warnings with `show`."""
+    if isinstance(message, OneLineWarning):
+        print(one_line(str(message)), file=sys.stderr)
+    else:
+        show(message, *place)
+
+
 def command() -> NoReturn:
     """Runs `main` on the command line and ends the process with its exit code."""
     sys.stderr = cast(TextIO, LastingStream(sys.stderr))
+    warnings.showwarning = functools.partial(show_warning, warnings.showwarning)
     try:
         code = main(sys.argv)
     except Exception:

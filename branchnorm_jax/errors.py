@@ -48,6 +48,10 @@ def needs_extra(name: str, what: str) -> Iterator[None]:
         raise MissingExtraError(f'{what}: {error}; run: pip install "branchnorm_jax[{name}]"') from error
 
 
+class OneLineWarning(UserWarning):
+    """Something that a user should know, in one line. The command line prints it without the place in the code."""
+
+
 def one_line(text: str) -> str:
     r"""Returns a message as one line: control characters, as in names of files, become escapes.
 

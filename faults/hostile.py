@@ -152,30 +152,45 @@ def jsonl(rows: Sequence[Pair]) -> str:
     return "".join(json.dumps({"translation": {"en": en, "de": de}, "id": 7}) + "\n" for en, de in rows)
 
 
+def in_xml(text: str) -> str:
+    """Returns a text without the characters that XML cannot have, and without tabs and line breaks."""
+    return "".join(c for c in text if c >= " " and not 0xD800 <= ord(c) < 0xE000 and c not in "\ufffe\uffff")
+
+
 def tmx(rows: Sequence[Pair]) -> str:
-    """Returns pairs as a translation memory. Characters that XML cannot have are left out."""
+    """Returns pairs as a translation memory."""
 
     def segment(code: str, text: str) -> str:
-        allowed = "".join(c for c in text if c >= " " and not 0xD800 <= ord(c) < 0xE000 and c not in "\ufffe\uffff")
-        return f'<tuv xml:lang="{code}"><seg>{escape(allowed)}</seg></tuv>'
+        return f'<tuv xml:lang="{code}"><seg>{escape(in_xml(text))}</seg></tuv>'
 
     units = "".join(f"<tu>{segment('en', en)}{segment('de', de)}</tu>\n" for en, de in rows)
     return f'<?xml version="1.0" encoding="UTF-8"?>\n<tmx version="1.4"><header/><body>\n{units}</body></tmx>\n'
+
+
+def one_line(text: str) -> str:
+    """Returns a text in which each line break, and the space around it, is one space."""
+    parts = (part.strip() for part in text.replace("\r", "\n").split("\n"))
+    return " ".join(part for part in parts if part)
 
 
 class Format(NamedTuple):
     """How a kind of file is written, and parts of files that it should not have."""
 
     write: Callable[[Sequence[Pair]], str]
+    kept: Callable[[str], str]
+    """What a reader gets of a text."""
     poison: tuple[str, ...]
 
 
 DEEP = 100_000
 
 FORMATS: dict[str, Format] = {
-    "tsv": Format(tsv, ("a\tb\tc\n", "a\n", "\t\n", "en\tde\n", '"a\tb"\n')),
+    "tsv": Format(
+        tsv, lambda text: one_line(text.replace("\t", " ")), ("a\tb\tc\n", "a\n", "\t\n", "en\tde\n", '"a\tb"\n')
+    ),
     "jsonl": Format(
         jsonl,
+        one_line,
         (
             *("[" * DEEP + "\n", "{" * 99 + "\n", "9" * 5000 + "\n", "NaN\n", "null\n", "[]\n", '"en"\n', "{}\n", "\n"),
             '{"en": "a", "en": "b", "de": "c"}\n',
@@ -188,6 +203,7 @@ FORMATS: dict[str, Format] = {
     ),
     "tmx": Format(
         tmx,
+        lambda text: one_line(in_xml(text)),
         (
             '<!DOCTYPE tmx [<!ENTITY a "aaaaaaaaaa"><!ENTITY b "&a;&a;&a;&a;&a;&a;&a;&a;&a;">]>',
             '<!DOCTYPE tmx [<!ENTITY a SYSTEM "file:///etc/passwd">]>',

@@ -16,6 +16,7 @@ import re
 import resource
 import socket
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,7 +24,7 @@ from typing import Any, NamedTuple
 import jax
 
 from branchnorm_jax import config as configs
-from branchnorm_jax.data.formats import pairs_in
+from branchnorm_jax.data.formats import UnpairedWarning, pairs_in
 from branchnorm_jax.data.lines import text_lines
 from branchnorm_jax.decoding.engine import coarse
 from branchnorm_jax.errors import BranchNormError, UserError
@@ -56,6 +57,11 @@ def in_place(line: int, message: str) -> str:
     return "" if f"line {line}:" in message else f"refused, but not because of line {line}: {message[:200]}"
 
 
+def lines_of(content: bytes) -> list[str]:
+    """Returns the lines of an input file."""
+    return [line.decode().rstrip("\r") for line in hostile.plain(content.removeprefix("\ufeff".encode()))]
+
+
 def translate_lines(config: Config, trained: Trained, rng: random.Random, folder: Path) -> Outcome:
     """Translates or scores a file of `LINES` lines, a third of them unusual."""
     mode = rng.choice(("translate", "translate", "score"))
@@ -75,8 +81,9 @@ def translate_lines(config: Config, trained: Trained, rng: random.Random, folder
     where = f"{mode}: {' '.join(f'{name}={value}' for name, value in changes.items())}"
     faulty = hostile.first_invalid(content)
     if mode == "score" and not faulty:
-        rows = [line.decode().removeprefix("\ufeff").rstrip("\r") for line in hostile.plain(content)]
-        faulty = next((number for number, row in enumerate(rows, 1) if row.strip() and row.count("\t") != 1), 0)
+        faulty = next(
+            (number for number, row in enumerate(lines_of(content), 1) if row.strip() and row.count("\t") != 1), 0
+        )
     try:
         with path.open("rb") as stream, contextlib.redirect_stderr(io.StringIO()):
             chunks = read_chunks(stream, "text", line_modes.CHUNK)
@@ -93,8 +100,9 @@ def translate_lines(config: Config, trained: Trained, rng: random.Random, folder
     wanted, given = LINES * decode.nbest if decode.format == "text" else LINES, printed.count("\n")
     wrong = f"line {faulty} is not refused" if faulty else ""
     lost = "" if given == wanted else f"{given} lines instead of {wanted}"
-    if decode.format == "jsonl" and not lost:
-        lost = "" if all(json.loads(line)["source"] is not None for line in printed.split("\n")[:-1]) else "no source"
+    if decode.format == "jsonl" and not lost and not wrong:
+        sources = [json.loads(line)["source"] for line in printed.split("\n")[:-1]]
+        wrong = "" if sources == lines_of(content) else "the sources are not those of the input"
     return Outcome(f"{LINES} lines", where, lost=lost, wrong=wrong)
 
 
@@ -109,22 +117,25 @@ def read_files(rng: random.Random, folder: Path) -> Outcome:
         if fault == "mutated":
             rows = [(hostile.mutated(en, rng), hostile.mutated(de, rng)) for en, de in rows]
         content = "".join(f"{en}\n" for en, _ in rows).encode()
+        good = lines_of(content)
         if kind != "text":
-            write, poison = hostile.FORMATS[kind]
-            content = write(rows).encode()
+            write, kept, poison = hostile.FORMATS[kind]
+            content, good = write(rows).encode(), [kept(en) for en, _ in rows]
             if fault == "poison":
                 *start, end = content.splitlines(keepends=True)
                 start.insert(rng.randrange(len(start)), rng.choice(poison).encode())
                 content = b"".join([*start, end])
         if fault == "poison" and rng.random() < 0.5:
-            content = hostile.mutated_bytes(content, rng)
+            content, good = hostile.mutated_bytes(content, rng), []
         frames = hostile.compressed(content, suffix, rng)
         path = folder / f"{number}.{kind}{suffix}"
         path.write_bytes(hostile.damaged(frames, rng) if fault == "damaged" and suffix else b"".join(frames))
         where = f"{path.name}: {fault}"
         try:
             found = text_lines(path) if kind == "text" else (en for en, _ in pairs_in(path, ("en", "de")))
-            texts = [*(changing(found, path, rng) if fault == "changes" else found)]
+            with warnings.catch_warnings(record=True, category=UnpairedWarning) as said:
+                warnings.simplefilter("always")
+                texts = [*(changing(found, path, rng) if fault == "changes" else found)]
         except UserError as error:
             refusals.append(str(error))
             if fault in ("none", "mutated"):
@@ -136,9 +147,13 @@ def read_files(rng: random.Random, folder: Path) -> Outcome:
             return Outcome("files", where, wrong=f"{type(error).__name__}: {error}"[:300])
         if fault == "changes":
             return Outcome("files", where, wrong="a file that changed while it was read is not refused")
-        if len(texts) != wanted_texts(kind, fault, content):
-            lost = f"{len(texts)} texts instead of {wanted_texts(kind, fault, content)}"
+        left_out = sum(int(re.findall(r": (\d+) of", str(each.message))[0]) for each in said)
+        if len(texts) + left_out != units_in(kind, content):
+            lost = f"{len(texts)} texts and {left_out} left out instead of {units_in(kind, content)}"
             return Outcome("files", where, lost=lost)
+        rest = iter(texts)
+        if changed := [text for text in good if text not in rest]:
+            return Outcome("files", where, wrong=f"a text was changed: {changed[0]!r}")
     return Outcome(f"{FILES} files of {kind}", f"{len(refusals)} refused", refusals[-1] if refusals else "")
 
 
@@ -149,14 +164,10 @@ def changing(texts: Iterator[str], path: Path, rng: random.Random) -> Iterator[s
     yield from texts
 
 
-def wanted_texts(kind: str, fault: str, content: bytes) -> int:
-    """Returns the number of texts in a file that is not refused."""
+def units_in(kind: str, content: bytes) -> int:
+    """Returns the number of units in a file: of lines, or of translation units of TMX."""
     if kind == "tmx":
-        # A unit without both languages is no pair.
-        units = re.findall(rb"<tu>.*?</tu>", content, re.DOTALL)
-        return sum(b'"en"' in unit and b'"de"' in unit for unit in units) if fault == "poison" else len(units)
-    if kind == "jsonl" and fault == "poison":
-        return sum(b'"en"' in line and b'"de"' in line for line in hostile.plain(content))
+        return len(re.findall(rb"<tu>.*?</tu>", content, re.DOTALL))
     return len(hostile.plain(content)) - (kind == "tsv")
 
 

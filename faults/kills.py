@@ -47,7 +47,9 @@ TRAINED = ("status.json", "metrics.jsonl")
 JOBS: dict[str, Job] = {
     "train": Job(TINY, TRAINED),
     "train.accumulation": Job((*TINY, "--config.train.accumulation=2"), TRAINED),
-    "train.update_in_backward": Job((*TINY, "--config.train.update_in_backward=True"), TRAINED),
+    "train.update_in_backward": Job(
+        (*TINY, "--config.train.update_in_backward=True", "--config.model.remat=full"), TRAINED
+    ),
     "train.ema_decay": Job((*TINY, "--config.train.ema_decay=0.9"), TRAINED),
     "adaptive alpha": Job(
         (

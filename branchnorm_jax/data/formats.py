@@ -3,6 +3,7 @@
 import functools
 import json
 import re
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
@@ -10,15 +11,20 @@ from upath import UPath
 
 from branchnorm_jax.data import tmx
 from branchnorm_jax.data.lines import COMPRESSED, text_lines, unique_names
-from branchnorm_jax.errors import UserError
+from branchnorm_jax.errors import OneLineWarning, UserError
 
 Pair = tuple[str, str]
+
+
+class UnpairedWarning(OneLineWarning):
+    """Units of a file are no pairs."""
 
 
 def pairs_in(path: Path | UPath, languages: Pair) -> Iterator[Pair]:
     """Streams the sentence pairs of a file, in constant memory.
 
-    A unit that lacks one of the languages is left out: it is no pair. A line break inside a text becomes a space.
+    A unit that lacks one of the languages is left out: it is no pair. In the end, `UnpairedWarning` says how many were.
+    A line break inside a text becomes a space.
 
     Args:
       path: the file; its suffix selects the format, see `FORMATS`.
@@ -27,19 +33,22 @@ def pairs_in(path: Path | UPath, languages: Pair) -> Iterator[Pair]:
     Raises:
       UserError: during iteration, if the file cannot be read, or if no unit has both languages.
     """
-    lacking, complete, known = 0, False, dict[str, None]()
+    lacking, complete, known = 0, 0, dict[str, None]()
     for texts in FORMATS[format_of(path.name)](path, languages):
         source, target = (code_of(language, tuple(texts)) for language in languages)
         if source is None or target is None:
             lacking, known = lacking + 1, known | dict.fromkeys(texts)
             continue
-        complete = True
+        complete += 1
         yield _one_line(texts[source]), _one_line(texts[target])
     if lacking and not complete:
         raise UserError(
             f"{path}: none of {lacking:,} units has both {' and '.join(languages)}; the languages are "
             f"{', '.join(known) or 'missing'}; change data.source_lang and data.target_lang"
         )
+    if lacking:
+        what = f"{lacking:,} of {lacking + complete:,} units lack {' or '.join(languages)} and are left out"
+        warnings.warn(f"{path}: {what}", UnpairedWarning, stacklevel=2)
 
 
 def format_of(name: str) -> str:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from branchnorm_jax.errors import UserError
-from faults import calls, campaign, configurations, damage, kills, report
+from faults import calls, campaign, configurations, damage, kills, processes, report
 from faults.processes import Finished
 from faults.trial import recorded
 
@@ -49,6 +49,13 @@ def test_trials_are_determined_by_seed_and_number(tmp_path: Path) -> None:
     assert {case.kind for case in cases} >= {*damage.CHANGES, "stale", "another file's content", "deleted"}
     stale = next(number for number, case in enumerate(cases) if case.kind == "stale")
     assert (tmp_path / f"copy 0/{stale}/checkpoints/30/memory").read_text() == "older/checkpoints/15"
+
+
+def test_options_of_jobs_are_valid(tmp_path: Path) -> None:
+    for job in kills.JOBS.values():
+        if not job.after:
+            done = processes.run([*job.filled(tmp_path / "run", tmp_path), "--mode=help"], tmp_path)
+            assert done.code == 0, done.error
 
 
 WEIGHTS = damage.Case("checkpoints/30/params/d/ab", "zeroed", "")

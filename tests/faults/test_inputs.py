@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from branchnorm_jax.data.formats import pairs_in
 from branchnorm_jax.errors import UserError
 from branchnorm_jax.serving.access import Access
 from faults import hostile, inputs, requests
@@ -51,7 +52,11 @@ def test_readers_that_lose_a_text_or_refuse_it_without_a_reason_are_found(
     def fails(*_: object) -> None:
         raise KeyError("x")
 
-    for broken, part in ((lambda *_: [("a", "b")], "texts instead of"), (refuses, ""), (fails, "KeyError")):
+    def changed(path: Path, languages: tuple[str, str]) -> list[tuple[str, str]]:
+        return [("a", "b") for _ in pairs_in(path, languages)]
+
+    parts = {lambda *_: [("a", "b")]: "left out instead of", refuses: "", fails: "KeyError", changed: "was changed"}
+    for broken, part in parts.items():
         monkeypatch.setattr(inputs, "pairs_in", broken)
         monkeypatch.setattr(inputs, "text_lines", broken)
         outcome = inputs.read_files(random.Random(1), tmp_path)

@@ -6,7 +6,7 @@
 | 2         | invalid input, option or workdir          | `UserError`          |
 | 3         | the run diverged                          | `DivergedError`      |
 | 4         | a process was lost, stuck or missing      | `HostError`          |
-| 5         | writing to storage failed                 | `StorageError`       |
+| 5         | storage failed                            | `StorageError`       |
 | 6         | an exported model gives different results | `MismatchError`      |
 | 128 + n   | preempted by signal n, after saving       | `Preempted`          |
 """
@@ -89,7 +89,7 @@ class HostError(BranchNormError):
 
 
 class StorageError(BranchNormError):
-    """A write failed, for example because the disk is full or read-only."""
+    """A write failed, for example because the disk is full or read-only, or a file that is there cannot be read."""
 
     exit_code = 5
 

@@ -14,7 +14,7 @@ from etils import epath
 
 from branchnorm_jax import config as configs
 from branchnorm_jax.bucket import MARK, Bucket, is_url
-from branchnorm_jax.errors import BranchNormError, UserError, some
+from branchnorm_jax.errors import BranchNormError, StorageError, UserError, some
 from branchnorm_jax.files import lock, write_atomically
 from branchnorm_jax.options import Config
 
@@ -228,16 +228,23 @@ class Workdir:
             )
 
     def data_identity(self) -> dict[str, str]:
-        """Returns the hashes that `agree_on_data` saved. Raises `UserError` if they are missing or broken."""
+        """Returns the hashes that `agree_on_data` saved.
+
+        Raises:
+          UserError: if they are missing or broken.
+          StorageError: if they may be intact but cannot be read.
+        """
         path = self / "data.json"
         try:
             known = json.loads(path.read_text(encoding="utf-8"))
             return {str(name): str(value) for name, value in known.items() if name != "reports"}
-        except (OSError, ValueError, AttributeError) as error:
+        except (FileNotFoundError, ValueError, AttributeError) as error:
             raise UserError(
                 f"{path}: cannot read the hashes of this run's data ({error}); if text and vocabulary have not "
                 f"changed, delete the file and resume training, which then accepts them unchecked"
             ) from error
+        except OSError as error:
+            raise StorageError(f"{path}: {error.strerror}") from error
 
 
 def runs_near(folder: Path) -> str:

@@ -34,6 +34,9 @@ JOBS: dict[str, Job] = {
     **{name: kills.JOBS[name] for name in ("evaluate", "translate", "average", "export")},
 }
 
+MESSAGE = re.compile(r"(StorageError|UserError): |checkpoint \d+ in |step \d|resuming ")
+"""Lines on stderr because of a fault: what failed, a damaged checkpoint, and that a run goes on."""
+
 RANDOM = re.compile(r"[0-9a-f]{32}|\d{6,}")
 """Parts of names that differ between equal runs."""
 
@@ -115,7 +118,7 @@ def verdict(job: str, workdir: Path, fault: Fault, hit: str, done: Finished, sai
         return f"the message does not say where: {done.said}"
     if done.code and len(new) > 1 and "warn" not in job:
         return f"more than one line: {new[:3]}"
-    if long := [line for line in new if len(line) > 500 or not re.match(r"[\w/.]+.*: |step|resuming", line)]:
+    if long := [line for line in new if len(line) > 500 or not MESSAGE.match(line)]:
         return f"no message: {long[0][:200]!r}"
     return ""
 

@@ -206,6 +206,13 @@ def test_broken_files_in_a_workdir_are_reported(trained: Path, tmp_path: Path) -
     model.write_bytes(good)
     (workdir / "data.json").write_text('{"vocabulary": "a')
     assert ends_with(run_main(*options, stdin="Five.\n").stderr, "data.json", "delete the file")
+    (workdir / "data.json").unlink()
+    (workdir / "data.json").symlink_to("/proc/self/mem")  # reading it is an input or output error
+    unreadable = run_main(*options, stdin="Five.\n")
+    assert unreadable.returncode == 5
+    assert ends_with(unreadable.stderr, "StorageError", "data.json: Input/output error")
+    assert "delete" not in unreadable.stderr
+    (workdir / "data.json").unlink()
     (workdir / "data.json").write_bytes((trained / "data.json").read_bytes())
     unfinished = workdir / "checkpoints" / "130.orbax-checkpoint-tmp"
     unfinished.mkdir()

@@ -34,7 +34,7 @@ JOBS: dict[str, Job] = {
     **{name: kills.JOBS[name] for name in ("evaluate", "translate", "average", "export")},
 }
 
-MESSAGE = re.compile(r"(StorageError|UserError): |checkpoint \d+ in |step \d|resuming ")
+MESSAGE = re.compile(r"(StorageError|UserError): |<workdir>.*: |checkpoint \d+ in <workdir>|step \d|resuming ")
 """Lines on stderr because of a fault: what failed, a damaged checkpoint, and that a run goes on."""
 
 RANDOM = re.compile(r"[0-9a-f]{32}|\d{6,}")
@@ -49,7 +49,7 @@ class Undisturbed(NamedTuple):
     digest: dict[str, str]
     files: list[str]
     said: list[str]
-    """Kinds of lines on stderr."""
+    """Kinds of lines on stderr, without the workdir."""
 
 
 def files_of(workdir: Path) -> list[str]:
@@ -71,7 +71,7 @@ def undisturbed(name: str, shared: Path) -> Undisturbed:
     done, calls, _ = supervised(name, workdir, shared, Fault(""))
     if done.code:
         raise RuntimeError(f"{name} fails without a fault: {done.error}")
-    said = sorted({kind(line) for line in done.error.splitlines()})
+    said = sorted({kind(line.replace(str(workdir), "")) for line in done.error.splitlines()})
     found = Undisturbed(calls, digest(workdir, JOBS[name].results), files_of(workdir), said)
     made.write_text(json.dumps(found._asdict()), encoding="utf-8")
     return found
@@ -113,12 +113,13 @@ def verdict(job: str, workdir: Path, fault: Fault, hit: str, done: Finished, sai
     saving = hit.startswith("checkpoints/") and not fault.place.startswith(("open", "delete"))
     if done.code == 2 and saving:
         return f"a failed save is no user error: {done.said}"
-    new = [line for line in done.error.splitlines() if kind(line) not in said]
+    new = [line for line in done.error.splitlines() if kind(line.replace(str(workdir), "")) not in said]
     if done.code and str(workdir) not in done.said:
         return f"the message does not say where: {done.said}"
     if done.code and len(new) > 1 and "warn" not in job:
         return f"more than one line: {new[:3]}"
-    if long := [line for line in new if len(line) > 500 or not MESSAGE.match(line)]:
+    named = [line.replace(str(workdir), "<workdir>") for line in new]
+    if long := [line for line in named if len(line) > 500 or not MESSAGE.match(line)]:
         return f"no message: {long[0][:200]!r}"
     return ""
 

@@ -425,6 +425,7 @@ def test_a_wrong_workdir_lists_the_runs_near_it(tmp_path: Path) -> None:
             parse(["main.py", "--mode=translate", f"--workdir={folder}"])
 
 
+@pytest.mark.slow
 def test_diverging_run_is_reported_and_saves_no_checkpoint(tmp_path: Path) -> None:
     options = ("--config.train.learning_rate=1e38", "--config.train.warmup_steps=0", "--config.train.eval_every=0")
     done = run_main(*TINY, f"--workdir={tmp_path}", *options)
@@ -455,6 +456,7 @@ def test_training_imports_no_other_framework(tmp_path: Path) -> None:
     assert done.stdout.strip().splitlines()[-1] == "0 []", done.stderr
 
 
+@pytest.mark.slow
 def test_methods_mode_lists_every_method_and_its_page_is_up_to_date() -> None:
     page = ROOT / "docs" / "methods.md"
     before = page.read_text(encoding="utf-8")

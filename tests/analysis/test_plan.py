@@ -109,6 +109,7 @@ def test_choices_and_loops_of_remat_auto(depth: str, options: dict[str, Any], ex
     assert [(c.model.remat, c.model.group, c.model.unroll) for c in order] == expected
 
 
+@pytest.mark.slow
 def test_only_plans_of_one_accelerator_include_the_kernels() -> None:
     """The attention kernel stores no weights [B, H, T, S], so its memory does not depend on the length of rows."""
 

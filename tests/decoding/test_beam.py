@@ -16,6 +16,7 @@ from branchnorm_jax.decoding import beam
 from branchnorm_jax.decoding.beam import Given, length_penalty, top
 from branchnorm_jax.options import DecodeConfig
 from branchnorm_jax.tokens import EOS, PAD
+from tests.cases import quick_and_slow
 from tests.decoding.toy import VOCABULARY, Toy, decode_config, log_softmax, next_state, table, toy_step
 
 
@@ -106,7 +107,13 @@ def test_search_equals_the_reference(seed: int, beam_size: int, min_length: int,
             np.testing.assert_allclose(result.log_probs[sentence, rank], sum(forced), atol=1e-4)
 
 
-@pytest.mark.parametrize("penalty", [(-0.5, "fairseq"), (0.0, "fairseq"), (0.6, "fairseq"), (0.6, "gnmt")], ids=str)
+@pytest.mark.parametrize(
+    "penalty",
+    quick_and_slow(
+        [(-0.5, "fairseq"), (0.0, "fairseq"), (0.6, "fairseq"), (0.6, "gnmt")], [(-0.5, "fairseq"), (0.6, "gnmt")]
+    ),
+    ids=str,
+)
 def test_early_stopping_returns_the_same_n_best(penalty: tuple[float, str]) -> None:
     """Some hypotheses beyond the n best are missing, which shows that the search does stop early."""
     options: dict[str, Any] = dict(length_penalty=penalty[0], length_penalty_kind=penalty[1])

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from branchnorm_jax.decoding import beam, constraints
 from branchnorm_jax.decoding.beam import Given
 from branchnorm_jax.tokens import EOS, PAD
+from tests.cases import quick_and_slow
 from tests.decoding.toy import VOCABULARY, Toy, decode_config, log_softmax, next_state, table, toy_step
 
 Phrases = Sequence[Sequence[int]]
@@ -76,7 +77,9 @@ def log_prob(seed: int, sentence: int, tokens: Sequence[int]) -> float:
 
 
 @pytest.mark.parametrize("joins", [(), (4, 5)], ids=str)
-@pytest.mark.parametrize("phrases", [[[3, 4]], [[3], [5, 2]], [[2, 2, 3]], [[4], [4, 5]]], ids=str)
+@pytest.mark.parametrize(
+    "phrases", quick_and_slow([[[3, 4]], [[3], [5, 2]], [[2, 2, 3]], [[4], [4, 5]]], [[[3, 4]], [[4], [4, 5]]]), ids=str
+)
 def test_wide_beam_finds_the_best_hypothesis_that_contains_all_phrases(phrases: Phrases, joins: Sequence[int]) -> None:
     limit, changed = 4, 0
     everything = [tokens for n in range(limit + 1) for tokens in itertools.product(WORDS, repeat=n)]

@@ -69,6 +69,7 @@ def test_word_starts_are_spaces_punctuation_and_scripts_without_spaces() -> None
     assert word_starts(pieces) == (True, True, False, True, True, False, True, False, True, True, False, False)
 
 
+@pytest.mark.slow
 def test_phrases_are_in_the_translations(trained: Path, tmp_path: Path) -> None:
     (tmp_path / "terms.tsv").write_text("Two\tdrei\ntwo hundred\tsieben tausend\n", encoding="utf-8")
     source = ["two hundred", "eleven", "", "ninety\tzwei\tneun Uhr"]

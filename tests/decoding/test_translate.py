@@ -103,6 +103,7 @@ def test_results_do_not_depend_on_batch_or_order(
         )
 
 
+@pytest.mark.slow
 def test_short_sources_among_long_ones_are_translated_as_if_alone(translator: tuple[Translator, dict]) -> None:
     # The encoder pads a few short sources less than the batch that they join.
     engine, params = translator
@@ -118,6 +119,7 @@ def test_short_sources_among_long_ones_are_translated_as_if_alone(translator: tu
         np.testing.assert_allclose([h.score for h in hypotheses], [h.score for h in alone], atol=1e-5)
 
 
+@pytest.mark.slow
 def test_deep_decoders_run_without_a_loop_only_for_long_inputs(
     tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

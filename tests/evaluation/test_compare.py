@@ -209,6 +209,7 @@ def compared(folder: Path, systems: list[Path], split: str, capsys: pytest.Captu
     return json.loads((folder / "out" / "compare.json").read_text()), capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_directions_that_were_never_trained_can_be_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Word frequencies come from the training text of the direction if it exists, else from the references."""
     text = tmp_path / "text"

@@ -23,6 +23,7 @@ from branchnorm_jax.modes import export
 from branchnorm_jax.options import Config, DecodeConfig, ExportConfig, ModelConfig
 from branchnorm_jax.tokens import EOS
 from branchnorm_jax.workdir import Workdir
+from tests.cases import quick_and_slow
 
 SMALL = ModelConfig(encoder_layers=3, decoder_layers=2, width=32, ffn_width=48, heads=4, dropout=0.0)
 WORDS = 40
@@ -61,12 +62,7 @@ def difference(ours: list[np.ndarray], theirs: list[np.ndarray]) -> float:
     return max(float(np.abs(a - b).max()) for a, b in zip(ours, theirs, strict=True))
 
 
-def quick_and_slow(methods: tuple[str, ...], quick: tuple[str, ...]) -> list[Any]:
-    """Returns all methods as test parameters; methods that are not in `quick` are marked slow."""
-    return [method if method in quick else pytest.param(method, marks=pytest.mark.slow) for method in methods]
-
-
-@pytest.mark.parametrize("method", quick_and_slow(PLAIN, ("branchnorm", "deepnorm", "admin", "layerscale")))
+@pytest.mark.parametrize("method", quick_and_slow(PLAIN, ("branchnorm", "admin")))
 def test_ctranslate2_equals_our_log_probabilities(method: str, tmp_path: Path) -> None:
     model = Transformer(dataclasses.replace(SMALL, method=method), WORDS, WORDS)
     params, ours = random_params(model)
@@ -90,7 +86,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=list(OPTIONS))
+@pytest.mark.parametrize("options", quick_and_slow(OPTIONS, list(OPTIONS)[:3]))
 def test_model_options_are_exported(options: dict[str, Any], tmp_path: Path) -> None:
     model = Transformer(dataclasses.replace(SMALL, **{"method": "deepnorm", **options}), WORDS, WORDS, (5, 17))
     params, ours = random_params(model)
@@ -143,7 +139,7 @@ def test_folding_does_not_change_epsilon() -> None:
     assert not np.allclose(after["ffn"]["fc1"]["kernel"], before["ffn"]["fc1"]["kernel"])
 
 
-@pytest.mark.parametrize("quantization", ["int8", "float16"])
+@pytest.mark.parametrize("quantization", quick_and_slow(["int8", "float16"], ["int8"]))
 def test_quantised_models_are_close_and_smaller(quantization: str, tmp_path: Path) -> None:
     """Computes in float32, because not every CPU multiplies int8 without overflow."""
     model = Transformer(dataclasses.replace(SMALL, width=64, ffn_width=128), WORDS, WORDS)

@@ -92,6 +92,7 @@ def test_results_are_compared_without_wall_times(tmp_path: Path) -> None:
     assert written(step=1, loss=2.5000001, seconds=0.1) != first
 
 
+@pytest.mark.slow
 def test_random_configs_are_refused_in_one_line_or_built() -> None:
     outcomes = [configurations.trace(random.Random(number), Path()) for number in range(12)]
     assert {outcome.fault for outcome in outcomes} == {"refused", "built"}

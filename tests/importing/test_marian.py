@@ -21,6 +21,7 @@ from branchnorm_jax.importing import marian
 from branchnorm_jax.importing.imported import Imported
 from branchnorm_jax.model.transformer import Transformer
 from branchnorm_jax.options import DecodeConfig
+from tests.cases import quick_and_slow
 from tests.conftest import run_main
 from tests.importing import examples
 from tests.importing.damage import changed, check_refused
@@ -55,7 +56,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("options", VARIANTS.values(), ids=list(VARIANTS))
+@pytest.mark.parametrize("options", quick_and_slow(VARIANTS, list(VARIANTS)[:2]))
 def test_log_probabilities_of_text(options: dict[str, Any], tmp_path: Path) -> None:
     """From text to log-probabilities, each library with its own tokenizer and ids."""
     examples.marian(tmp_path / "theirs", **options)
@@ -80,7 +81,7 @@ def test_log_probabilities_of_text(options: dict[str, Any], tmp_path: Path) -> N
         np.testing.assert_allclose(log_probs, expected, atol=1e-5)
 
 
-@pytest.mark.parametrize("beam_size", [1, 3])
+@pytest.mark.parametrize("beam_size", quick_and_slow([1, 3], [3]))
 def test_searches_find_the_same_tokens(beam_size: int, tmp_path: Path) -> None:
     examples.marian(tmp_path / "theirs")
     found = marian.read_folder(tmp_path / "theirs")

@@ -3,7 +3,7 @@
 import itertools
 import json
 import re
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from branchnorm_jax.model.embedding import sinusoids
 from branchnorm_jax.model.transformer import Transformer
 from branchnorm_jax.options import DataConfig, DecodeConfig
 from branchnorm_jax.training.finetune import with_new_tags
+from tests.cases import quick_and_slow
 from tests.conftest import run_main
 from tests.importing import examples
 from tests.importing.damage import changed, check_refused
@@ -42,12 +43,6 @@ FAMILIES: dict[str, tuple[Callable[..., None], dict[str, Any], Any, str, str]] =
         *(MBart50Tokenizer, "sl_SI", "ar_AR"),
     ),
 }
-
-
-def quick_and_slow(cases: Sequence[Any], quick: Collection[Any]) -> list[Any]:
-    """Returns test parameters; those that are not in `quick` are marked slow."""
-    marks = (() if case in quick else (pytest.mark.slow,) for case in cases)
-    return [pytest.param(case, marks=each) for case, each in zip(cases, marks, strict=True)]
 
 
 @pytest.mark.parametrize("name", quick_and_slow(list(FAMILIES), ("m2m-100", "nllb", "mbart-50")))
@@ -78,7 +73,8 @@ SEARCHES = list(itertools.product(("m2m-100", "nllb", "mbart-50"), (1, 3)))
 """Model and beam size."""
 
 
-@pytest.mark.parametrize("search", quick_and_slow(SEARCHES, [("m2m-100", 3)]))
+@pytest.mark.parametrize("search", SEARCHES)
+@pytest.mark.slow
 def test_searches_find_the_same_tokens(search: tuple[str, int], tmp_path: Path) -> None:
     name, beam_size = search
     make, options, kind, source, target = FAMILIES[name]

@@ -20,6 +20,7 @@ from branchnorm_jax.decoding.translate import Translator
 from branchnorm_jax.importing import t5
 from branchnorm_jax.model.segments import decoder_inputs
 from branchnorm_jax.options import DecodeConfig
+from tests.cases import quick_and_slow
 from tests.conftest import run_main
 from tests.importing import examples
 from tests.importing.damage import changed, check_refused
@@ -54,10 +55,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 QUICK = "v1.0", "v1.1", "mt5 with one table", "starts from the unknown piece"
 
 
-@pytest.mark.parametrize(
-    "options",
-    [pytest.param(each, id=name, marks=[pytest.mark.slow] * (name not in QUICK)) for name, each in VARIANTS.items()],
-)
+@pytest.mark.parametrize("options", quick_and_slow(VARIANTS, QUICK))
 def test_log_probabilities_of_text(options: dict[str, Any], tmp_path: Path) -> None:
     """From text to log-probabilities, each library with its own tokenizer and ids."""
     model = examples.t5(tmp_path / "theirs", **options)
@@ -116,7 +114,8 @@ def test_gradients_are_those_of_pytorch(tmp_path: Path) -> None:
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=3e-5 * np.abs(b).max()), actual, expected)
 
 
-@pytest.mark.parametrize("beam_size", [pytest.param(1, marks=pytest.mark.slow), 3])
+@pytest.mark.parametrize("beam_size", [1, 3])
+@pytest.mark.slow
 def test_searches_find_the_same_tokens(beam_size: int, tmp_path: Path) -> None:
     """The search has two rows, so sentences start at any place of the cache."""
     model = examples.t5(tmp_path / "theirs")

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.cases import quick_and_slow
 from tests.conftest import ROOT
 from tests.launch.stubs import Stubs
 
@@ -89,7 +90,7 @@ def test_a_missing_command_is_a_user_error(stubs: Stubs) -> None:
     assert stubs.calls == []
 
 
-@pytest.mark.parametrize("name", ["USR1", "TERM"])
+@pytest.mark.parametrize("name", quick_and_slow(["USR1", "TERM"], ["USR1"]))
 def test_signals_to_the_batch_shell_reach_the_tasks(stubs: Stubs, name: str) -> None:
     stubs.answer("^srun", (138, 3.0))
     process = stubs.start("launch/slurm.sbatch", *COMMAND, SLURM_JOB_ID="7", SLURM_SUBMIT_DIR=str(ROOT))

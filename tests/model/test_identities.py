@@ -19,6 +19,7 @@ from branchnorm_jax.model.recipe import NOWHERE, ONE, Recipe, Weight
 from branchnorm_jax.model.segments import decoder_inputs, source_segments, target_segments
 from branchnorm_jax.model.transformer import Transformer
 from branchnorm_jax.options import ModelConfig
+from tests.cases import quick_and_slow
 from tests.reference import transformer as reference
 
 SMALL = ModelConfig(encoder_layers=3, decoder_layers=2, width=16, ffn_width=24, heads=2, dropout=0.0, unroll=3)
@@ -77,7 +78,7 @@ WITHOUT: dict[str, tuple[str, dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("law", list(WITHOUT))
+@pytest.mark.parametrize("law", quick_and_slow([*WITHOUT], [*WITHOUT][:2]))
 def test_reduced_method_equals_the_plain_method(law: str, monkeypatch: pytest.MonkeyPatch) -> None:
     method, changes, plain = WITHOUT[law]
     changed = small(register(monkeypatch, dataclasses.replace(METHODS[method], **changes)))
@@ -110,7 +111,7 @@ def test_residual_dual_without_its_final_norm_is_post_ln() -> None:
         np.testing.assert_array_equal(ours, theirs)
 
 
-@pytest.mark.parametrize("method", ["rezero", "skipinit", "fixup"])
+@pytest.mark.parametrize("method", quick_and_slow(["rezero", "skipinit", "fixup"], ["rezero"]))
 def test_stacks_start_as_the_identity(method: str) -> None:
     """The output equals the embedding exactly, and all singular values of the encoder's Jacobian are 1."""
     model = small(method, shared_embeddings="none", encoder_layers=12)

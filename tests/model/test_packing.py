@@ -18,6 +18,7 @@ from branchnorm_jax.options import ModelConfig
 from branchnorm_jax.tokens import EOS
 from branchnorm_jax.training.state import Batch
 from branchnorm_jax.training.step import loss_sums
+from tests.cases import quick_and_slow
 from tests.data.test_batches import Text
 
 SMALL = ModelConfig(encoder_layers=2, decoder_layers=2, width=16, ffn_width=32, heads=2, dropout=0.0)
@@ -38,7 +39,7 @@ RELATIVE: dict[str, Any] = dict(method="pre_ln", positions="relative", relative_
 
 @pytest.mark.parametrize(
     "options",
-    [dict(method="branchnorm"), LEARNED, RELATIVE, pytest.param(dict(method="dlcl_post"), marks=pytest.mark.slow)],
+    quick_and_slow([dict(method="branchnorm"), LEARNED, RELATIVE, dict(method="dlcl_post")], [RELATIVE]),
 )
 def test_packing_does_not_change_loss_and_gradient(options: dict[str, Any]) -> None:
     model = Transformer(dataclasses.replace(SMALL, **options), 20, 20)

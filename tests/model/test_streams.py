@@ -39,7 +39,12 @@ def random_params(model: Transformer) -> Any:
 
 # `test_every_method.py` has caches and loops of all methods in encoder-decoder models.
 @pytest.mark.parametrize(
-    ("name", "family"), [*((name, "decoder") for name in MODELS), ("value_residual", "encoder_decoder")]
+    ("name", "family"),
+    [
+        ("mhc", "decoder"),
+        ("value_residual", "encoder_decoder"),
+        *(pytest.param(name, "decoder", marks=pytest.mark.slow) for name in MODELS if name != "mhc"),
+    ],
 )
 def test_cached_decoding_equals_teacher_forcing(name: str, family: str) -> None:
     model = Transformer(ModelConfig(**SIZES, **FAMILIES[family], **MODELS[name]), 30, 30)

@@ -18,6 +18,7 @@ from branchnorm_jax.model.methods import METHODS
 from branchnorm_jax.model.norms import layer_norm
 from branchnorm_jax.model.transformer import Transformer
 from branchnorm_jax.options import ModelConfig
+from tests.cases import quick_and_slow
 from tests.decoding.cached import cached_logits
 
 SMALL = ModelConfig(encoder_layers=3, decoder_layers=2, width=32, ffn_width=48, heads=4, dropout=0.0)
@@ -74,7 +75,7 @@ def copy_to_torch(layer: Any, params: Any, index: int, method: str) -> None:
 
 
 @pytest.mark.parametrize("method", ["post_ln", "pre_ln"])
-@pytest.mark.parametrize("activation", ["relu", "gelu"])
+@pytest.mark.parametrize("activation", quick_and_slow(["relu", "gelu"], ["relu"]))
 def test_stacks_equal_pytorch(method: str, activation: str) -> None:
     model = small(method=method, activation=activation)
     params = randomised(init(model, KEY))

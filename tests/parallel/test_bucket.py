@@ -19,6 +19,7 @@ from tests.parallel.processes import run_hosts
 
 pytest.importorskip("gcsfs", reason="the packages of the extra [gs] are not installed")
 
+from tests.cases import quick_and_slow
 from tests.parallel.fake_bucket import NAME, FakeBucket
 
 OPTIONS = (*HASTY, "--config.train.steps=40", "--config.train.eval_every=20", "--config.train.checkpoint_every=10")
@@ -236,7 +237,7 @@ def test_options_name_checkpoints_of_runs_in_buckets(bucket: FakeBucket) -> None
             find_run("decode.ensemble", name, Config())
 
 
-@pytest.mark.parametrize("scheme", ["memory", "gs"])
+@pytest.mark.parametrize("scheme", quick_and_slow(["memory", "gs"], ["memory"]))
 def test_text_can_be_in_a_bucket(bucket: FakeBucket, scheme: str) -> None:
     import fsspec
 

@@ -233,6 +233,7 @@ def test_watchdog_allows_several_usual_durations(monkeypatch: pytest.MonkeyPatch
     assert re.fullmatch(r"update 4 has taken 1 s, usually 0\.2\d* s", ended[0])
 
 
+@pytest.mark.slow
 def test_paused_process_is_not_stuck() -> None:
     """The time in which a process is stopped, as by Ctrl-Z, does not count as time without progress."""
     program = (

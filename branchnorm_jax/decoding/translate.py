@@ -409,7 +409,8 @@ class Translator:
         @functools.cache
         def engine(beam_size: int) -> Engine:
             config = dataclasses.replace(self.config, beam_size=beam_size)
-            starts = word_starts(self.tokenizer.target_pieces) if beam_size > self.config.beam_size else ()
+            pieces = self.tokenizer.target_pieces if beam_size > self.config.beam_size else ()
+            starts = word_starts(pieces, self.tokenizer.has_codes)
             return Engine(models, config, self.rounding, starts)
 
         return engine

@@ -61,6 +61,11 @@ def export(config: Config, workdir: Workdir) -> None:
         )
     if reason := fold.obstacle(model):
         raise UserError(f"export: {config.model.method} is not a plain Transformer: {reason}")
+    if e.format == "huggingface" and tokenizer.has_codes:
+        raise UserError(
+            "export: no tokenizer of Hugging Face splits text exactly as the codes of this model do; set "
+            "export.format=ctranslate2, which writes the codes beside the model"
+        )
     if e.format == "ctranslate2" and (reason := ctranslate2.obstacle(config.model)):
         raise UserError(f"export: the writer of CTranslate2's format cannot represent this model: {reason}")
     plain = fold.fold(model, trained.params, trained.alpha)
@@ -70,8 +75,8 @@ def export(config: Config, workdir: Workdir) -> None:
     vocabularies = tokenizer.source_pieces, tokenizer.target_pieces
     with atomic_directory(folder) as temporary:
         if e.format == "ctranslate2":
-            for side, model_proto in zip(("source", "target"), tokenizer.models, strict=True):
-                (temporary / f"{side}.spm").write_bytes(model_proto)
+            for name, content in tokenizer.exported.items():
+                (temporary / name).write_bytes(content)
             ctranslate2.write(plain, config.model, vocabularies, temporary, longest, e.quantization)
             settings = ctranslate2.search_settings(config.decode, longest)
             (temporary / "translate.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
@@ -81,6 +86,9 @@ def export(config: Config, workdir: Workdir) -> None:
             tokens = huggingface.write(plain, config.model, config.decode, vocabulary, temporary, longest)
         if e.check_lines:
             check_export(config, trained, temporary, longest, tokens)
+    if tokenizer.has_codes:
+        processors = tokenizer.source_processor, tokenizer.target_processor
+        logs.say(f"text for the codes is split by {processors[0]} and {processors[1]}")
     logs.say(f"wrote {folder}, step {trained.step}")
     print(folder)
 

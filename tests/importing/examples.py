@@ -266,6 +266,24 @@ def write_codes(folder: Path, texts: Mapping[str, str], kind: str) -> dict[str, 
     }
 
 
+def fsmt_tokenizer(folder: Path, lang: str) -> Any:
+    """Returns the tokenizer of `transformers` for codes of fastBPE, for one side of a folder that `fairseq` wrote."""
+    from transformers import FSMTTokenizer
+
+    class Plain(FSMTTokenizer):
+        def moses_pipeline(self, text: str, lang: str) -> str:
+            """Leaves out the normalisation of the text, as fairseq does."""
+            return text
+
+    lines = (folder / f"dict.{lang}.txt").read_text(encoding="utf-8").splitlines()
+    listed = [line.rsplit(" ", 1)[0] for line in lines]
+    words = [piece.removesuffix("@@") if piece.endswith("@@") else f"{piece}</w>" for piece in listed]
+    ids = {piece: index for index, piece in enumerate(["<s>", "<pad>", "</s>", "<unk>", *words])}
+    path = folder / f"{lang}.json"
+    path.write_text(json.dumps(ids), encoding="utf-8")
+    return Plain(langs=[lang, lang], src_vocab_file=path, tgt_vocab_file=path, merges_file=folder / "bpecodes")
+
+
 def fairseq(
     folder: Path, *, pre_norm: bool = False, apart: bool = False, hydra: bool = False, codes: str = "", **options: Any
 ) -> Any:

@@ -24,11 +24,15 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "two vocabularies": dict(apart=True),
     "pre_ln": dict(pre_norm=True),
     "since 0.10": dict(pre_norm=True, hydra=True),
+    "codes of subword-nmt": dict(codes="subword-nmt"),
+    "codes of fastBPE": dict(codes="fastBPE", apart=True),
 }
 
 
 def fairseq_ids(folder: Path, lang: str, line: str) -> list[int]:
     """Returns the ids of a line as fairseq finds them: pieces, looked up in the dictionary, and EOS."""
+    if (folder / "bpecodes").exists():
+        return list(examples.fsmt_tokenizer(folder, lang)(line).input_ids)
     named = folder / f"spm.{lang}.model"
     model = str(named if named.exists() else folder / "spm.model")
     pieces = sentencepiece.SentencePieceProcessor(model_file=model).encode(line, out_type=str)
@@ -128,10 +132,13 @@ FAULTS: dict[str, tuple[Callable[[Path], Any], str]] = {
     "line of a dictionary": (lambda folder: append(folder, "dict.en.txt", "piece\n"), "expected a piece and its count"),
     "piece twice": (lambda folder: append(folder, "dict.en.txt", "<unk> 1\n"), "'<unk>' is there twice"),
     "longer dictionary": (lambda folder: append(folder, "dict.en.txt", "piece 1\n"), "has shape"),
-    "no SentencePiece model": (lambda folder: (folder / "spm.model").unlink(), "codes of subword-nmt"),
+    "no SentencePiece model": (
+        lambda folder: (folder / "spm.model").unlink(),
+        r"no file with a SentencePiece model \(.model or .spm\), which the model needs, because no dictionary",
+    ),
     "two SentencePiece models": (
         lambda folder: (folder / "other.model").write_bytes((folder / "spm.model").read_bytes()),
-        "several SentencePiece models",
+        "several files with a SentencePiece model .*, other.model, spm.model; their names need languages",
     ),
     "two checkpoints": (
         two_checkpoints,

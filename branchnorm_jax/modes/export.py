@@ -59,15 +59,7 @@ def export(config: Config, workdir: Workdir) -> None:
             "translations begin with a language tag: pass it to the engine as target_prefix (CTranslate2) or "
             "forced_bos_token_id (Hugging Face)"
         )
-    if reason := fold.obstacle(model):
-        raise UserError(f"export: {config.model.method} is not a plain Transformer: {reason}")
-    if e.format == "huggingface" and tokenizer.has_codes:
-        raise UserError(
-            "export: no tokenizer of Hugging Face splits text exactly as the codes of this model do; set "
-            "export.format=ctranslate2, which writes the codes beside the model"
-        )
-    if e.format == "ctranslate2" and (reason := ctranslate2.obstacle(config.model)):
-        raise UserError(f"export: the writer of CTranslate2's format cannot represent this model: {reason}")
+    check_exportable(config, trained)
     plain = fold.fold(model, trained.params, trained.alpha)
     most = config.decode.max_input_length
     longest = max(most, trained.translator.engine.limit(most) + 1)
@@ -91,6 +83,20 @@ def export(config: Config, workdir: Workdir) -> None:
         logs.say(f"text for the codes is split by {processors[0]} and {processors[1]}")
     logs.say(f"wrote {folder}, step {trained.step}")
     print(folder)
+
+
+def check_exportable(config: Config, trained: Trained) -> None:
+    """Raises `UserError` if the format cannot represent the model or its vocabulary."""
+    model, to_huggingface = trained.translator.model, config.export.format == "huggingface"
+    if reason := fold.obstacle(model):
+        raise UserError(f"export: {config.model.method} is not a plain Transformer: {reason}")
+    if not to_huggingface and (reason := ctranslate2.obstacle(config.model)):
+        raise UserError(f"export: the writer of CTranslate2's format cannot represent this model: {reason}")
+    if to_huggingface and trained.translator.tokenizer.has_codes:
+        raise UserError(
+            "export: no tokenizer of Hugging Face splits text exactly as the codes of this model do; set "
+            "export.format=ctranslate2, which writes the codes beside the model"
+        )
 
 
 def _languages(config: Config) -> tuple[str, str]:

@@ -243,7 +243,7 @@ def learned_codes(text: str, count: int) -> list[str]:
     words = [f"{' '.join(word)}</w>" for word in text.split()]
     merges = []
     for _ in range(count):
-        pairs = Counter(pair for word in words for pair in itertools.pairwise(word.split(" ")))
+        pairs: Counter[Any] = Counter(pair for word in words for pair in itertools.pairwise(word.split(" ")))
         best = " ".join(max(pairs, key=lambda pair: (pairs[pair], pair)))
         merges.append(best)
         words = [re.sub(rf"(?<!\S){re.escape(best)}(?!\S)", best.replace(" ", ""), word) for word in words]

@@ -409,8 +409,8 @@ class Translator:
         @functools.cache
         def engine(beam_size: int) -> Engine:
             config = dataclasses.replace(self.config, beam_size=beam_size)
-            pieces = self.tokenizer.target_pieces if beam_size > self.config.beam_size else ()
-            starts = word_starts(pieces, self.tokenizer.has_codes)
+            own, wider = self.tokenizer, beam_size > self.config.beam_size
+            starts = word_starts(own.target_pieces, own.has_codes) if wider else ()
             return Engine(models, config, self.rounding, starts)
 
         return engine

@@ -75,7 +75,7 @@ class Sampler:
 
         @functools.lru_cache(maxsize=_CACHED)
         def table(word: str) -> tuple[list[list[int]], list[float]]:
-            segmentations = self.processor.nbest_encode(word, nbest_size=NBEST, out_type=int)
+            segmentations = self.processor.nbest_encode(word, nbest_size=NBEST, add_eos=False)
             scores = np.array([sum(self._scores[piece] for piece in pieces) for pieces in segmentations])
             weights = np.exp(self.alpha * (scores - scores.max()))
             return segmentations, (np.cumsum(weights) / weights.sum())[:-1].tolist()

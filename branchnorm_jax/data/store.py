@@ -264,8 +264,9 @@ def _write(
         lambda lines, first: tokenizer.encode_target(lines),
     ]
     if sample is not None:
-        processors = tokenizer.source_processor, tokenizer.target_processor
-        encoders = [Sampler(each, config.subword_alpha, (sample, side)).encode for side, each in enumerate(processors)]
+        encoders = [
+            Sampler(each, config.subword_alpha, (sample, side)).encode for side, each in enumerate(tokenizer.spm)
+        ]
     pairs = read_pairs(config, split)
     with contextlib.ExitStack() as stack:
         tokens, offsets = (

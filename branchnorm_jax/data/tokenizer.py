@@ -1,4 +1,4 @@
-"""SentencePiece tokenizer: training, loading, encoding and decoding."""
+"""Tokenizer: training with SentencePiece, loading, encoding and decoding."""
 
 import dataclasses
 import functools
@@ -15,6 +15,7 @@ import numpy as np
 import sentencepiece
 from sentencepiece import sentencepiece_model_pb2
 
+from branchnorm_jax.data import bpe
 from branchnorm_jax.data.normalization import changes, describe, normalizer, with_rule
 from branchnorm_jax.errors import UserError, some
 from branchnorm_jax.files import atomic_directory, write_atomically
@@ -60,21 +61,25 @@ _BREAKS = re.compile(r"[\r\n]+")
 _RESERVED = str.maketrans("\0\u2585", "  ")  # SentencePiece silently skips lines that contain its unknown symbol
 
 
+Processor = sentencepiece.SentencePieceProcessor | bpe.MosesBPE
+"""The tokenizer of one side."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Tokenizer:
     """Converts text to token ids and back; thread-safe.
 
     Attributes:
-      source_processor: SentencePiece processor of the source language.
-      target_processor: SentencePiece processor of the target language; the same object for a shared vocabulary.
+      source_processor: processor of the source language.
+      target_processor: processor of the target language; the same object for a shared vocabulary.
       sha256: hash of the vocabulary.
       unused_target: ids of pieces that never occur in the target side of the training text, ascending; empty if
         unknown.
       absent_target: ids of target pieces that the model of an imported vocabulary does not have, ascending.
     """
 
-    source_processor: sentencepiece.SentencePieceProcessor
-    target_processor: sentencepiece.SentencePieceProcessor
+    source_processor: Processor
+    target_processor: Processor
     sha256: str
     unused_target: tuple[int, ...] = ()
     absent_target: tuple[int, ...] = ()
@@ -137,9 +142,27 @@ class Tokenizer:
         return Tags(**tokens)
 
     @property
+    def has_codes(self) -> bool:
+        """Whether text is split by codes, and not by SentencePiece."""
+        return isinstance(self.target_processor, bpe.MosesBPE)
+
+    @property
+    def exported(self) -> dict[str, bytes]:
+        """Names and contents of the files with which other programs split text."""
+        return _exported("source", self.source_processor) | _exported("target", self.target_processor)
+
+    @property
     def models(self) -> tuple[bytes, bytes]:
-        """Serialised SentencePiece models of source and target, as in their files."""
+        """Serialised models of source and target, as in their files."""
         source, target = self.source_processor.serialized_model_proto(), self.target_processor.serialized_model_proto()
+        return source, target
+
+    @property
+    def spm(self) -> tuple[sentencepiece.SentencePieceProcessor, sentencepiece.SentencePieceProcessor]:
+        """The processors of source and target, for sampling. Raises `UserError` unless they are SentencePiece's."""
+        source, target = self.source_processor, self.target_processor
+        if isinstance(source, bpe.MosesBPE) or isinstance(target, bpe.MosesBPE):
+            raise UserError("config: data.subword_samples needs the probabilities of pieces, which codes do not have")
         return source, target
 
     def encode_source(self, lines: list[str]) -> list[list[int]]:
@@ -147,14 +170,14 @@ class Tokenizer:
 
         An empty line gives [EOS].
         """
-        return _encode(self.source_processor, lines)
+        return self.source_processor.encode(lines)
 
     def encode_target(self, lines: list[str]) -> list[list[int]]:
         """Returns the token ids of each target line, EOS appended.
 
         An empty line gives [EOS].
         """
-        return _encode(self.target_processor, lines)
+        return self.target_processor.encode(lines)
 
     def text(self, ids: Iterable[int]) -> str:
         """Returns the text of token ids up to the first EOS, with its line breaks."""
@@ -174,15 +197,17 @@ def leading_tags(pieces: Sequence[str]) -> list[str]:
     return [match[1] for match in map(TAG.fullmatch, tags) if match]
 
 
-def _pieces(processor: sentencepiece.SentencePieceProcessor) -> list[str]:
-    return [processor.id_to_piece(index) for index in range(processor.get_piece_size())]
+def _pieces(processor: Processor) -> list[str]:
+    return processor.id_to_piece([*range(processor.get_piece_size())])
 
 
-def _encode(processor: sentencepiece.SentencePieceProcessor, lines: list[str]) -> list[list[int]]:
-    return processor.encode(lines, out_type=int, add_eos=True, num_threads=_ENCODE_THREADS)
+def _exported(side: str, processor: Processor) -> dict[str, bytes]:
+    if isinstance(processor, bpe.MosesBPE):
+        return {f"{side}.codes": processor.codes()}
+    return {f"{side}.spm": processor.serialized_model_proto()}
 
 
-def _decode(processor: sentencepiece.SentencePieceProcessor, ids: Iterable[int]) -> str:
+def _decode(processor: Processor, ids: Iterable[int]) -> str:
     before_eos = itertools.takewhile(lambda token: token != EOS, ids)
     text = processor.decode([int(token) for token in before_eos])  # drops control symbols, including PAD
     # Byte pieces (byte_fallback) can form line breaks, but each input line must give one output line.
@@ -298,11 +323,13 @@ def note_unused(tokenizer: Tokenizer, used_target: np.ndarray, directory: Path) 
     return dataclasses.replace(tokenizer, unused_target=tuple(ids.tolist()))
 
 
-def _processor(model: bytes, path: Path) -> sentencepiece.SentencePieceProcessor:
+def _processor(model: bytes, path: Path) -> Processor:
+    if model.startswith(b"{"):
+        return bpe.load(model, path)
     try:
         if not model:
             raise RuntimeError("empty file")
-        processor = sentencepiece.SentencePieceProcessor(model_proto=model)
+        processor = sentencepiece.SentencePieceProcessor(model_proto=model, add_eos=True, num_threads=_ENCODE_THREADS)
     except RuntimeError as error:
         raise UserError(f"{path}: not a valid SentencePiece model; delete {path.parent} to train it again") from error
     ids = (processor.pad_id(), processor.eos_id(), processor.unk_id())

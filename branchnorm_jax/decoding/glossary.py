@@ -123,9 +123,12 @@ def encode_phrase(tokenizer: Tokenizer, phrase: str, unused: Collection[int]) ->
     return ids
 
 
-def word_starts(pieces: Sequence[str]) -> tuple[bool, ...]:
-    """Returns whether each piece does not continue a word."""
-    return tuple(INSIDE.match(piece) is None for piece in pieces)
+def word_starts(pieces: Sequence[str], codes: bool = False) -> tuple[bool, ...]:
+    """Returns whether each piece does not continue a word when it follows the last piece of a phrase.
+
+    With `codes`, none does, because the last piece of a phrase has no mark that its word goes on.
+    """
+    return tuple(codes or INSIDE.match(piece) is None for piece in pieces)
 
 
 def _words(text: str) -> list[str]:

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import sentencex
 
 from branchnorm_jax.codes import base
+from branchnorm_jax.data.bpe import CONTINUES
 from branchnorm_jax.data.tokenizer import Tokenizer
 from branchnorm_jax.decoding.scripts import CHINESE_OR_JAPANESE, UNSPACED
 from branchnorm_jax.tokens import EOS
@@ -60,6 +61,7 @@ def split(text: str, tokenizer: Tokenizer, limit: int, language: str = "") -> li
             room, content = limit - 1, ids[:-1]
             for start in range(0, len(content), room):
                 before = "".join(tokenizer.source_pieces_of(content[max(start - 1, 0) : start]))
+                before = before.removesuffix(CONTINUES)
                 inside = bool(before) and not _WORDS_TOUCH.match(before[-1])
                 parts.append(Part([*content[start : start + room], EOS], "" if start else group, inside))
     return parts or [Part([EOS])]

@@ -409,7 +409,8 @@ class Translator:
         @functools.cache
         def engine(beam_size: int) -> Engine:
             config = dataclasses.replace(self.config, beam_size=beam_size)
-            starts = word_starts(self.tokenizer.target_pieces) if beam_size > self.config.beam_size else ()
+            own, wider = self.tokenizer, beam_size > self.config.beam_size
+            starts = word_starts(own.target_pieces, own.has_codes) if wider else ()
             return Engine(models, config, self.rounding, starts)
 
         return engine

@@ -1,4 +1,4 @@
-"""Transformers of fairseq: a checkpoint with the dictionaries and the SentencePiece model of its text.
+"""Transformers of fairseq: a checkpoint with its dictionaries, and the SentencePiece model or the codes of its text.
 
 The names of the weights are those of Hugging Face's BART without their first part, and the options have the same
 meaning under other names, so both are renamed and read as in `bart.py`.
@@ -6,18 +6,20 @@ meaning under other names, so both are renamed and read as in `bart.py`.
 
 import argparse
 import dataclasses
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from branchnorm_jax.data.bpe import CONTINUES
 from branchnorm_jax.data.lines import text_lines
-from branchnorm_jax.errors import UserError
+from branchnorm_jax.errors import UserError, some
 from branchnorm_jax.export.bart import OUTPUT
 from branchnorm_jax.export.fold import SUBLAYERS
 from branchnorm_jax.export.tokenizers import FIRST
-from branchnorm_jax.importing import bart
+from branchnorm_jax.importing import bart, codes
 from branchnorm_jax.importing.imported import Imported, Side, Values
 from branchnorm_jax.importing.pieces import make_side, parse
 from branchnorm_jax.importing.tensors import Tensors, arrays, load_torch
@@ -54,9 +56,13 @@ UNSUPPORTED = (
 )
 """Options that must be false, zero or missing."""
 
+CODES = "codes (bpecodes, codes or code, such as bpe.codes)", re.compile(r"(.+\.)?(bpecodes|codes?)(\..+)?")
+SENTENCEPIECE = "a SentencePiece model (.model or .spm)", re.compile(r".+\.(model|spm)")
+"""Files that split text: description, and pattern of their names."""
+
 
 def read_folder(folder: Path) -> Imported:
-    """Reads a folder with a checkpoint, dict.<language>.txt for both languages, and SentencePiece models.
+    """Reads a folder with a checkpoint, dict.<language>.txt for both languages, and SentencePiece models or codes.
 
     Raises:
       UserError: if a file is missing or damaged, or if the model uses a feature that this project does not support.
@@ -181,24 +187,30 @@ def _dictionary(path: Path) -> dict[str, int]:
 
 def _sides(folder: Path, languages: tuple[str, ...], dictionaries: list[dict[str, int]]) -> list[Side]:
     """Returns the vocabularies of both sides."""
-    models = [parse(_sentencepiece(folder, lang)) for lang in languages]
+    control = {FIRST[0], *(piece for ids in dictionaries for piece in ids if piece.startswith("madeupword"))}
+    if any(piece.endswith(CONTINUES) for ids in dictionaries for piece in ids):
+        return [
+            codes.make_side(_file(folder, lang, *CODES), lang, ids, bart.SPECIAL, control)
+            for lang, ids in zip(languages, dictionaries, strict=True)
+        ]
+    models = [parse(_file(folder, lang, *SENTENCEPIECE)) for lang in languages]
     shared = dictionaries[0] == dictionaries[1]
-    sides = []
-    for index, (model, ids) in enumerate(zip(models, dictionaries, strict=True)):
-        control = {piece for piece in ids if piece == FIRST[0] or piece.startswith("madeupword")}
-        sides.append(make_side(model, ids, bart.SPECIAL, models if shared else [model], bool(index), control))
-    return sides
+    return [
+        make_side(model, ids, bart.SPECIAL, models if shared else [model], bool(index), control)
+        for index, (model, ids) in enumerate(zip(models, dictionaries, strict=True))
+    ]
 
 
-def _sentencepiece(folder: Path, lang: str) -> Path:
-    """Returns the path of the SentencePiece model of a language: the only one, or the one with its name."""
-    found = sorted(path for path in folder.iterdir() if path.suffix in (".model", ".spm"))
+def _file(folder: Path, lang: str, kind: str, pattern: re.Pattern[str]) -> Path:
+    """Returns the path of the only file whose name matches, or of the only one that also names the language."""
+    found = sorted(path for path in folder.iterdir() if pattern.fullmatch(path.name))
     named = [path for path in found if lang in path.name.split(".")]
     if len(found) == 1 or len(named) == 1:
         return (named or found)[0]
     if found:
-        raise UserError(f"{folder}: several SentencePiece models, and not one of them is named like x.{lang}.model")
-    raise UserError(
-        f"{folder}: no SentencePiece model (.model or .spm); models with the codes of subword-nmt or fastBPE are not "
-        "supported, because SentencePiece cannot split text as they do"
-    )
+        names = some([path.name for path in found])
+        raise UserError(
+            f"{folder}: several files with {kind}, {names}; their names need languages, like x.{lang}.model"
+        )
+    other = "a dictionary has pieces with @@" if kind == CODES[0] else "no dictionary has pieces with @@"
+    raise UserError(f"{folder}: no file with {kind}, which the model needs, because {other}")

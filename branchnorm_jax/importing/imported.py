@@ -18,8 +18,8 @@ T = TypeVar("T")
 class Side(NamedTuple):
     """The vocabulary of one side."""
 
-    spm: bytes
-    """Serialised SentencePiece model with our ids."""
+    model: bytes
+    """Serialised SentencePiece model or `bpe.MosesBPE`, with our ids."""
     pieces: list[str]
     ids: list[int]
     """Our id -> id in the other toolkit; -1 for pieces that it does not have."""

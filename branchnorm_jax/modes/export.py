@@ -59,10 +59,7 @@ def export(config: Config, workdir: Workdir) -> None:
             "translations begin with a language tag: pass it to the engine as target_prefix (CTranslate2) or "
             "forced_bos_token_id (Hugging Face)"
         )
-    if reason := fold.obstacle(model):
-        raise UserError(f"export: {config.model.method} is not a plain Transformer: {reason}")
-    if e.format == "ctranslate2" and (reason := ctranslate2.obstacle(config.model)):
-        raise UserError(f"export: the writer of CTranslate2's format cannot represent this model: {reason}")
+    check_exportable(config, trained)
     plain = fold.fold(model, trained.params, trained.alpha)
     most = config.decode.max_input_length
     longest = max(most, trained.translator.engine.limit(most) + 1)
@@ -70,8 +67,8 @@ def export(config: Config, workdir: Workdir) -> None:
     vocabularies = tokenizer.source_pieces, tokenizer.target_pieces
     with atomic_directory(folder) as temporary:
         if e.format == "ctranslate2":
-            for side, model_proto in zip(("source", "target"), tokenizer.models, strict=True):
-                (temporary / f"{side}.spm").write_bytes(model_proto)
+            for name, content in tokenizer.exported.items():
+                (temporary / name).write_bytes(content)
             ctranslate2.write(plain, config.model, vocabularies, temporary, longest, e.quantization)
             settings = ctranslate2.search_settings(config.decode, longest)
             (temporary / "translate.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
@@ -81,8 +78,25 @@ def export(config: Config, workdir: Workdir) -> None:
             tokens = huggingface.write(plain, config.model, config.decode, vocabulary, temporary, longest)
         if e.check_lines:
             check_export(config, trained, temporary, longest, tokens)
+    if tokenizer.has_codes:
+        processors = tokenizer.source_processor, tokenizer.target_processor
+        logs.say(f"text for the codes is split by {processors[0]} and {processors[1]}")
     logs.say(f"wrote {folder}, step {trained.step}")
     print(folder)
+
+
+def check_exportable(config: Config, trained: Trained) -> None:
+    """Raises `UserError` if the format cannot represent the model or its vocabulary."""
+    model, to_huggingface = trained.translator.model, config.export.format == "huggingface"
+    if reason := fold.obstacle(model):
+        raise UserError(f"export: {config.model.method} is not a plain Transformer: {reason}")
+    if not to_huggingface and (reason := ctranslate2.obstacle(config.model)):
+        raise UserError(f"export: the writer of CTranslate2's format cannot represent this model: {reason}")
+    if to_huggingface and trained.translator.tokenizer.has_codes:
+        raise UserError(
+            "export: no tokenizer of Hugging Face splits text exactly as the codes of this model do; set "
+            "export.format=ctranslate2, which writes the codes beside the model"
+        )
 
 
 def _languages(config: Config) -> tuple[str, str]:

@@ -20,7 +20,7 @@ from branchnorm_jax.importing.imported import Imported, read_json
 from branchnorm_jax.model.coefficients import uniform
 from branchnorm_jax.model.transformer import Transformer
 from branchnorm_jax.modes.common import compared, random_sentences
-from branchnorm_jax.options import Config, DecodeConfig, TrainConfig
+from branchnorm_jax.options import Config, DataConfig, DecodeConfig, TrainConfig
 from branchnorm_jax.training import logs
 from branchnorm_jax.training.checkpoint import Checkpoints
 from branchnorm_jax.training.network import make_model
@@ -76,6 +76,8 @@ def import_(config: Config, workdir: Workdir) -> None:
     write_atomically(workdir / "import.json", json.dumps(record, indent=2) + "\n")
     # Last, because it makes the folder a run.
     write_atomically(workdir / "config.json", configs.to_json(config))
+    if tokenizer.has_codes:
+        logs.say(f"splits text by {tokenizer.source_processor} and {tokenizer.target_processor}, then by its codes")
     parameters = sum(leaf.size for leaf in jax.tree.leaves(found.params))
     saved = f"configs/saved.py:{workdir / 'config.json'}"
     depth = f"{model.depth.encoder}L-{model.depth.decoder}L"
@@ -111,6 +113,9 @@ def _config(config: Config, found: Imported) -> Config:
     It has the options of the imported model. Options of the search, languages that the model does not name, and
     directions of a multilingual model can be given: those of `config` that differ from the defaults take precedence.
     """
+    for name in ("source_normalization", "target_normalization"):
+        if getattr(config.data, name) != getattr(DataConfig(), name):
+            raise UserError(f"config: data.{name} does not apply, because an imported model has its own rules for text")
     source, target = found.source_lang or config.data.source_lang, found.target_lang or config.data.target_lang
     pairs = "+".join(found.tags) if found.each else ",".join(f"{source}-{tag}" for tag in found.tags)
     data = dataclasses.replace(
@@ -139,9 +144,9 @@ def _config(config: Config, found: Imported) -> Config:
 
 
 def _write_vocabulary(folder: Path, found: Imported) -> Tokenizer:
-    """Writes the SentencePiece models and the ids of unused target pieces, and loads them."""
+    """Writes the vocabularies and the ids of unused target pieces, and loads them."""
     for side in ("source", "target"):
-        (folder / f"{side}.model").write_bytes(getattr(found, side).spm)
+        (folder / f"{side}.model").write_bytes(getattr(found, side).model)
     (folder / ABSENT).write_text("".join(f"{index}\n" for index in found.unused))
     return load_tokenizer(folder)
 

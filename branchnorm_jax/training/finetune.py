@@ -37,7 +37,7 @@ TRAINING_OPTIONS = {
 DEEPENED_OPTIONS = {"method", "encoder_layers", "decoder_layers", "grown_from"}
 """Model options that differ between a deepened run and its parent run."""
 
-VOCABULARY_OPTIONS = "vocab_size", "vocab_type", "shared_vocab"
+VOCABULARY_OPTIONS = "vocab_size", "vocab_type", "shared_vocab", "source_normalization", "target_normalization"
 """Data options that define the vocabulary."""
 
 

@@ -32,24 +32,22 @@ def lines() -> list[str]:
 @settings(max_examples=50, deadline=None)
 @given(st.lists(st.text(max_size=20), max_size=5), st.integers(0, 9))
 def test_sampling_preserves_the_text(tokenizer: Tokenizer, texts: list[str], seed: int) -> None:
-    drawn = Sampler(tokenizer.source_processor, 0.0, (seed,)).encode(texts, 0)
+    drawn = Sampler(tokenizer.spm[0], 0.0, (seed,)).encode(texts, 0)
     best = tokenizer.encode_source(texts)
     # The most likely piece of an unknown character is <unk>, in both encodings.
     assert [tokenizer.decode_target(ids) for ids in drawn] == [tokenizer.decode_target(ids) for ids in best]
 
 
 def test_large_alpha_gives_the_best_tokenisation(tokenizer: Tokenizer, lines: list[str]) -> None:
-    assert Sampler(tokenizer.source_processor, 1e4, (0,)).encode(lines, 0) == tokenizer.encode_source(lines)
+    assert Sampler(tokenizer.spm[0], 1e4, (0,)).encode(lines, 0) == tokenizer.encode_source(lines)
 
 
 @pytest.mark.parametrize("alpha", [0.2, 0.7])
 def test_sampling_frequencies_match_sentencepiece(tokenizer: Tokenizer, alpha: float) -> None:
     word, count = "hundert", 20_000
-    ours = Counter(
-        tuple(ids[:-1]) for ids in Sampler(tokenizer.source_processor, alpha, (3,)).encode([word] * count, 0)
-    )
+    ours = Counter(tuple(ids[:-1]) for ids in Sampler(tokenizer.spm[0], alpha, (3,)).encode([word] * count, 0))
     theirs = Counter(
-        tuple(tokenizer.source_processor.encode(word, out_type=int, enable_sampling=True, alpha=alpha, nbest_size=64))
+        tuple(tokenizer.spm[0].encode(word, add_eos=False, enable_sampling=True, alpha=alpha, nbest_size=64))
         for _ in range(count)
     )
     usual = [pieces for pieces, number in theirs.items() if number > 50]
@@ -60,11 +58,11 @@ def test_sampling_frequencies_match_sentencepiece(tokenizer: Tokenizer, alpha: f
 
 
 def test_samples_depend_only_on_seed_and_line_number(tokenizer: Tokenizer, lines: list[str]) -> None:
-    sampler = Sampler(tokenizer.source_processor, 0.2, (0, 1))
+    sampler = Sampler(tokenizer.spm[0], 0.2, (0, 1))
     whole = sampler.encode(lines, 1000)
     assert [ids for index, line in enumerate(lines) for ids in sampler.encode([line], 1000 + index)] == whole
-    assert Sampler(tokenizer.source_processor, 0.2, (0, 1)).encode(lines, 1000) == whole
-    assert Sampler(tokenizer.source_processor, 0.2, (1, 1)).encode(lines, 1000) != whole
+    assert Sampler(tokenizer.spm[0], 0.2, (0, 1)).encode(lines, 1000) == whole
+    assert Sampler(tokenizer.spm[0], 0.2, (1, 1)).encode(lines, 1000) != whole
     assert sampler.encode(lines, 0) != whole
 
 

@@ -200,7 +200,7 @@ def test_numerals_are_stored_and_reused(tmp_path):
     for split in ("train", "valid"):
         store = build_store(config, tokenizer, split, tmp_path, split == "train")
         decoded = [tokenizer.decode_target(source) for source, _ in content(store)]
-        normalised = [tokenizer.source_processor.normalize(pair[0]) for pair in read_pairs(config, split)]
+        normalised = [tokenizer.spm[0].normalize(pair[0]) for pair in read_pairs(config, split)]
         assert decoded == [text.replace("▁", " ").strip() for text in normalised]
         assert build_store(config, tokenizer, split, tmp_path, split == "train").reused
     assert not build_store(dataclasses.replace(config, numerals_pairs=301), tokenizer, "train", tmp_path, True).reused

@@ -75,7 +75,7 @@ def test_round_trip_of_known_characters(tokenizer, words):
 
 @given(st.text(st.characters(exclude_categories=("C", "Z"), exclude_characters="\u2581\u2585")))
 def test_byte_fallback_encodes_every_character(byte_tokenizer, text):
-    text = byte_tokenizer.source_processor.normalize(text).replace("▁", " ").strip()
+    text = byte_tokenizer.spm[0].normalize(text).replace("▁", " ").strip()
     (ids,) = byte_tokenizer.encode_source([text])
     assert UNK not in ids
     assert byte_tokenizer.decode_target(ids) == text
@@ -118,7 +118,7 @@ def test_same_text_gives_the_same_vocabulary(tmp_path, kind):
 def test_vocab_file_lists_the_pieces(tmp_path):
     tokenizer = train_tokenizer(config_of(), PAIRS, tmp_path / "v")
     pieces = [line.split("\t")[0] for line in (tmp_path / "v/source.vocab").read_text(encoding="utf-8").splitlines()]
-    assert pieces == [tokenizer.source_processor.id_to_piece(i) for i in range(60)]
+    assert pieces == [tokenizer.spm[0].id_to_piece(i) for i in range(60)]
 
 
 def test_separate_vocabularies_cover_only_their_own_side(tmp_path):

@@ -17,7 +17,7 @@ from branchnorm_jax.tokens import EOS, PAD
 def generator(context: int = 40, positions: str = "marian", **options: object) -> Generator:
     import sentencepiece
 
-    processor = sentencepiece.SentencePieceProcessor(model_proto=byte_model())
+    processor = sentencepiece.SentencePieceProcessor(model_proto=byte_model(), add_eos=True)
     model = Transformer(
         ModelConfig(
             family="decoder", encoder_layers=0, decoder_layers=2, width=16, ffn_width=12, heads=2, positions=positions

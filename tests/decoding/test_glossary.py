@@ -67,6 +67,7 @@ def test_faulty_glossaries_are_one_line(tmp_path: Path, content: bytes | None, f
 def test_word_starts_are_spaces_punctuation_and_scripts_without_spaces() -> None:
     pieces = ["<pad>", "\u2581Haus", "boot", "\u2581", ",", "7", "京", "é", "ส", "'s", "ी", "<0xC3>"]
     assert word_starts(pieces) == (True, True, False, True, True, False, True, False, True, True, False, False)
+    assert all(word_starts(pieces, codes=True))
 
 
 @pytest.mark.slow

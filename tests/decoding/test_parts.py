@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from branchnorm_jax.data import numerals
+from branchnorm_jax.data.bpe import MosesBPE
 from branchnorm_jax.data.tokenizer import Tokenizer, train_tokenizer
 from branchnorm_jax.decoding.glossary import Glossary
 from branchnorm_jax.decoding.parts import Part, join, split
@@ -230,3 +231,14 @@ def test_terms_are_required_in_their_own_part_and_given_phrases_prevent_splittin
     assert [each.phrases for each in seen] == [[seven], *[[]] * (len(seen) - 2), [seven, nine]]
     assert len(seen) > 10
     assert len(seen[-1].source) == len(tokenizer.encode_source([text])[0])
+
+
+def test_words_are_cut_between_the_pieces_of_codes() -> None:
+    """The mark that a word goes on is not part of the text: Chinese words touch with and without it."""
+    pieces = ["<pad>", "</s>", "<unk>", "我@@", "们", "a@@", "b"]
+    processor = MosesBPE("zh", False, False, False, [0, 1], pieces, ["b c</w>"])
+    tokenizer = Tokenizer(processor, processor, "")
+    for text, inside in (("我我我们", [False, False]), ("aaab", [False, True])):
+        parts = split(text, tokenizer, 3)
+        assert [part.inside for part in parts] == inside
+        assert processor.decode([token for part in parts for token in part.source]) == text

@@ -82,7 +82,7 @@ def translations(found: Imported, workdir: Path, source: str, target: str) -> li
 
 
 def vocabulary_of(found: Imported, source: str = "", target: str = "") -> Vocabulary:
-    models = found.source.spm, found.target.spm
+    models = found.source.model, found.target.model
     return Vocabulary(found.source.pieces, found.target.pieces, models, len(found.tags), source, target)
 
 

@@ -4,7 +4,8 @@ import argparse
 import itertools
 import json
 import re
-from collections.abc import Collection, Iterable
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -237,7 +238,55 @@ def marian_npz(folder: Path, *, joint: bool = False, pre_norm: bool = False, tab
     return model
 
 
-def fairseq(folder: Path, *, pre_norm: bool = False, apart: bool = False, hydra: bool = False, **options: Any) -> Any:
+def learned_codes(text: str, count: int) -> list[str]:
+    """Returns the first merges of the text's words, most frequent pair first."""
+    words = [f"{' '.join(word)}</w>" for word in text.split()]
+    merges = []
+    for _ in range(count):
+        pairs: Counter[Any] = Counter(pair for word in words for pair in itertools.pairwise(word.split(" ")))
+        best = " ".join(max(pairs, key=lambda pair: (pairs[pair], pair)))
+        merges.append(best)
+        words = [re.sub(rf"(?<!\S){re.escape(best)}(?!\S)", best.replace(" ", ""), word) for word in words]
+    return merges
+
+
+def write_codes(folder: Path, texts: Mapping[str, str], kind: str) -> dict[str, list[str]]:
+    """Writes codes for all texts in the format of a program; returns the pieces of each text."""
+    merges = learned_codes(" ".join(texts.values()), 40)
+    header, count = ("", " 7") if kind == "fastBPE" else ("#version: 0.2\n", "")
+    (folder / "bpecodes").write_text(header + "".join(f"{merge}{count}\n" for merge in merges), encoding="utf-8")
+    made = [merge.replace(" ", "") for merge in merges]
+    characters = [
+        each for character in "abcdefghijklmnoprstuvwxyzäöüß.,;&-@H0123" for each in (character, f"{character}</w>")
+    ]
+    pieces = dict.fromkeys([*made, *characters, "@-@</w>", "&apos;s</w>", "&quot;</w>"])
+    return {
+        lang: [piece.removesuffix("</w>") if piece.endswith("</w>") else f"{piece}@@" for piece in pieces]
+        for lang in texts
+    }
+
+
+def fsmt_tokenizer(folder: Path, lang: str) -> Any:
+    """Returns the tokenizer of `transformers` for codes of fastBPE, for one side of a folder that `fairseq` wrote."""
+    from transformers import FSMTTokenizer
+
+    class Plain(FSMTTokenizer):
+        def moses_pipeline(self, text: str, lang: str) -> str:
+            """Leaves out the normalisation of the text, as fairseq does."""
+            return text
+
+    lines = (folder / f"dict.{lang}.txt").read_text(encoding="utf-8").splitlines()
+    listed = [line.rsplit(" ", 1)[0] for line in lines]
+    words = [piece.removesuffix("@@") if piece.endswith("@@") else f"{piece}</w>" for piece in listed]
+    ids = {piece: index for index, piece in enumerate(["<s>", "<pad>", "</s>", "<unk>", *words])}
+    path = folder / f"{lang}.json"
+    path.write_text(json.dumps(ids), encoding="utf-8")
+    return Plain(langs=[lang, lang], src_vocab_file=path, tgt_vocab_file=path, merges_file=folder / "bpecodes")
+
+
+def fairseq(
+    folder: Path, *, pre_norm: bool = False, apart: bool = False, hydra: bool = False, codes: str = "", **options: Any
+) -> Any:
     """Writes a random model under fairseq's names; returns the same model as a module of PyTorch.
 
     The classes of `transformers` are ports of fairseq's: FSMT of its Post-LN Transformer, and M2M100 of the Pre-LN one.
@@ -247,6 +296,7 @@ def fairseq(folder: Path, *, pre_norm: bool = False, apart: bool = False, hydra:
       pre_norm: the norms come before the branches.
       apart: two vocabularies, without shared tables; only with Post-LN.
       hydra: the options are where fairseq has them since version 0.10.
+      codes: the text is split by codes of this program, fastBPE or subword-nmt, and not by SentencePiece.
       options: further options of fairseq, which change nothing in the returned model.
     """
     import torch
@@ -256,9 +306,10 @@ def fairseq(folder: Path, *, pre_norm: bool = False, apart: bool = False, hydra:
     texts = dict(zip(("en", "de"), SENTENCES.values(), strict=True))
     texts = texts if apart else dict.fromkeys(texts, " . ".join(texts.values()))
     sizes = {}
+    split = write_codes(folder, texts, codes) if codes else {}
     for lang, text in texts.items():
-        pieces = train_spm(folder / (f"spm.{lang}.model" if apart else "spm.model"), text, 36)
-        listed = [f"{piece} {1000 - index}" for index, piece in enumerate(pieces[:2:-1])]
+        pieces = split.get(lang) or train_spm(folder / (f"spm.{lang}.model" if apart else "spm.model"), text, 36)[:2:-1]
+        listed = [f"{piece} {1000 - index}" for index, piece in enumerate(pieces)]
         fill = -(len(listed) + 4) % 8
         listed += [f"madeupword{index:04} 0" for index in range(fill)]
         (folder / f"dict.{lang}.txt").write_text("\n".join(listed) + "\n", encoding="utf-8")

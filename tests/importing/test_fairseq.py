@@ -1,6 +1,7 @@
 """Imported checkpoints of fairseq against the ports of its models in `transformers`."""
 
 import argparse
+import itertools
 import json
 import pickle
 from collections.abc import Callable
@@ -24,11 +25,15 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "two vocabularies": dict(apart=True),
     "pre_ln": dict(pre_norm=True),
     "since 0.10": dict(pre_norm=True, hydra=True),
+    "codes of subword-nmt": dict(codes="subword-nmt"),
+    "codes of fastBPE": dict(codes="fastBPE", apart=True),
 }
 
 
 def fairseq_ids(folder: Path, lang: str, line: str) -> list[int]:
     """Returns the ids of a line as fairseq finds them: pieces, looked up in the dictionary, and EOS."""
+    if (folder / "bpecodes").exists():
+        return list(examples.fsmt_tokenizer(folder, lang)(line).input_ids)
     named = folder / f"spm.{lang}.model"
     model = str(named if named.exists() else folder / "spm.model")
     pieces = sentencepiece.SentencePieceProcessor(model_file=model).encode(line, out_type=str)
@@ -128,10 +133,13 @@ FAULTS: dict[str, tuple[Callable[[Path], Any], str]] = {
     "line of a dictionary": (lambda folder: append(folder, "dict.en.txt", "piece\n"), "expected a piece and its count"),
     "piece twice": (lambda folder: append(folder, "dict.en.txt", "<unk> 1\n"), "'<unk>' is there twice"),
     "longer dictionary": (lambda folder: append(folder, "dict.en.txt", "piece 1\n"), "has shape"),
-    "no SentencePiece model": (lambda folder: (folder / "spm.model").unlink(), "codes of subword-nmt"),
+    "no SentencePiece model": (
+        lambda folder: (folder / "spm.model").unlink(),
+        r"no file with a SentencePiece model \(.model or .spm\), which the model needs, because no dictionary",
+    ),
     "two SentencePiece models": (
         lambda folder: (folder / "other.model").write_bytes((folder / "spm.model").read_bytes()),
-        "several SentencePiece models",
+        "several files with a SentencePiece model .*, other.model, spm.model; their names need languages",
     ),
     "two checkpoints": (
         two_checkpoints,
@@ -193,3 +201,60 @@ def test_imported_workdir_translates_and_exports(tmp_path: Path) -> None:
     done = run_main("--mode=export", workdir, "--config.export.format=ctranslate2")
     assert done.returncode == 0, done.stderr
     assert "largest difference of a token's log-probability" in done.stderr
+
+
+def test_files_with_codes(tmp_path: Path) -> None:
+    """One file, or one of each language; otherwise, one line that says so."""
+    examples.fairseq(tmp_path, codes="subword-nmt")
+    once = fairseq.read_folder(tmp_path)
+    content = (tmp_path / "bpecodes").read_bytes()
+    for name in ("bpe.codes.en", "de.code"):
+        (tmp_path / name).write_bytes(content)
+    assert fairseq.read_folder(tmp_path).target == once.target
+    (tmp_path / "de.code").unlink()
+    with pytest.raises(
+        UserError, match=r"several files with codes .*, bpe.codes.en, bpecodes; their names need languages"
+    ):
+        fairseq.read_folder(tmp_path)
+    for name in ("bpe.codes.en", "bpecodes"):
+        (tmp_path / name).unlink()
+    with pytest.raises(UserError, match=r"no file with codes .*, because a dictionary has pieces with @@"):
+        fairseq.read_folder(tmp_path)
+
+
+@pytest.mark.slow
+def test_a_model_with_codes_is_fine_tuned_and_exported(tmp_path: Path) -> None:
+    examples.fairseq(tmp_path / "theirs", codes="fastBPE")
+    workdir, text = f"--workdir={tmp_path / 'ours'}", tmp_path / "text"
+    done = run_main("--mode=import", f"--config.import.path={tmp_path / 'theirs'}", workdir)
+    assert done.returncode == 0, done.stderr
+    assert (
+        "MosesTokenizer('de').tokenize(line, aggressive_dash_splits=True, escape=True), then by its codes"
+        in done.stderr
+    )
+    text.mkdir()
+    for split, lang in itertools.product(("train", "valid"), ("en", "de")):
+        line = {"en": "the small dog's house -- {} ships", "de": "der kleine Hund & {} Häuser"}[lang]
+        (text / f"{split}.{lang}").write_text("".join(line.format(number) + "\n" for number in range(20)))
+    tuned = [f"--config=configs/saved.py:{tmp_path / 'ours' / 'config.json'}", f"--config.data.path={text}"]
+    tuned += [f"--config.train.finetune_from={tmp_path / 'ours'}", f"--workdir={tmp_path / 'tuned'}"]
+    done = run_main(*tuned, "--config.data.subword_samples=2")
+    assert done.returncode == 2
+    assert "data.subword_samples needs the probabilities of pieces, which codes do not have" in done.stderr
+    done = run_main(*tuned, "--config.train.epochs=1")
+    assert done.returncode == 0, done.stderr
+    workdir, short = f"--workdir={tmp_path / 'tuned'}", "--config.decode.max_length_b=12"
+    lines = "the small dog\tkleine\tHund\n\nthe ship\n"
+    done = run_main("--mode=translate", workdir, short, "--config.decode.constraints", stdin=lines)
+    assert done.returncode == 0, done.stderr
+    first, empty, _ = done.stdout.splitlines()
+    assert "kleine" in first and "Hund" in first and not empty
+    done = run_main("--mode=export", workdir, "--config.export.format=huggingface")
+    assert done.returncode == 2
+    assert "no tokenizer of Hugging Face splits text exactly as the codes of this model do" in done.stderr
+    done = run_main("--mode=export", workdir, "--config.export.format=ctranslate2")
+    assert done.returncode == 0, done.stderr
+    assert "largest difference of a token's log-probability" in done.stderr
+    exported = (tmp_path / "tuned" / "export" / "ctranslate2" / "source.codes").read_text().splitlines()
+    known = (tmp_path / "theirs" / "bpecodes").read_text().splitlines()
+    assert exported == ["#version: 0.2", *(line.removesuffix(" 7") for line in known)]

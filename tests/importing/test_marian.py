@@ -36,7 +36,7 @@ ALPHA = {"encoder": jnp.ones(2), "decoder": jnp.ones(3)}
 def tokenizer_of(found: Imported, folder: Path) -> Tokenizer:
     folder.mkdir()
     for side in ("source", "target"):
-        (folder / f"{side}.model").write_bytes(getattr(found, side).spm)
+        (folder / f"{side}.model").write_bytes(getattr(found, side).model)
     return load_tokenizer(folder)
 
 

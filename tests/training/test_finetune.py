@@ -188,7 +188,7 @@ def test_new_languages_get_tags(tagged: Path, tmp_path: Path) -> None:
     for encode, again in ((parent.encode_source, new.encode_source), (parent.encode_target, new.encode_target)):
         assert [[i + 2 * (i > 4) for i in ids] for ids in encode(lines)] == again(lines)
     assert new.decode_target(new.encode_target(["zwölf"])[0]) == "zwölf"
-    assert not new.source_processor.is_unknown(new.source_pieces.index(">>fr<<"))
+    assert not new.spm[0].is_unknown(new.source_pieces.index(">>fr<<"))
     assert new.tags(config.data, "cs", "fr") == ((5,), (6,))
     assert [new.source_pieces[5], new.target_pieces[6]] == [">>cs<<", ">>fr<<"]
 

@@ -292,7 +292,7 @@ def default_config(mode: str | None, workdir: str | None, saved: Path) -> str | 
     Raises:
       UserError: if the workdir has no run, and the mode needs one.
     """
-    if workdir and saved.exists():
+    if workdir and saved.exists() and mode != "import":
         return f"{CONFIGS / 'saved.py'}:{saved}"
     if mode == "import" and not workdir:
         raise UserError("--mode=import needs --workdir=<folder to make>")

@@ -16,7 +16,7 @@ from typing import Any
 import ml_collections
 
 from branchnorm_jax import checks
-from branchnorm_jax.errors import UserError
+from branchnorm_jax.errors import StorageError, UserError
 from branchnorm_jax.options import Config, fields, parse_depth, sections
 
 
@@ -263,11 +263,23 @@ ADDED = {
 
 
 def load(path: Path) -> Config:
-    """Reads a config that `to_json` wrote. Raises `UserError` if the file is missing or not a config."""
+    """Reads a config that `to_json` wrote.
+
+    Raises:
+      UserError: if the file is missing or not a config.
+      StorageError: if it may be intact but cannot be read.
+    """
     try:
         values = json.loads(path.read_text())
-        if isinstance(values, dict) and "model_type" in values:
-            raise UserError(f"{path}: this is a model of Hugging Face, not a run; make one of it with --mode=import")
+    except FileNotFoundError as error:
+        raise UserError(f"{path}: there is no such file, so {path.parent} is no run") from error
+    except OSError as error:
+        raise StorageError(f"{path}: {error.strerror}") from error
+    except ValueError as error:
+        raise _broken(path, error) from error
+    if isinstance(values, dict) and "model_type" in values:
+        raise UserError(f"{path}: this is a model of Hugging Face, not a run; make one of it with --mode=import")
+    try:
         if not isinstance(values, dict) or not values.keys() >= {"model", "data", "train"}:
             raise ValueError("not the options of a run")
         for (section, option, old), new in RENAMED.items():
@@ -278,10 +290,13 @@ def load(path: Path) -> Config:
         for (section, option), earlier in ADDED.items():
             values[section].setdefault(option, earlier)
         return from_config_dict(values)
-    except (OSError, ValueError, UserError) as error:
-        raise UserError(
-            f"{path}: cannot read the config of this workdir ({error}); delete the file and give --config again"
-        ) from error
+    except (ValueError, UserError) as error:
+        raise _broken(path, error) from error
+
+
+def _broken(path: Path, error: Exception) -> UserError:
+    what = f"{path}: cannot read the config of this workdir ({error})"
+    return UserError(f"{what}; restore the file, or delete it and give --config again")
 
 
 def help_text() -> str:

@@ -33,7 +33,7 @@ class UserError(BranchNormError):
 
 
 class MissingExtraError(UserError):
-    """A package of an optional extra is not installed."""
+    """A package that is optional is not installed."""
 
 
 @contextlib.contextmanager

@@ -12,8 +12,11 @@ from pathlib import Path
 import ml_collections
 
 from branchnorm_jax import config as configs
+from branchnorm_jax.errors import UserError
 
 
-def get_config(arg: str) -> ml_collections.ConfigDict:
+def get_config(arg: str = "") -> ml_collections.ConfigDict:
     """The config stored in the JSON file `arg`."""
+    if not arg:
+        raise UserError("configs/saved.py needs a file, such as configs/saved.py:runs/x/config.json")
     return ml_collections.ConfigDict(dataclasses.asdict(configs.load(Path(arg)))).lock()

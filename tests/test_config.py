@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from branchnorm_jax import config as options
 from branchnorm_jax.config import assigned, default_config, from_config_dict, to_flat, with_followers, with_recommended
-from branchnorm_jax.errors import UserError
+from branchnorm_jax.errors import StorageError, UserError
 from branchnorm_jax.model.methods import METHODS
 from branchnorm_jax.options import Config, ModelConfig, TrainConfig, fields, sections
 from configs import lm
@@ -318,11 +318,17 @@ def test_invalid_config_files_are_named(tmp_path, text):
     with pytest.raises(UserError) as raised:
         options.load(path)
     assert str(path) in str(raised.value)
+    assert "restore the file" in str(raised.value)
 
 
-def test_missing_config_files_are_named(tmp_path):
-    with pytest.raises(UserError, match=r"none\.json"):
+def test_files_that_need_not_be_deleted_are_named(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "marian"}')
+    with pytest.raises(UserError, match=r"config\.json: this is a model of Hugging Face, .* with --mode=import$"):
+        options.load(tmp_path / "config.json")
+    with pytest.raises(UserError, match=r"none\.json: there is no such file, so .* is no run$"):
         options.load(tmp_path / "none.json")
+    with pytest.raises(StorageError, match=r"Is a directory$"):
+        options.load(tmp_path)
 
 
 def test_saved_config_is_json_with_every_option(tmp_path):

@@ -3,12 +3,13 @@
 import hashlib
 import importlib.metadata
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from branchnorm_jax.data import documents, numerals, textfiles, tfds
 from branchnorm_jax.data.formats import Pair
+from branchnorm_jax.errors import UserError
 from branchnorm_jax.options import DataConfig
 
 _HELD_OUT_NUMERALS = 500
@@ -61,6 +62,29 @@ def corpus_key(config: DataConfig, split: str) -> dict[str, Any]:
         return key | documents.version(config, split)
     version = {"text": textfiles.version, "tfds": tfds.version}[config.source]
     return key | version(config, _split_name(config, split))
+
+
+def check_texts(directions: Sequence[DataConfig], splits: Sequence[str], option: str) -> None:
+    """Checks that there is text for several directions, of which the user may have meant only some.
+
+    Args:
+      directions: one config per direction.
+      splits: those that are needed.
+      option: the option that selects directions.
+
+    Raises:
+      UserError: if the text of one is missing; with `option`, if there are several directions.
+    """
+    for direction, split in itertools.product(directions, splits):
+        try:
+            corpus_key(direction, split)
+        except UserError as error:
+            if len(directions) == 1:
+                raise
+            raise UserError(
+                f"{error}; {option} can select some of the {len(directions):,} directions, such as {option}="
+                f"{directions[0].pair}"
+            ) from error
 
 
 def _split_name(config: DataConfig, split: str) -> str:

@@ -14,7 +14,7 @@ from urllib.parse import quote
 
 import numpy as np
 
-from branchnorm_jax.data.corpus import corpus_key, read_pairs
+from branchnorm_jax.data.corpus import check_texts, corpus_key, read_pairs
 from branchnorm_jax.data.documents import read_documents
 from branchnorm_jax.data.mixture import Mixture, Store, repeats
 from branchnorm_jax.data.report import report
@@ -115,6 +115,8 @@ def prepare(
     """
     if config.source == "documents":
         return prepare_text(config, directory, say, keep, trust, check)
+    if not trust:
+        check_texts(config.directions(), ["train"], "data.pairs")
     tokenizer = vocabulary_of(config, directory / "vocabulary", say, keep)
     wanted = list(wanted_stores(config, tokenizer, directory / "corpus"))
     if check is not None:
@@ -127,7 +129,8 @@ def prepare(
     for one in wanted:
         stores[one.split].append(build_store(tokenizer=tokenizer, trust=trust, **one.arguments))
         say(describe_counts(one.label, stores[one.split][-1]))
-    validated = [direction for direction in config.directions() if direction in config.validated()]
+    pairs = {direction.pair for direction in config.validated()}
+    validated = [direction for direction in config.directions() if direction.pair in pairs]
     reports: dict[str, Any] = {}
     # The built-in corpus is clean, and its splits have no pair in common.
     for direction in config.directions() if not trust and config.source != "numerals" else ():
@@ -162,6 +165,7 @@ def folder_of(config: DataConfig, direction: DataConfig, directory: Path) -> Pat
 
 def wanted_stores(config: DataConfig, tokenizer: Tokenizer, directory: Path) -> Iterator[Wanted]:
     """Yields the token stores of a run in their order: by direction, corpus and tokenisation."""
+    validated = {direction.pair for direction in config.validated()}
     for direction in config.directions():
         folder = folder_of(config, direction, directory)
         tags = tokenizer.tags(config, direction.source_lang, direction.target_lang)
@@ -173,7 +177,7 @@ def wanted_stores(config: DataConfig, tokenizer: Tokenizer, directory: Path) -> 
             for sample in range(config.subword_samples):
                 number = f"{label}, tokenisation {sample + 1}"
                 yield Wanted(corpus, "train", parent / f"sample-{sample}", tags, sample, number)
-        if direction in config.validated():
+        if direction.pair in validated:
             label = f"valid {direction.pair}" if config.pairs else "valid"
             yield Wanted(direction, "valid", folder, tags, None, label)
 

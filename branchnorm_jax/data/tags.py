@@ -1,5 +1,6 @@
 """New language tags in an existing vocabulary."""
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -10,12 +11,16 @@ from branchnorm_jax.data.tokenizer import ABSENT, leading_tags, load_tokenizer, 
 from branchnorm_jax.errors import UserError, some
 from branchnorm_jax.tokens import UNK
 
+SCRIPT_OR_REGION = re.compile(r"[a-z]{2,3}_[A-Z]\w+")
+"""Names of languages in NLLB-200 and mBART-50."""
+
 
 def new_languages(known: Sequence[str], wanted: Sequence[str]) -> list[str]:
     """Returns the wanted languages that are not known.
 
     Raises:
-      UserError: if one of them seems to be another code of a known language, such as de of deu_Latn.
+      UserError: if one of them seems to be another code of a known language, such as de of deu_Latn, or if all known
+        languages have a name such as deu_Latn, and this one has not: other toolkits would not know it as a language.
     """
     new = [language for language in wanted if language not in known]
     for language in new:
@@ -25,6 +30,10 @@ def new_languages(known: Sequence[str], wanted: Sequence[str]) -> list[str]:
             raise UserError(
                 f"the vocabulary has no language {language!r}, but {some(same)}; use that name, or call a variety "
                 f"{language}_XX"
+            )
+        if known and all(map(SCRIPT_OR_REGION.fullmatch, known)) and not SCRIPT_OR_REGION.fullmatch(language):
+            raise UserError(
+                f"the languages of the vocabulary have names such as {some(known, 2)}; so must {language!r}"
             )
     return new
 

@@ -1,6 +1,7 @@
 """Tokenizer: training with SentencePiece, loading, encoding and decoding."""
 
 import dataclasses
+import difflib
 import functools
 import hashlib
 import io
@@ -15,6 +16,7 @@ import numpy as np
 import sentencepiece
 from sentencepiece import sentencepiece_model_pb2
 
+from branchnorm_jax.codes import base
 from branchnorm_jax.data import bpe
 from branchnorm_jax.data.normalization import changes, describe, normalizer, with_rule
 from branchnorm_jax.errors import UserError, some
@@ -136,9 +138,10 @@ class Tokenizer:
             tokens[side] = (processors[side].piece_to_id(f">>{lang}<<"),)
             if tokens[side] == (UNK,):
                 way = "from" if own else "to"
-                raise UserError(
-                    f"this model was not trained to translate {way} {lang!r}; its languages are {some(self.languages)}"
-                )
+                near = [known for known in self.languages if base(known) == base(lang)]
+                near = near or difflib.get_close_matches(lang, self.languages, 3)
+                hint = f"did you mean {' or '.join(near)}?" if near else f"its languages are {some(self.languages)}"
+                raise UserError(f"this model was not trained to translate {way} {lang!r}; {hint}")
         return Tags(**tokens)
 
     @property

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from branchnorm_jax.errors import UserError
+from branchnorm_jax.errors import MissingExtraError
 from branchnorm_jax.export.fold import SUBLAYERS, Plain
 from branchnorm_jax.model.embedding import STARTS, sinusoids
 from branchnorm_jax.model.recipe import STACKS
@@ -20,11 +20,11 @@ SPECIAL = {"unk_token": "<unk>", "bos_token": "</s>", "eos_token": "</s>"}
 
 
 def imported() -> Any:
-    """Returns the ctranslate2 package. Raises `UserError` if it is not installed."""
+    """Returns the ctranslate2 package. Raises `MissingExtraError` if it is not installed."""
     try:
         import ctranslate2
     except ImportError as error:
-        raise UserError(f"export: {error}; run `pip install ctranslate2`") from error
+        raise MissingExtraError(f"export: {error}; run `pip install ctranslate2`") from error
     return ctranslate2
 
 

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from branchnorm_jax.errors import UserError
+from branchnorm_jax.errors import MissingExtraError, UserError
 from branchnorm_jax.export import bart, t5, tokenizers
 from branchnorm_jax.export.fold import UNUSED_BIAS, Plain, without_embedding_scale
 from branchnorm_jax.export.tokenizers import Tokenizer, Vocabulary
@@ -228,13 +228,13 @@ def log_probs(folder: Path, sources: Sequence[list[int]], targets: Sequence[list
     `sources` and `targets` are the folder's token ids, with EOS. Tokens that `generate` suppresses have probability 0.
 
     Raises:
-      UserError: if `transformers` or `torch` is not installed.
+      MissingExtraError: if `transformers` or `torch` is not installed.
     """
     try:
         import torch
         from transformers import AutoModelForSeq2SeqLM
     except ImportError as error:
-        raise UserError(f"{error}; run `pip install torch transformers`") from error
+        raise MissingExtraError(f"{error}; run `pip install torch transformers`") from error
     model = AutoModelForSeq2SeqLM.from_pretrained(folder, dtype=torch.float32).eval()
     starts = model.config.decoder_start_token_id, model.generation_config.decoder_start_token_id
     # T5 models without this option start from padding.

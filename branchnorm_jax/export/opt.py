@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from branchnorm_jax.errors import UserError
+from branchnorm_jax.errors import MissingExtraError
 from branchnorm_jax.export import bart
 from branchnorm_jax.export.fold import Plain
 from branchnorm_jax.export.weights import save
@@ -96,7 +96,7 @@ def log_probs(folder: Path, texts: Sequence[np.ndarray]) -> list[np.ndarray]:
         import torch
         from transformers import AutoModelForCausalLM
     except ImportError as error:
-        raise UserError(f"{error}; run `pip install torch transformers`") from error
+        raise MissingExtraError(f"{error}; run `pip install torch transformers`") from error
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     results = []
     with torch.no_grad():

@@ -7,9 +7,11 @@ target language. So the tags are those of `data.tags=each`; `__de__`, `deu_Latn`
 
 import dataclasses
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from branchnorm_jax.data.tags import SCRIPT_OR_REGION
 from branchnorm_jax.data.tokenizer import TAG
 from branchnorm_jax.errors import UserError
 from branchnorm_jax.export.fold import SUBLAYERS
@@ -37,7 +39,7 @@ FIXED = {
 M2M100 = {"activation_function": "relu", "scale_embedding": True}
 """Defaults of the class that are not those of `bart.py`."""
 
-LANGUAGE = re.compile(r"__(\w+)__|([a-z]{2,3}_[A-Z]\w+)")
+LANGUAGE = re.compile(rf"__(\w+)__|({SCRIPT_OR_REGION.pattern})")
 """Token of a language, in M2M-100 and elsewhere."""
 
 
@@ -126,11 +128,25 @@ def _ids(
         if [each.piece for each in model.pieces[:3]] != ["<unk>", "<s>", "</s>"]:
             raise UserError(f"{folder / SPM}: its first pieces are not <unk>, <s> and </s>")
         ids = {piece: index for index, piece in enumerate((*FIRST, *(each.piece for each in model.pieces[3:])))}
+        _check_same(folder, ids)
         more = _added(folder, tokenizer)
         if not any(map(LANGUAGE.fullmatch, more)):
             more = {piece: index for index, piece in enumerate((*standard, "<mask>"), start=len(ids))}
     languages = {piece: match[1] or match[2] for piece in more if (match := LANGUAGE.fullmatch(piece))}
     return checked_ids(folder / SPM, ids | more), languages, {"<s>", *more} - languages.keys()
+
+
+def _check_same(folder: Path, ids: Mapping[str, int]) -> None:
+    """Raises `UserError` if tokenizer.json, which transformers reads, has other pieces than the SentencePiece model."""
+    vocab = read_values(folder / "tokenizer.json", required=False).get("model", dict, {}).get("vocab", {})
+    if isinstance(vocab, list):
+        vocab = {entry[0]: index for index, entry in enumerate(vocab) if isinstance(entry, list) and entry}
+    other = [piece for piece, index in ids.items() if vocab and vocab.get(piece) != index]
+    if len(other) > len(ids) / 2:
+        raise UserError(
+            f"{folder}: {SPM} and tokenizer.json do not belong to the same model: {len(other):,} of {len(ids):,} "
+            f"pieces, such as {other[0]!r}, have other ids"
+        )
 
 
 def _added(folder: Path, tokenizer: Values) -> dict[str, int]:

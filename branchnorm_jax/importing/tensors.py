@@ -57,6 +57,8 @@ def read(folder: Path) -> Tensors:
         index = folder / f"{name}.index.json"
         files = sorted(set(read_values(index).get("weight_map", dict).values())) if index.exists() else [name]
         if index.exists() or (folder / name).exists():
+            if outside := [file for file in files if Path(str(file)).name != file]:
+                raise UserError(f"{index}: {outside[0]!r} is not the name of a file in this folder")
             return Tensors(folder, {key: array for file in files for key, array in load(folder / file)})
     raise UserError(f"{folder}: no weights; expected {SAFE} or {TORCH}")
 
@@ -66,7 +68,7 @@ def _safetensors(path: Path) -> Iterator[tuple[str, np.ndarray]]:
         with safe_open(path, framework="numpy") as file:
             yield from ((name, file.get_tensor(name)) for name in file.keys())  # noqa: SIM118 # not a dictionary
     except (OSError, SafetensorError) as error:
-        raise UserError(f"{path}: cannot be read ({_first_line(error)})") from error
+        raise UserError(f"{path}: cannot be read ({_pointer(path) or _first_line(error)})") from error
 
 
 def load_torch(path: Path, types: Sequence[Any] = ()) -> Any:
@@ -84,8 +86,9 @@ def load_torch(path: Path, types: Sequence[Any] = ()) -> Any:
             return torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
         # torch reports damaged files and forbidden pickles by errors of many types, some of several lines.
+        reason = _pointer(path) or type(error).__name__
         raise UserError(
-            f"{path}: cannot be read as plain weights, because it is damaged or contains code ({type(error).__name__})"
+            f"{path}: cannot be read as plain weights, because it is damaged or contains code ({reason})"
         ) from error
 
 
@@ -99,6 +102,16 @@ def arrays(path: Path, weights: Any) -> Iterator[tuple[str, np.ndarray]]:
 
 def _torch(path: Path) -> Iterator[tuple[str, np.ndarray]]:
     return arrays(path, load_torch(path))
+
+
+def _pointer(path: Path) -> str:
+    """Returns what to do if a file is only a pointer of Git LFS; "" if it is not."""
+    try:
+        with path.open("rb") as file:
+            pointer = file.read(24) == b"version https://git-lfs."
+    except OSError:
+        return ""
+    return "it is a pointer of Git LFS: run `git lfs pull` in the folder" if pointer else ""
 
 
 def _first_line(error: Exception) -> str:

@@ -19,7 +19,7 @@ from branchnorm_jax.data.tokenizer import Tokenizer
 from branchnorm_jax.decoding.glossary import NO_TERMS, Glossary, read_glossary
 from branchnorm_jax.decoding.results import Translation
 from branchnorm_jax.decoding.translate import Member, Translator
-from branchnorm_jax.errors import MismatchError, UserError
+from branchnorm_jax.errors import MismatchError, MissingExtraError, UserError
 from branchnorm_jax.model.coefficients import Alpha
 from branchnorm_jax.model.parameters import Params
 from branchnorm_jax.model.transformer import Transformer
@@ -165,7 +165,7 @@ def compared(
     """
     try:
         expected = theirs()
-    except UserError as error:
+    except MissingExtraError as error:
         logs.say(f"the {kind} model was not checked: {error}")
         return None
     # Without this, GPUs and TPUs would round the operands of products.

@@ -2,7 +2,7 @@
 
 import itertools
 
-from branchnorm_jax.data.corpus import read_pairs
+from branchnorm_jax.data.corpus import check_texts, read_pairs
 from branchnorm_jax.evaluation.bleu import Score, mean_of
 from branchnorm_jax.evaluation.comet import load_comet
 from branchnorm_jax.evaluation.evaluate import format_table, score_split, write_results
@@ -25,6 +25,7 @@ def evaluate(config: Config, workdir: Workdir) -> None:
     if config.model.family == "decoder":
         return evaluate_text(config, workdir)
     trained, data, directory = load(config, workdir), config.data, workdir / "evaluation"
+    check_texts(data.directions(config.evaluate.pairs), config.evaluate.split_names, "evaluate.pairs")
     test_sets = list(itertools.product(config.evaluate.split_names, data.directions(config.evaluate.pairs)))
     tags = [trained.translator.tokenizer.tags(data, d.source_lang, d.target_lang) for _, d in test_sets]
     for split, direction in test_sets:

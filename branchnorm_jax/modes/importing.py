@@ -12,12 +12,13 @@ import numpy as np
 from branchnorm_jax import config as configs
 from branchnorm_jax.data.tokenizer import ABSENT, Tokenizer, load_tokenizer
 from branchnorm_jax.decoding.translate import Translator
-from branchnorm_jax.errors import UserError, some
+from branchnorm_jax.errors import MissingExtraError, UserError, some
 from branchnorm_jax.export import huggingface
 from branchnorm_jax.files import atomic_directory, real, write_atomically
 from branchnorm_jax.importing import fairseq, marian, marian_npz, multilingual, t5
 from branchnorm_jax.importing.imported import Imported, read_json
 from branchnorm_jax.model.coefficients import uniform
+from branchnorm_jax.model.methods import get_recipe
 from branchnorm_jax.model.transformer import Transformer
 from branchnorm_jax.modes.common import compared, random_sentences
 from branchnorm_jax.options import Config, DataConfig, DecodeConfig, TrainConfig
@@ -51,11 +52,11 @@ def import_(config: Config, workdir: Workdir) -> None:
         raise UserError("config: --mode=import needs --config.import.path=<folder of the model>")
     if jax.process_count() > 1:
         raise UserError("--mode=import runs in one process")
-    if (workdir / "config.json").exists() or workdir.has_checkpoints:
-        raise UserError(f"{workdir.path}: this workdir contains a run; choose another --workdir")
     folder = Path(config.import_.path)
     if real(folder) == real(workdir.path):
         raise UserError("--workdir is the folder of the model itself; choose another --workdir")
+    if (workdir / "config.json").exists() or workdir.has_checkpoints:
+        raise UserError(f"{workdir.path}: this workdir contains a run; choose another --workdir")
     kind, found = read_folder(folder)
     config = _config(config, found)
     with tempfile.TemporaryDirectory() as temporary:
@@ -78,13 +79,19 @@ def import_(config: Config, workdir: Workdir) -> None:
     write_atomically(workdir / "config.json", configs.to_json(config))
     if tokenizer.has_codes:
         logs.say(f"splits text by {tokenizer.source_processor} and {tokenizer.target_processor}, then by its codes")
+    if not (found.tags or (found.source_lang and found.target_lang)):
+        logs.say(
+            f"the folder does not name the languages, so they are taken as {config.data.pair}; if they are others, "
+            "import it again with --config.data.source_lang and --config.data.target_lang"
+        )
     parameters = sum(leaf.size for leaf in jax.tree.leaves(found.params))
+    pairs = f"--config.data.pairs=<such as {config.data.directions()[0].pair}> " if found.tags else ""
     saved = f"configs/saved.py:{workdir / 'config.json'}"
     depth = f"{model.depth.encoder}L-{model.depth.decoder}L"
     logs.say(
-        f"imported {folder}: {kind} {depth}, {parameters:,} parameters, {some(config.data.sources)} to "
-        f"{some(config.data.targets)}; to fine-tune it: --config={saved} "
-        f"--config.train.finetune_from={workdir.path} --config.data.path=<folder> --workdir=<a new one>"
+        f"imported {folder}: {kind} {depth}, {parameters:,} parameters, {some(config.data.sources, 5)} to "
+        f"{some(config.data.targets, 5)}; to fine-tune it: --config={saved} "
+        f"--config.train.finetune_from={workdir.path} --config.data.path=<folder> {pairs}--workdir=<a new one>"
     )
     print(workdir.path)
 
@@ -95,11 +102,19 @@ def read_folder(folder: Path) -> tuple[str, Imported]:
         for suffix, (name, read) in FILES.items():
             if next(folder.glob(f"*{suffix}"), None) is not None:
                 return name, read(folder)
+        if not folder.exists():
+            raise UserError(
+                f"import.path={folder}: no such folder; a model of the Hugging Face Hub has to be downloaded first: "
+                "hf download <name> --local-dir <folder>"
+            )
         raise UserError(
             f"import.path={folder}: expected a folder with config.json, with Marian's .npz file, or with a .pt file of "
             "fairseq"
         )
-    kind = read_json(folder / "config.json").get("model_type")
+    values = read_json(folder / "config.json")
+    if values.keys() >= {"model", "data", "train"}:
+        raise UserError(f"import.path={folder}: this is a run of this project, which needs no import")
+    kind = values.get("model_type")
     if kind in marian.NETWORKS and (folder / "source.spm").exists():
         return kind, marian.read_folder(folder)
     if kind not in FAMILIES:
@@ -112,11 +127,14 @@ def _config(config: Config, found: Imported) -> Config:
 
     It has the options of the imported model. Options of the search, languages that the model does not name, and
     directions of a multilingual model can be given: those of `config` that differ from the defaults take precedence.
+
+    Raises:
+      UserError: if other options are given, or languages that the model does not have.
     """
-    for name in ("source_normalization", "target_normalization"):
-        if getattr(config.data, name) != getattr(DataConfig(), name):
-            raise UserError(f"config: data.{name} does not apply, because an imported model has its own rules for text")
-    source, target = found.source_lang or config.data.source_lang, found.target_lang or config.data.target_lang
+    usual = DataConfig()
+    # `data.pairs` has the languages of the tags.
+    source = usual.source_lang if found.each else found.source_lang or config.data.source_lang
+    target = usual.target_lang if found.tags else found.target_lang or config.data.target_lang
     pairs = "+".join(found.tags) if found.each else ",".join(f"{source}-{tag}" for tag in found.tags)
     data = dataclasses.replace(
         config.data,
@@ -128,6 +146,8 @@ def _config(config: Config, found: Imported) -> Config:
         max_length=min(config.data.max_length, found.model.longest or config.data.max_length),
         vocab_size=len(found.target.ids),
         shared_vocab=found.shared,
+        source_normalization=usual.source_normalization,  # The models of the vocabulary have rules of their own.
+        target_normalization=usual.target_normalization,
     )
     if unknown := set(data.tagged) - set(found.tags):
         raise UserError(f"config: data.pairs={data.pairs}: the model has no language {', '.join(sorted(unknown))}")
@@ -136,9 +156,14 @@ def _config(config: Config, found: Imported) -> Config:
     given: dict[str, Any] = {name: "" for name, known in named.items() if getattr(found.decode, name) not in known}
     given |= {name: value for name, value in vars(config.decode).items() if value != defaults[name]}
     decode = dataclasses.replace(found.decode, **given)
-    config = dataclasses.replace(config, model=found.model, data=data, decode=decode, train=TrainConfig())
+    new = dataclasses.replace(config, model=found.model, data=data, decode=decode, train=TrainConfig())
+    options = configs.default_config()
+    options = configs.with_recommended(options, get_recipe(options.model.method).recommended)
+    before, wanted, after = map(configs.to_flat, (configs.from_config_dict(options), config, new))
+    if lost := [f"{name}={wanted[name]}" for name in wanted if wanted[name] not in (before[name], after[name])]:
+        raise UserError(f"config: {', '.join(lost)} cannot be chosen: it is part of the model in {config.import_.path}")
     try:
-        return configs.from_config_dict(dataclasses.asdict(config))
+        return configs.from_config_dict(dataclasses.asdict(new))
     except UserError as error:
         raise UserError(f"import.path={config.import_.path}: its options do not fit ({error})") from error
 
@@ -162,6 +187,15 @@ def _check(config: Config, model: Transformer, tokenizer: Tokenizer, found: Impo
     def theirs() -> list[np.ndarray]:
         sides = (found.source, sources), (found.target, targets)
         ids = [[[side.ids[token] for token in line] for line in lines] for side, lines in sides]
-        return huggingface.log_probs(Path(config.import_.path), *ids)
+        try:
+            return huggingface.log_probs(Path(config.import_.path), *ids)
+        except MissingExtraError:
+            raise
+        except Exception as error:  # the library reports damaged files and missing packages by errors of many types
+            summary = next(iter(str(error).strip().splitlines()), "")[:160]
+            raise UserError(
+                f"import.path={config.import_.path}: transformers cannot compute with it ({type(error).__name__}: "
+                f"{summary}); --config.import.check_sentences=0 imports it without a comparison"
+            ) from error
 
     return compared(ours, theirs, f"{len(sources)} random sentences", "imported")

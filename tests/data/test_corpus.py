@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 
 from branchnorm_jax.data import lines as lines_of
 from branchnorm_jax.data import numerals
-from branchnorm_jax.data.corpus import corpus_key, read_pairs
+from branchnorm_jax.data.corpus import check_texts, corpus_key, read_pairs
 from branchnorm_jax.errors import UserError
 from branchnorm_jax.options import DataConfig
 
@@ -165,6 +165,16 @@ def test_missing_file_error_lists_the_pattern_and_the_existing_files(tmp_path):
     for part in (str(tmp_path), "train.en", ".gz", ".zst", ".xz", ".bz2", "file0", "file7", "and 2 more"):
         assert part in message
     assert "file8" not in message
+
+
+def test_missing_text_of_one_of_many_directions_is_found_before_others_are_read(tmp_path):
+    for lang in ("en", "de"):
+        (tmp_path / f"train.{lang}").write_text("text\n")
+    languages = "+".join(["de", "en", *(f"x{number}" for number in range(198))])
+    config = dataclasses.replace(text_config(tmp_path), pairs=languages)
+    check_texts(config.directions("en-de"), ["train"], "data.pairs")
+    with pytest.raises(UserError, match=r"train\.x0 .* data\.pairs can select some of the 39,800 directions, such as "):
+        check_texts(config.directions(), ["train"], "data.pairs")
 
 
 def test_folders_do_not_match_file_patterns(tmp_path):

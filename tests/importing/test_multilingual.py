@@ -1,8 +1,10 @@
 """Imported M2M-100, NLLB and mBART-50 models against `transformers`: pieces, log-probabilities, searches and more."""
 
+import dataclasses
 import itertools
 import json
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,8 +26,10 @@ from branchnorm_jax.errors import UserError
 from branchnorm_jax.importing import multilingual
 from branchnorm_jax.model.embedding import sinusoids
 from branchnorm_jax.model.transformer import Transformer
-from branchnorm_jax.options import DataConfig, DecodeConfig
+from branchnorm_jax.modes.importing import import_
+from branchnorm_jax.options import Config, DataConfig, DecodeConfig
 from branchnorm_jax.training.finetune import with_new_tags
+from branchnorm_jax.workdir import Workdir
 from tests.cases import quick_and_slow
 from tests.conftest import run_main
 from tests.importing import examples
@@ -242,6 +246,18 @@ BAD: dict[str, tuple[Callable[[Path], Any], str]] = {
     "post-norm": (changed("config.json", "normalize_before", False), "normalize_before=False is not supported"),
     "legacy": (changed("tokenizer_config.json", "legacy_behaviour", True), "legacy_behaviour=True"),
     "tokens": (changed("tokenizer.json", "added_tokens", [{"id": "x"}]), "the added tokens cannot be read"),
+    "another tokenizer": (
+        changed("tokenizer.json", "model", {"vocab": [["<s>", 0.0], ["x", -1.0]]}),
+        "sentencepiece.bpe.model and tokenizer.json do not belong to the same model",
+    ),
+    "weights elsewhere": (
+        changed("model.safetensors.index.json", "weight_map", {"x": "../model.safetensors"}),
+        "'../model.safetensors' is not the name of a file in this folder",
+    ),
+    "a pointer": (
+        lambda folder: (folder / "model.safetensors").write_bytes(b"version https://git-lfs.github.com/spec/v1\n"),
+        "run `git lfs pull`",
+    ),
     "an id twice": (changed("tokenizer.json", "added_tokens", [{"id": 9, "content": "en_XX"}]), "have the same id"),
 }
 
@@ -256,6 +272,34 @@ def intact(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(("damage", "message"), BAD.values(), ids=list(BAD))
 def test_bad_folders(damage: Callable[[Path], Any], message: str, intact: Path, tmp_path: Path) -> None:
     check_refused(multilingual.read_folder, intact, damage, message, tmp_path / "bad")
+
+
+def imported(folder: Path, workdir: Path, **data: Any) -> None:
+    config = Config()
+    config = dataclasses.replace(config, import_=dataclasses.replace(config.import_, path=str(folder)))
+    import_(dataclasses.replace(config, data=dataclasses.replace(config.data, **data)), Workdir(workdir))
+
+
+def test_a_fault_of_the_other_library_is_one_line(intact: Path, tmp_path: Path) -> None:
+    shutil.copytree(intact, tmp_path / "theirs")
+    changed("generation_config.json", "early_stopping", "maybe")(tmp_path / "theirs")
+    with pytest.raises(UserError, match=r"^import\.path=.*early_stopping.*; --config\.import\.check_sentences=0"):
+        imported(tmp_path / "theirs", tmp_path / "run")
+
+
+@pytest.mark.parametrize("options", [{"source_lang": "en_XX"}, {"target_lang": "xx"}, {"source_normalization": "nfc"}])
+def test_options_that_an_import_cannot_heed_are_refused(options: dict[str, str], intact: Path, tmp_path: Path) -> None:
+    (given,) = (f"{name}={value}" for name, value in options.items())
+    with pytest.raises(UserError, match=f"data.{given} cannot be chosen: it is part of the model in {intact}"):
+        imported(intact, tmp_path / "run", **options)
+
+
+def test_other_names_of_a_language_are_understood(intact: Path, tmp_path: Path) -> None:
+    tokenizer = tokenizer_of(multilingual.read_folder(intact), tmp_path / "ours")
+    config = DataConfig(pairs="en_XX-de_DE", tags="each")
+    for wrong, right in {"de": "de_DE", "deu": "de_DE", "en_xx": "en_XX"}.items():
+        with pytest.raises(UserError, match=f"not trained to translate to {wrong!r}; did you mean {right}"):
+            tokenizer.tags(config, "en_XX", wrong)
 
 
 FEW = '{"<s>": 0, "<pad>": 1, "</s>": 2, "<unk>": 3}'

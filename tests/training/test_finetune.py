@@ -237,11 +237,13 @@ def test_new_languages_are_trained_and_translated(tagged: Path, tmp_path: Path) 
 
 
 def test_another_code_of_a_known_language_is_no_new_language() -> None:
-    assert new_languages(["deu_Latn", "fra_Latn"], ["fra_Latn", "gl", "glg_Latn", "fra_CA"]) == [
-        *("gl", "glg_Latn", "fra_CA")
-    ]
+    assert new_languages(["deu_Latn", "fra_Latn"], ["fra_Latn", "glg_Latn", "fra_CA"]) == ["glg_Latn", "fra_CA"]
+    assert new_languages(["de", "fr_CA"], ["gl", "fr_CA"]) == ["gl"]
     with pytest.raises(UserError, match="the vocabulary has no language 'de', but deu_Latn; use that name"):
         new_languages(["deu_Latn", "fra_Latn"], ["fra_Latn", "de"])
+    # The tokenizers of NLLB and mBART would take another name for a piece of text.
+    with pytest.raises(UserError, match="have names such as deu_Latn, fra_Latn; so must 'gl'"):
+        new_languages(["deu_Latn", "fra_Latn"], ["gl"])
 
 
 def test_parent_without_tags_rejects_language_pairs(trained: Path, tmp_path: Path) -> None:

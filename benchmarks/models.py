@@ -15,6 +15,7 @@ from branchnorm_jax import config as configs
 from branchnorm_jax.options import Config
 from branchnorm_jax.training.logs import read_lines
 
+PATHS = ("data.path", "train.deepen_from", "train.finetune_from")
 VALIDATION = ("step", "loss", "nll", "source_gain")
 
 
@@ -26,9 +27,9 @@ def read(folder: Path) -> dict[str, Any]:
     options = configs.to_flat(configs.load(folder / "config.json"))
     return {
         "workdir": folder.name,
-        # Only the name of the folder: it identifies the corpus, while the path is specific to one machine.
+        # Only the name of a folder: it identifies the corpus or the run, while the path is specific to one machine.
         "options": {
-            name: Path(value).name if name == "data.path" else value
+            name: Path(value).name if name in PATHS else value
             for name, value in options.items()
             if value != default[name]
         },

@@ -21,6 +21,7 @@ import math
 import re
 import sys
 import traceback
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
@@ -59,6 +60,33 @@ SavedLoopState = dict[str, Any]
 """`LoopState` as JSON."""
 
 
+class _Manager(ocp.CheckpointManager):
+    """A manager for which a checkpoint whose score is damaged has none."""
+
+    def __init__(self, *arguments: Any, warn: Callable[[str], None], **options: Any) -> None:
+        self._damaged = set[int]()
+        self._warn = warn
+        super().__init__(*arguments, **options)
+
+    def metrics(self, step: int) -> dict[str, Any] | None:
+        """Returns the score of a checkpoint and its checksum, which earlier versions did not save."""
+        try:
+            found = super().metrics(step)
+            if found is None or found.get("sum", _sum(found["score"])) == _sum(found["score"]):
+                return found
+        except (ValueError, KeyError, TypeError, AttributeError):
+            pass
+        if step not in self._damaged:
+            self._damaged.add(step)
+            self._warn(f"checkpoint {step} in {self.directory}: its score is damaged and is ignored")
+        return None
+
+
+def _sum(score: float) -> int:
+    """Returns a checksum of a score."""
+    return zlib.crc32(repr(float(score)).encode())
+
+
 class Checkpoints:
     """The checkpoints of one workdir."""
 
@@ -94,8 +122,8 @@ class Checkpoints:
             create=not read_only,
             read_only=read_only,
         )
-        self._manager = ocp.CheckpointManager(
-            self._directory, options=options, item_names=("params", "training", "memory")
+        self._manager = _Manager(
+            self._directory, options=options, item_names=("params", "training", "memory"), warn=warn
         )
 
     def steps(self) -> list[int]:
@@ -110,8 +138,7 @@ class Checkpoints:
         """Returns the steps of the validated checkpoints, best first, and among equal scores the latest first."""
         scores = {}
         for step in self.steps():
-            metrics = self._manager.metrics(step)
-            if metrics and "score" in metrics:
+            if metrics := self._manager.metrics(step):
                 scores[step] = metrics["score"]
         return sorted(scores, key=lambda step: (scores[step], step), reverse=True)
 
@@ -194,7 +221,7 @@ class Checkpoints:
                     training=ocp.args.StandardSave(rest),
                     memory=ocp.args.JsonSave({"checksums": sums, "memory": memory, "alpha": values}),
                 ),
-                metrics=None if score is None else {"score": score},
+                metrics=None if score is None else {"score": score, "sum": _sum(score)},
             )
         except Exception as error:
             self._discard_partial()
@@ -320,7 +347,8 @@ class Checkpoints:
         restored: Any = None
         fault = ""
         try:
-            with ocp.CheckpointManager(self._directory, options=options, item_names=names) as reader:
+            # Orbax reads the scores of all checkpoints, which have been reported.
+            with _Manager(self._directory, options=options, item_names=names, warn=lambda line: None) as reader:
                 restored = reader.restore(step, args=ocp.args.Composite(**items, memory=ocp.args.JsonRestore()))
         except Exception as error:
             fault = self._fault(step, error)

@@ -58,6 +58,26 @@ def test_best_checkpoint_is_kept_and_found(tmp_path: Path, reopened: bool) -> No
     assert checkpoints.several("best:2") == [2, 5]
 
 
+@pytest.mark.parametrize(
+    "content", ["", "[]", "{}", '{"score": "x"}', '{"score": 0.8}', '{"score": 0.9, "sum": 1}', "\0\0"]
+)
+def test_a_damaged_score_is_ignored_and_said(tmp_path: Path, content: str) -> None:
+    save(opened(tmp_path), {1: 0.5, 2: 0.9})
+    (tmp_path / "2" / "metrics" / "metrics").write_text(content)
+    said: list[str] = []
+    checkpoints = Checkpoints(tmp_path, TRAIN, said.append)
+    if content == '{"score": 0.8}':  # as earlier versions wrote it
+        assert (checkpoints.best_step(), said) == (2, [])
+    else:
+        assert (checkpoints.best_step(), said) == (
+            1,
+            [f"checkpoint 2 in {tmp_path}: its score is damaged and is ignored"],
+        )
+    restored = checkpoints.restore_latest(state(0))
+    assert restored is not None
+    assert restored[0].step == 2
+
+
 def test_latest_of_equal_scores_is_best(tmp_path: Path) -> None:
     save(opened(tmp_path), {1: 0.5, 2: 0.5, 3: 0.4, 4: 0.2})
     checkpoints = Checkpoints(tmp_path, TRAIN, lambda line: None, read_only=True)

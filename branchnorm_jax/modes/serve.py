@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 
+from branchnorm_jax.codes import names
 from branchnorm_jax.decoding.engine import UNROLLED, coarse
 from branchnorm_jax.decoding.languages import Languages
 from branchnorm_jax.decoding.translate import Translator
@@ -116,6 +117,7 @@ def about(config: Config, step: int, languages: Languages) -> dict[str, Any]:
         "reads_source_lang": languages.reads_source,
         "source_langs": languages.sources,
         "target_langs": languages.targets,
+        "names": names(config.data.languages),
         "decode": {"checkpoint": config.decode.checkpoint, **config.decode.search},
         "serve": {name: getattr(s, name) for name in LIMITS},
     }

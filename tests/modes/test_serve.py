@@ -13,10 +13,11 @@ import sys
 import threading
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from html.parser import HTMLParser
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, cast
 
 import numpy as np
@@ -54,6 +55,9 @@ TEXTS += ["", "   ", "😀 🏳️‍🌈", "שלום עולם", "مرحبا", "
 
 NO_RULES = Access()
 """Local clients, without tokens."""
+
+ONE_PAIR = Languages(DataConfig(), cast(Tokenizer, None))
+"""A model of one language pair needs no tokenizer here."""
 
 SIDES = "source_pieces", "pieces"
 
@@ -338,12 +342,18 @@ class Device:
 
 
 @contextlib.contextmanager
-def serving(device: Device, log: list[str], access: Access = NO_RULES, **serve: Any) -> Iterator[str]:
+def serving(
+    device: Device,
+    log: list[str],
+    access: Access = NO_RULES,
+    languages: Languages = ONE_PAIR,
+    about: Mapping[str, Any] = MappingProxyType({}),
+    **serve: Any,
+) -> Iterator[str]:
     """Runs the application with this device in a thread."""
-    limits, no_tokenizer = ServeConfig(**serve), cast(Tokenizer, None)  # a model of one pair needs none
-    languages = Languages(DataConfig(), no_tokenizer)
+    limits = ServeConfig(**serve)
     read = functools.partial(parse, serve=limits, decode=DecodeConfig(), languages=languages, encode=lambda phrase: [])
-    app = make_app(read, device, limits, {}, log.append, access)
+    app = make_app(read, device, limits, about, log.append, access)
     server = make_server(app, limits)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         thread = threading.Thread(target=server.run, args=([listener],))

@@ -70,3 +70,77 @@ def test_menus_have_different_names_in_alphabetical_order(url: str, browser: Any
     assert menus[1][3].get_property("value") == "zho_Hans"
     assert chosen(browser) == ["eng_Latn", "arb_Arab"]
     assert browser.title == f"{chinese[0]}, English, German → " + ", ".join(option.text for option in menus[1])
+
+
+def test_languages_are_swapped_with_the_text_and_remembered(url: str, browser: Any) -> None:  # noqa: F811
+    """By keyboard, and only where the server translates in the other direction."""
+    from selenium.webdriver.common.by import By
+    from selenium.webdriver.common.keys import Keys
+    from selenium.webdriver.support.ui import Select
+
+    def choose(menu: str, name: str) -> None:
+        Select(browser.find_element("id", menu)).select_by_visible_text(name)
+
+    def best() -> list[str]:
+        return [each.text for each in browser.find_elements(By.CSS_SELECTOR, ".best")]
+
+    wait = open_page(browser, url)
+    swap, box = browser.find_element("id", "swap"), browser.find_element("id", "text")
+    assert swap.accessible_name == "Swap languages"
+    assert not swap.is_enabled()  # Arabic is not a source language
+    choose("target_lang", "German")
+    assert swap.is_enabled()
+    box.send_keys("one", Keys.ENTER, Keys.ENTER, "two", Keys.CONTROL, Keys.ENTER)
+    wait.until(lambda _: best() == ["ONE >>eng_Latn<< >>deu_Latn<<", "TWO >>eng_Latn<< >>deu_Latn<<"])
+    wait.until(lambda _: browser.find_element("id", "translate").is_enabled())
+    swap.send_keys(Keys.ENTER)
+    assert chosen(browser) == ["deu_Latn", "eng_Latn"]
+    text = "ONE >>eng_Latn<< >>deu_Latn<<\n\nTWO >>eng_Latn<< >>deu_Latn<<"
+    assert box.get_property("value") == text
+    wait.until(lambda _: best() == [f"{line.upper()} >>deu_Latn<< >>eng_Latn<<" for line in text.split("\n\n")])
+    wait.until(lambda _: browser.find_element("id", "translate").is_enabled())
+    box.send_keys(" and more")  # The translation is no longer that of the text.
+    swap.send_keys(Keys.SPACE)
+    assert (chosen(browser), box.get_property("value")) == (["eng_Latn", "deu_Latn"], text + " and more")
+
+    swap.click()
+    open_page(browser, url)
+    assert chosen(browser) == ["deu_Latn", "eng_Latn"]
+    # Languages of another model at the same address, and what other pages stored, are ignored.
+    for stored in ('["fr", "deu_Latn"]', "[", "7"):
+        browser.execute_script("localStorage.setItem('languages', arguments[0])", stored)
+        open_page(browser, url)
+        assert chosen(browser) == ["eng_Latn", "deu_Latn" if "deu_Latn" in stored else "arb_Arab"]
+    forbid = "Object.defineProperty(window, 'localStorage', {get() { throw new DOMException('', 'SecurityError'); }})"
+    browser.execute_cdp_cmd("Page.addScriptToEvaluateOnNewDocument", {"source": forbid})
+    open_page(browser, url)
+    choose("target_lang", "German")
+    assert chosen(browser) == ["eng_Latn", "deu_Latn"]
+    assert browser.get_log("browser") == []
+
+
+def test_each_translation_has_the_tag_and_direction_of_its_language(url: str, browser: Any) -> None:  # noqa: F811
+    from selenium.webdriver.common.by import By
+    from selenium.webdriver.common.keys import Keys
+
+    wait = open_page(browser, url)
+    lines = Keys.ENTER.join(("one", ">>zho_Hant<<two", ">>eng_Latn<< three"))
+    browser.find_element("id", "text").send_keys(lines, Keys.CONTROL, Keys.ENTER)
+    wait.until(lambda _: len(browser.find_elements(By.CSS_SELECTOR, ".best")) == 3)
+    best = browser.find_elements(By.CSS_SELECTOR, ".best")
+    assert [(each.get_attribute("lang"), each.get_attribute("dir")) for each in best] == [
+        ("arb-Arab", "rtl"),
+        ("zho-Hant", "ltr"),
+        ("eng-Latn", "ltr"),
+    ]
+    assert [each.text.split()[-1] for each in best] == [">>arb_Arab<<", ">>zho_Hant<<", ">>eng_Latn<<"]
+
+
+def test_menus_are_aligned_on_narrow_screens(url: str, browser: Any) -> None:  # noqa: F811
+    metrics = {"width": 390, "height": 760, "deviceScaleFactor": 1, "mobile": True}
+    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
+    open_page(browser, url)
+    first, second = (browser.find_element("id", menu).rect for menu in MENUS)
+    assert (first["x"], first["width"]) == (second["x"], second["width"])
+    assert first["y"] + first["height"] <= second["y"]
+    assert browser.execute_script("return document.documentElement.scrollWidth") <= 390

@@ -49,6 +49,7 @@ def serve(config: Config, workdir: Workdir) -> None:
         decode = dataclasses.replace(config.decode, unroll=config.decode.unroll or UNROLLED)
         translator = dataclasses.replace(trained.translator, rounding=coarse, config=decode)
         languages = Languages(config.data, translator.tokenizer)
+        languages.check(config.decode.source_lang, config.decode.target_lang)
         compile_programs(config, trained, translator, languages)
         app = make_app(
             functools.partial(

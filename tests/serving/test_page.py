@@ -1,5 +1,8 @@
 """The page of the server for models of several languages, in a browser."""
 
+import socket
+import urllib.error
+import urllib.request
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -8,9 +11,11 @@ import pytest
 from branchnorm_jax.data.tokenizer import train_tokenizer
 from branchnorm_jax.decoding.languages import Languages
 from branchnorm_jax.modes.serve import about
-from branchnorm_jax.options import Config, DataConfig, DecodeConfig
+from branchnorm_jax.options import Config, DataConfig, DecodeConfig, ServeConfig
+from branchnorm_jax.serving.access import Access
+from branchnorm_jax.serving.app import starting
 from branchnorm_jax.serving.messages import TranslationRequest, to_json
-from tests.modes.test_serve import Device, browser, serving  # noqa: F401
+from tests.modes.test_serve import Device, ask, browser, serving  # noqa: F401
 
 MENUS = "source_lang", "target_lang"
 
@@ -33,14 +38,21 @@ class Named(Device):
 
 
 @pytest.fixture(scope="module")
-def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """A server of languages with one script, with two, with the same name, and with no name; not all are sources."""
+def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Languages, dict[str, Any]]:
+    """Languages with one script, with two, with the same name, and with no name; not all are sources."""
     pairs = "eng_Latn+zho_Hans+deu_Latn-arb_Arab+deu_Latn+zho_Hans+zho_Hant+aka_Latn+twi_Latn+eng_Latn+pbt_Arab"
     data = DataConfig(vocab_size=32, pairs=pairs, tags="each")
     text = [("one two three four five six", "eins zwei drei")] * 2
     languages = Languages(data, train_tokenizer(data, text, tmp_path_factory.mktemp("vocabulary") / "v"))
     config = Config(data=data, decode=DecodeConfig(source_lang="eng_Latn", target_lang="arb_Arab"))
-    with serving(Named(languages), [], languages=languages, about=about(config, 7, languages)) as address:
+    return languages, about(config, 7, languages)
+
+
+@pytest.fixture(scope="module")
+def url(model: tuple[Languages, dict[str, Any]]) -> Iterator[str]:
+    """The address of a server of these languages."""
+    languages, health = model
+    with serving(Named(languages), [], languages=languages, about=health) as address:
         yield address
 
 
@@ -144,3 +156,34 @@ def test_menus_are_aligned_on_narrow_screens(url: str, browser: Any) -> None:  #
     assert (first["x"], first["width"]) == (second["x"], second["width"])
     assert first["y"] + first["height"] <= second["y"]
     assert browser.execute_script("return document.documentElement.scrollWidth") <= 390
+
+
+def test_page_of_a_server_that_starts_becomes_ready(model: tuple[Languages, dict[str, Any]], browser: Any) -> None:  # noqa: F811
+    """The page shows the progress, keeps what was typed, and needs no reload."""
+    from selenium.webdriver.support.ui import WebDriverWait
+
+    wait, (languages, health) = WebDriverWait(browser, 60), model
+    listener = socket.create_server(("127.0.0.1", 0))
+    address = f"http://127.0.0.1:{listener.getsockname()[1]}"
+    doing = ["loading"]
+    with starting(listener, ServeConfig(), Access(), lambda: doing[0]):
+        browser.get(address)
+        status = browser.find_element("id", "status")
+        for doing[0] in ("loading", "compiling"):
+            wait.until(lambda _: status.text == f"the server is starting: {doing[0]}")
+        browser.find_element("id", "text").send_keys("one")
+        for path, body in (("/health", None), ("/translate", b"{}"), ("/other", None)):
+            code, headers, answer = ask(address + path, body)
+            assert (code, answer) == (503, {"error": "the server is starting: compiling"})
+            assert int(headers["retry-after"]) > 0
+        with pytest.raises(urllib.error.HTTPError) as error:
+            urllib.request.urlopen(address)
+        assert (error.value.code, error.value.headers["cache-control"]) == (503, "no-store")
+        assert "default-src 'none'" in error.value.headers["content-security-policy"]
+        with pytest.raises(urllib.error.HTTPError, match="403"):
+            urllib.request.urlopen(urllib.request.Request(address, headers={"host": "evil.example"}))
+    with serving(Named(languages), [], languages=languages, about=health, at=listener):
+        wait.until(lambda _: browser.title != "Translation")
+        assert status.text == ""
+        assert browser.find_element("id", "text").get_property("value") == "one"
+        assert chosen(browser) == ["eng_Latn", "arb_Arab"]

@@ -2,8 +2,10 @@
 
 import functools
 import re
+from collections import Counter
+from collections.abc import Iterable
 
-from babel.core import get_global
+from babel.core import Locale, get_global
 
 
 @functools.cache
@@ -15,3 +17,26 @@ def base(code: str) -> str:
     """
     language = re.split("[-_]", code)[0].lower()
     return get_global("language_aliases").get(language, language)
+
+
+def names(codes: Iterable[str]) -> dict[str, str]:
+    """Returns the English name of each code. All names are different.
+
+    Names come from the Unicode CLDR; a language that it does not know keeps its code. If several codes are of the same
+    language, script and region follow in brackets, or the code if these are the same, too.
+
+    >>> print(*names(["deu_Latn", "zho_Hans", "zho_Hant", "aka_Latn", "twi_Latn", "pbt_Arab"]).values(), sep=", ")
+    German, Chinese (Simplified), Chinese (Traditional), Akan (aka_Latn), Akan (twi_Latn), pbt_Arab
+    """
+    forms = {code: _forms(code) for code in codes}
+    uses = Counter(form for each in forms.values() for form in set(each))
+    return {code: next(form for form in each if uses[form] == 1) for code, each in forms.items()}
+
+
+def _forms(code: str) -> tuple[str, str, str]:
+    """Returns the language, the language with script and region in brackets, and the language with its code."""
+    english = Locale("en")
+    own, *parts = re.split("[-_]", code)
+    language = english.languages.get(own.lower()) or english.languages.get(base(code)) or code
+    rest = ", ".join(english.scripts.get(part.title()) or english.territories.get(part.upper(), part) for part in parts)
+    return language, f"{language} ({rest})" if rest else language, f"{language} ({code})"

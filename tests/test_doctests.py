@@ -9,6 +9,7 @@ MODULES = (
     "branchnorm_jax.analysis.collectives",
     "branchnorm_jax.analysis.program",
     "branchnorm_jax.analysis.topologies",
+    "branchnorm_jax.codes",
     "branchnorm_jax.model.coefficients",
     "branchnorm_jax.model.depth_rules",
     "branchnorm_jax.model.growth",

@@ -36,6 +36,12 @@ class Languages:
         """Whether the model needs to know the source language."""
         return bool(self.data.pairs) and self.data.tags == "each"
 
+    def check(self, source: str, target: str) -> None:
+        """Raises `UserError` if the source or target language is not one of the model's; "" means any."""
+        for way, lang, known in (("from", source, self.sources), ("to", target, self.targets)):
+            if lang and lang not in known:
+                raise UserError(f"this model was trained to translate {way} {some(known)}, not {way} {lang!r}")
+
     def split_tags(
         self, lines: Sequence[str], default: str, first: int = 1, source: str = ""
     ) -> tuple[list[str], list[Tags]]:
@@ -51,14 +57,11 @@ class Languages:
           UserError: if a language is not one of the model's, or if the model has several and neither the line nor
             the other arguments name one.
         """
-        if source and source not in self.sources:
-            raise UserError(f"this model was trained to translate from {some(self.sources)}, not from {source!r}")
+        self.check(source, default)
         source = source or (self.sources[0] if len(self.sources) == 1 else "")
         if self.reads_source and not source:
             raise UserError(f"no source language; set source_lang to one of {some(self.sources)}")
         if not self.data.pairs:
-            if default not in ("", self.data.target_lang):
-                raise UserError(f"this model translates to {self.data.target_lang}, not to {default}")
             return list(lines), [NO_TAGS] * len(lines)
         targets, texts, tags = self.targets, [], []
         default = default or (targets[0] if len(targets) == 1 else "")

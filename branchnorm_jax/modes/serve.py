@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 
+from branchnorm_jax.codes import names
 from branchnorm_jax.decoding.engine import UNROLLED, coarse
 from branchnorm_jax.decoding.languages import Languages
 from branchnorm_jax.decoding.translate import Translator
@@ -25,6 +26,13 @@ LIMITS = "max_lines", "max_characters", "max_terms", "max_term_tokens", "max_bod
 """Options of the server that GET /health shows."""
 
 
+@dataclasses.dataclass
+class Start:
+    """What the server is doing before it is ready, in a few words."""
+
+    doing: str = "loading the model"
+
+
 def serve(config: Config, workdir: Workdir) -> None:
     """Answers requests until a signal arrives.
 
@@ -33,7 +41,7 @@ def serve(config: Config, workdir: Workdir) -> None:
     """
     with needs_extra("serve", "serve"):
         from branchnorm_jax.serving.access import is_loopback, make_access
-        from branchnorm_jax.serving.app import make_app, make_server
+        from branchnorm_jax.serving.app import make_app, make_server, starting
 
     workdir.check_config(config)
     access = make_access(config.serve, logs.say)
@@ -43,12 +51,15 @@ def serve(config: Config, workdir: Workdir) -> None:
                 f"{url(listener)} is open to everyone who can reach it; set serve.token_file, or put the server behind "
                 "a proxy that authenticates users"
             )
-        trained = load(config, workdir)
-        # A large request must not compile another program than those of `warm_up`.
-        decode = dataclasses.replace(config.decode, unroll=config.decode.unroll or UNROLLED)
-        translator = dataclasses.replace(trained.translator, rounding=coarse, config=decode)
-        languages = Languages(config.data, translator.tokenizer)
-        compile_programs(config, trained, translator, languages)
+        start = Start()
+        with starting(listener, config.serve, access, lambda: start.doing):
+            trained = load(config, workdir)
+            # A large request must not compile another program than those of `warm_up`.
+            decode = dataclasses.replace(config.decode, unroll=config.decode.unroll or UNROLLED)
+            translator = dataclasses.replace(trained.translator, rounding=coarse, config=decode)
+            languages = Languages(config.data, translator.tokenizer)
+            languages.check(config.decode.source_lang, config.decode.target_lang)
+            compile_programs(config, trained, translator, languages, start)
         app = make_app(
             functools.partial(
                 parse, serve=config.serve, decode=config.decode, languages=languages, encode=translator.encoded
@@ -63,8 +74,10 @@ def serve(config: Config, workdir: Workdir) -> None:
         make_server(app, config.serve).run([listener])
 
 
-def compile_programs(config: Config, trained: Trained, translator: Translator, languages: Languages) -> None:
-    """Compiles the programs for lines of up to `serve.warm_up_length` tokens."""
+def compile_programs(
+    config: Config, trained: Trained, translator: Translator, languages: Languages, start: Start
+) -> None:
+    """Compiles the programs for lines of up to `serve.warm_up_length` tokens, and reports each to `start`."""
     # Caches small programs too, so that the next start compiles nothing.
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
     if longest := min(config.serve.warm_up_length, translator.limit):
@@ -74,7 +87,8 @@ def compile_programs(config: Config, trained: Trained, translator: Translator, l
         tags = translator.tokenizer.tags(config.data, languages.sources[0], languages.targets[0])
         programs = list(translator.programs(trained.params, trained.alpha, longest, tags))
         with logs.progress_bar(len(programs), 0, "shape", "compile") as bar:
-            for program in programs:
+            for number, program in enumerate(programs, start=1):
+                start.doing = f"compiling program {number} of {len(programs)}"
                 program()
                 bar.update()
         logs.say(f"compiled in {time.perf_counter() - begin:.1f} s")
@@ -82,7 +96,7 @@ def compile_programs(config: Config, trained: Trained, translator: Translator, l
 
 @contextlib.contextmanager
 def listening(host: str, port: int) -> Iterator[socket.socket]:
-    """Yields a listening socket. Clients that connect before the server starts wait until it accepts them.
+    """Yields a listening socket.
 
     Raises:
       UserError: if the socket cannot be created.
@@ -116,6 +130,7 @@ def about(config: Config, step: int, languages: Languages) -> dict[str, Any]:
         "reads_source_lang": languages.reads_source,
         "source_langs": languages.sources,
         "target_langs": languages.targets,
+        "names": names(config.data.languages),
         "decode": {"checkpoint": config.decode.checkpoint, **config.decode.search},
         "serve": {name: getattr(s, name) for name in LIMITS},
     }

@@ -5,7 +5,9 @@ import base64
 import contextlib
 import hashlib
 import re
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+import socket
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +91,39 @@ def make_app(
         lifespan=lifespan,
         exception_handlers={HTTPException: refuse, ClientDisconnect: nobody},
     )
+
+
+@contextlib.contextmanager
+def starting(listener: socket.socket, serve: ServeConfig, access: Access, state: Callable[[], str]) -> Iterator[None]:
+    """Answers requests with status 503, in another thread, until the context ends.
+
+    The page is there, too, and asks again until the server is ready.
+
+    Args:
+      listener: the socket; it stays open, and keeps later connections for the next server.
+      serve: limits of the server.
+      access: who may use the server.
+      state: returns what the server is doing, in a few words.
+    """
+    page, later = PAGE.read_bytes(), {"retry-after": "2", "cache-control": "no-store"}
+
+    async def wait(request: Request) -> Response:
+        access.check_site(request)
+        if request.url.path == "/":
+            return Response(page, 503, page_headers(page) | later, "text/html")
+        raise HTTPException(503, f"the server is starting: {state()}", later)
+
+    app = Starlette(
+        routes=[Route("/{path:path}", wait, methods=["GET", "POST"])], exception_handlers={HTTPException: refuse}
+    )
+    server = make_server(app, serve)
+    thread = threading.Thread(target=server.run, args=([listener.dup()],))
+    thread.start()
+    try:
+        yield
+    finally:
+        server.should_exit = True
+        thread.join()
 
 
 def page_headers(page: bytes) -> dict[str, str]:

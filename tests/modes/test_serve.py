@@ -13,10 +13,11 @@ import sys
 import threading
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from html.parser import HTMLParser
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, cast
 
 import numpy as np
@@ -54,6 +55,9 @@ TEXTS += ["", "   ", "😀 🏳️‍🌈", "שלום עולם", "مرحبا", "
 
 NO_RULES = Access()
 """Local clients, without tokens."""
+
+ONE_PAIR = Languages(DataConfig(), cast(Tokenizer, None))
+"""A model of one language pair needs no tokenizer here."""
 
 SIDES = "source_pieces", "pieces"
 
@@ -101,8 +105,27 @@ def translations(url: str, **request: Any) -> list[list[dict[str, Any]]]:
 
 
 @pytest.fixture(scope="module")
-def server(trained: Path) -> Iterator[Server]:
-    server = Server(f"--workdir={trained}", *DECODE, *SERVE, *LIMITS)
+def first_answers() -> list[tuple[int, dict[str, Any]]]:
+    """Status and JSON of GET /health, from the start of `server` until it is ready."""
+    return []
+
+
+@pytest.fixture(scope="module")
+def server(trained: Path, first_answers: list[tuple[int, dict[str, Any]]]) -> Iterator[Server]:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+
+    def wait() -> None:
+        while not first_answers or first_answers[-1][0] != 200:
+            with contextlib.suppress(OSError):
+                status, _, answer = ask(f"http://127.0.0.1:{port}/health")
+                first_answers.append((status, answer))
+            threading.Event().wait(0.05)
+
+    client = threading.Thread(target=wait, daemon=True)
+    client.start()
+    server = Server(f"--workdir={trained}", *DECODE, *SERVE, *LIMITS, f"--config.serve.port={port}")
+    client.join()
     yield server
     server.end()
 
@@ -293,6 +316,20 @@ def test_health_describes_the_model_and_the_options(server: Server) -> None:
     assert any("compiling for lines of up to 16 tokens" in line for line in server.log)
 
 
+def test_health_says_what_a_start_is_doing(server: Server, first_answers: list[tuple[int, dict[str, Any]]]) -> None:
+    *early, (status, ready) = first_answers
+    assert (status, ready["status"]) == (200, "ready")
+    states = list(dict.fromkeys((status, answer["error"]) for status, answer in early))
+    assert states[0] == (503, "the server is starting: loading the model")
+    programs = [
+        re.fullmatch(r"the server is starting: compiling program (\d+) of (\d+)", state) for _, state in states[1:]
+    ]
+    numbers = [(int(match[1]), int(match[2])) for match in programs if match]
+    assert len(numbers) == len(states) - 1 > 0
+    assert numbers == sorted(numbers)
+    assert all(1 <= number <= count for number, count in numbers)
+
+
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_signals_stop_the_server_after_the_last_answer(trained: Path, number: int, code: int) -> None:
     server = Server(f"--workdir={trained}", *DECODE, "--config.serve.port=0", "--config.serve.warm_up_length=0")
@@ -322,6 +359,12 @@ def test_unavailable_addresses_are_reported(trained: Path) -> None:
     assert (done.returncode, "cannot listen at no such host" in done.stderr) == (2, True)
 
 
+def test_a_language_that_the_model_lacks_ends_the_start(trained: Path) -> None:
+    done = run_main("--mode=serve", f"--workdir={trained}", "--config.serve.port=0", "--config.decode.target_lang=fr")
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1].endswith("this model was trained to translate to de, not to 'fr'")
+
+
 class Device:
     """A fake model for tests of the queue. It echoes its input, and waits or fails on demand."""
 
@@ -338,14 +381,21 @@ class Device:
 
 
 @contextlib.contextmanager
-def serving(device: Device, log: list[str], access: Access = NO_RULES, **serve: Any) -> Iterator[str]:
+def serving(
+    device: Device,
+    log: list[str],
+    access: Access = NO_RULES,
+    languages: Languages = ONE_PAIR,
+    about: Mapping[str, Any] = MappingProxyType({}),
+    at: socket.socket | None = None,
+    **serve: Any,
+) -> Iterator[str]:
     """Runs the application with this device in a thread."""
-    limits, no_tokenizer = ServeConfig(**serve), cast(Tokenizer, None)  # a model of one pair needs none
-    languages = Languages(DataConfig(), no_tokenizer)
+    limits = ServeConfig(**serve)
     read = functools.partial(parse, serve=limits, decode=DecodeConfig(), languages=languages, encode=lambda phrase: [])
-    app = make_app(read, device, limits, {}, log.append, access)
+    app = make_app(read, device, limits, about, log.append, access)
     server = make_server(app, limits)
-    with socket.create_server(("127.0.0.1", 0)) as listener:
+    with at or socket.create_server(("127.0.0.1", 0)) as listener:
         thread = threading.Thread(target=server.run, args=([listener],))
         thread.start()
         yield f"http://127.0.0.1:{listener.getsockname()[1]}"
@@ -418,7 +468,7 @@ def test_page_is_one_file_that_loads_nothing_else() -> None:
         policy, page = response.headers["content-security-policy"], response.read().decode()
     assert "default-src 'none'" in policy
     assert page == PAGE.read_text(encoding="utf-8")
-    assert len(page) < 16_000
+    assert len(page) < 18_000
     elements = Elements(page).found
     loaded = [attributes.get(name) for _, attributes in elements for name in ("src", "href", "srcset", "action")]
     assert [link for link in loaded if link] == ["data:,"]

@@ -6,7 +6,6 @@ This module defines the flags, starts up JAX and dispatches to the modes, which 
 import atexit
 import contextlib
 import functools
-import keyword
 import os
 import re
 import signal
@@ -369,6 +368,8 @@ def run(mode: str, config: Config, workdir: Workdir) -> None:
 
         from branchnorm_jax import modes
         from branchnorm_jax.parallel import hosts
+
+        function = modes.function_of(mode)
     heed_signals()
     if mode in TRANSLATION and config.model.family == "decoder":
         raise UserError(f"--mode={mode} needs a translation model; {workdir.path} has a language model")
@@ -388,4 +389,4 @@ def run(mode: str, config: Config, workdir: Workdir) -> None:
             print(f"  {line}{why}", file=sys.stderr)
 
     with hosts.blame_lost_process(), workdir.published() if hosts.is_first() else contextlib.nullcontext():
-        getattr(modes, f"{mode}_" if keyword.iskeyword(mode) else mode)(config, workdir)
+        function(config, workdir)

@@ -136,7 +136,10 @@ def tiny_model(shared: Path, *options: str) -> tuple[Path, Path]:
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 
-PRELOADED = ("branchnorm_jax.cli", "branchnorm_jax.training.loop", "branchnorm_jax.modes.evaluate")
+PRELOADED = (
+    "branchnorm_jax.cli",
+    *(f"branchnorm_jax.modes.{name}" for name in ("runs", "evaluate", "lines", "export")),
+)
 """Modules that most modes import. None of them starts the devices of JAX, or threads."""
 
 

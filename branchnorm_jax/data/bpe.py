@@ -13,8 +13,7 @@ import itertools
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-
-import sacremoses
+from typing import Any
 
 from branchnorm_jax.codes import base
 from branchnorm_jax.errors import UserError
@@ -90,7 +89,9 @@ class MosesBPE:
         return "\n".join([f"#version: 0.{1 if self.end_apart else 2}", *self.merges, ""]).encode()
 
     @functools.cached_property
-    def _moses(self) -> tuple[sacremoses.MosesTokenizer, sacremoses.MosesDetokenizer]:
+    def _moses(self) -> tuple[Any, Any]:
+        import sacremoses  # which most vocabularies do not need, and which takes 0.2 seconds
+
         language = base(self.language)
         return sacremoses.MosesTokenizer(language), sacremoses.MosesDetokenizer(language)
 

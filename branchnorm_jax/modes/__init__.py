@@ -1,31 +1,23 @@
 """Implements each `--mode` of main.py by combining the other subpackages, none of which imports this one."""
 
-from branchnorm_jax.modes.average import average
-from branchnorm_jax.modes.clean import clean
-from branchnorm_jax.modes.compare import compare
-from branchnorm_jax.modes.evaluate import evaluate
-from branchnorm_jax.modes.export import export
-from branchnorm_jax.modes.importing import import_
-from branchnorm_jax.modes.language import generate
-from branchnorm_jax.modes.lines import score, translate
-from branchnorm_jax.modes.runs import analyze, methods, plan, preflight, sweep, train
-from branchnorm_jax.modes.serve import serve
+import importlib
+import keyword
+from collections.abc import Callable
 
-__all__ = [
-    "analyze",
-    "average",
-    "clean",
-    "compare",
-    "evaluate",
-    "export",
-    "generate",
-    "import_",
-    "methods",
-    "plan",
-    "preflight",
-    "score",
-    "serve",
-    "sweep",
-    "train",
-    "translate",
-]
+from branchnorm_jax.options import Config
+from branchnorm_jax.workdir import Workdir
+
+MODULES = {
+    "generate": "language",
+    "import": "importing",
+    **dict.fromkeys(("score", "translate"), "lines"),
+    **dict.fromkeys(("analyze", "methods", "plan", "preflight", "sweep", "train"), "runs"),
+}
+"""Mode -> module, if their names differ."""
+
+
+def function_of(mode: str) -> Callable[[Config, Workdir], None]:
+    """Returns the function of a mode. Imports only its module: all of them take as long as a short translation."""
+    module = importlib.import_module(f"{__name__}.{MODULES.get(mode, mode)}")
+    function: Callable[[Config, Workdir], None] = getattr(module, f"{mode}_" if keyword.iskeyword(mode) else mode)
+    return function

@@ -19,7 +19,7 @@ from branchnorm_jax.export import ctranslate2, fold, huggingface
 from branchnorm_jax.export.tokenizers import Vocabulary
 from branchnorm_jax.model.methods import METHODS
 from branchnorm_jax.model.transformer import Transformer
-from branchnorm_jax.modes import export
+from branchnorm_jax.modes.export import export
 from branchnorm_jax.options import Config, DecodeConfig, ExportConfig, ModelConfig
 from branchnorm_jax.tokens import EOS
 from branchnorm_jax.workdir import Workdir

@@ -10,7 +10,7 @@ import pytest
 
 from branchnorm_jax import config as configs
 from branchnorm_jax.errors import UserError
-from branchnorm_jax.modes import average
+from branchnorm_jax.modes.average import average
 from branchnorm_jax.options import AverageConfig
 from branchnorm_jax.training import logs
 from branchnorm_jax.training.checkpoint import Checkpoints

@@ -53,6 +53,17 @@ def one(trial: Trial, family: str, seed: int, number: int, folder: Path) -> dict
     }
 
 
+def without(line: str, folder: Path, name: str) -> str:
+    """Returns a line with a name in place of a folder of this machine, which tells others nothing.
+
+    Messages that were cut off may have only the beginning of the path.
+    """
+    path = str(folder)
+    for end in range(len(path), len(path) // 2, -1):
+        line = line.replace(path[:end], name)
+    return line
+
+
 def run(family: str, arguments: argparse.Namespace, until: float) -> int:
     """Runs the trials of a family that are not recorded; returns the number of those with a loss or a wrong result."""
     path = arguments.results / f"{family}.jsonl"
@@ -77,8 +88,7 @@ def run(family: str, arguments: argparse.Namespace, until: float) -> int:
             folder = Path(tempfile.mkdtemp(prefix=f"{family}-{number}-", dir=arguments.scratch)) / "trial"
             row = one(trial, family, arguments.seed, number, folder)
             line = json.dumps(row, ensure_ascii=False)
-            # Results are shared; the folders of this machine tell others nothing.
-            line = line.replace(str(folder), "<trial>").replace(str(arguments.scratch), "<scratch>")
+            line = without(without(line, folder, "<trial>"), arguments.scratch, "<scratch>")
             file.write(line + "\n")
             file.flush()
             if row["lost"] or row["wrong"]:

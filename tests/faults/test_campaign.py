@@ -116,6 +116,13 @@ def test_recorded_trials_survive_an_incomplete_line(tmp_path: Path) -> None:
     assert recorded(path) == {3: {"trial": 3, "lost": ""}}
 
 
+def test_results_name_no_folder_of_this_machine() -> None:
+    scratch = Path("/srv/branchnorm/runs/faults")
+    line = f'"said": "{scratch}/kills-1/trial: no space; cannot open /srv/branchnorm/ru; /srv/other"'
+    expected = '"said": "<scratch>/kills-1/trial: no space; cannot open <scratch>; /srv/other"'
+    assert campaign.without(line, scratch, "<scratch>") == expected
+
+
 def test_a_family_that_this_machine_cannot_run_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -56,11 +56,12 @@ def one(trial: Trial, family: str, seed: int, number: int, folder: Path) -> dict
 def without(line: str, folder: Path, name: str) -> str:
     """Returns a line with a name in place of a folder of this machine, which tells others nothing.
 
-    Messages that were cut off may have only the beginning of the path.
+    A message in brackets that was cut off may end with the beginning of the path.
     """
     path = str(folder)
-    for end in range(len(path), len(path) // 2, -1):
-        line = line.replace(path[:end], name)
+    line = line.replace(path, name)
+    for end in range(len(path) - 1, 1, -1):
+        line = line.replace(f"{path[:end]})", f"{name})")
     return line
 
 

@@ -1,9 +1,10 @@
 """Language codes."""
 
+import difflib
 import functools
 import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from babel.core import Locale, get_global
 
@@ -17,6 +18,15 @@ def base(code: str) -> str:
     """
     language = re.split("[-_]", code)[0].lower()
     return get_global("language_aliases").get(language, language)
+
+
+def near(code: str, known: Sequence[str]) -> list[str]:
+    """Returns the known codes that a user may mean by another one: those of the same language, or similar ones.
+
+    >>> near("de", ["deu_Latn", "eng_Latn"]), near("eng_latin", ["deu_Latn", "eng_Latn"]), near("fr", ["de", "en"])
+    (['deu_Latn'], ['eng_Latn'], [])
+    """
+    return [other for other in known if base(other) == base(code)] or difflib.get_close_matches(code, known)
 
 
 def names(codes: Iterable[str]) -> dict[str, str]:

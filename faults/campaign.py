@@ -116,6 +116,7 @@ def main() -> None:
     parser.add_argument("--scratch", type=Path, default=Path("runs/faults"), help="folder of the runs")
     parser.add_argument("--again", metavar="family:n", help="repeats one trial and prints it")
     arguments = parser.parse_args()
+    arguments.scratch = arguments.scratch.absolute()  # as in messages, from which `without` removes it
     if unknown := [name for name in arguments.families if name not in FAMILIES]:
         parser.error(f"no family {unknown[0]!r}; choose from {', '.join(FAMILIES)}")
     if arguments.again:

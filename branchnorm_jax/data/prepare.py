@@ -130,17 +130,17 @@ def prepare(
         stores[one.split].append(build_store(tokenizer=tokenizer, trust=trust, **one.arguments))
         say(describe_counts(one.label, stores[one.split][-1]))
     pairs = {direction.pair for direction in config.validated()}
-    validated = [direction for direction in config.directions() if direction.pair in pairs]
     reports: dict[str, Any] = {}
     # The built-in corpus is clean, and its splits have no pair in common.
     for direction in config.directions() if not trust and config.source != "numerals" else ():
-        held_out = ["valid", "test"] if direction in validated else ["test"]
+        held_out = ["valid", "test"] if direction.pair in pairs else ["test"]
         folder, label = folder_of(config, direction, directory / "corpus"), f" {direction.pair}" if config.pairs else ""
         reports[direction.pair] = report(direction, folder, held_out, label, say)
     train = stores["train"]
     if not (directory / "vocabulary" / UNUSED).exists() or not all(store.reused for store in train):
         used = np.unique(np.concatenate([np.unique(store.target_tokens) for store in train]))
         tokenizer = note_unused(tokenizer, used, directory / "vocabulary")
+    validated = [direction for direction in config.directions() if direction.pair in pairs]
     return Corpus(tokenizer, validated, mixed(config, train, say), stores["valid"], reports)
 
 

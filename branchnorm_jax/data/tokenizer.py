@@ -1,7 +1,6 @@
 """Tokenizer: training with SentencePiece, loading, encoding and decoding."""
 
 import dataclasses
-import difflib
 import functools
 import hashlib
 import io
@@ -16,7 +15,7 @@ import numpy as np
 import sentencepiece
 from sentencepiece import sentencepiece_model_pb2
 
-from branchnorm_jax.codes import base
+from branchnorm_jax.codes import near
 from branchnorm_jax.data import bpe
 from branchnorm_jax.data.normalization import changes, describe, normalizer, with_rule
 from branchnorm_jax.errors import UserError, some
@@ -138,9 +137,8 @@ class Tokenizer:
             tokens[side] = (processors[side].piece_to_id(f">>{lang}<<"),)
             if tokens[side] == (UNK,):
                 way = "from" if own else "to"
-                near = [known for known in self.languages if base(known) == base(lang)]
-                near = near or difflib.get_close_matches(lang, self.languages, 3)
-                hint = f"did you mean {' or '.join(near)}?" if near else f"its languages are {some(self.languages)}"
+                meant = " or ".join(near(lang, self.languages))
+                hint = f"did you mean {meant}?" if meant else f"its languages are {some(self.languages)}"
                 raise UserError(f"this model was not trained to translate {way} {lang!r}; {hint}")
         return Tags(**tokens)
 

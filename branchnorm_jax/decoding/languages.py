@@ -4,6 +4,7 @@ import dataclasses
 import functools
 from collections.abc import Sequence
 
+from branchnorm_jax.codes import near
 from branchnorm_jax.data.tokenizer import NO_TAGS, TAG, Tags, Tokenizer
 from branchnorm_jax.errors import UserError, some
 from branchnorm_jax.options import DataConfig
@@ -40,7 +41,7 @@ class Languages:
         """Raises `UserError` if the source or target language is not one of the model's; "" means any."""
         for way, lang, known in (("from", source, self.sources), ("to", target, self.targets)):
             if lang and lang not in known:
-                raise UserError(f"this model was trained to translate {way} {some(known)}, not {way} {lang!r}")
+                raise UserError(_unknown(way, lang, known))
 
     def split_tags(
         self, lines: Sequence[str], default: str, first: int = 1, source: str = ""
@@ -74,8 +75,14 @@ class Languages:
                 choice = some([f">>{lang}<<" for lang in targets])
                 raise UserError(f"line {number}: no target language; set target_lang or start the line with {choice}")
             if lang not in targets:
-                known = some(targets)
-                raise UserError(f"line {number}: this model was trained to translate to {known}, not to {lang!r}")
+                raise UserError(f"line {number}: {_unknown('to', lang, targets)}")
             tags.append(self.tokenizer.tags(self.data, source, lang))
             texts.append(line[match.end() :].lstrip(" ") if match else line)
         return texts, tags
+
+
+def _unknown(way: str, lang: str, known: Sequence[str]) -> str:
+    """Returns the message about a language that the model does not translate from or to."""
+    if meant := " or ".join(near(lang, known)):
+        return f"this model was not trained to translate {way} {lang!r}; did you mean {meant}?"
+    return f"this model was trained to translate {way} {some(known)}, not {way} {lang!r}"

@@ -29,7 +29,7 @@ def evaluate(config: Config, workdir: Workdir) -> None:
     test_sets = list(itertools.product(config.evaluate.split_names, data.directions(config.evaluate.pairs)))
     tags = [trained.translator.tokenizer.tags(data, d.source_lang, d.target_lang) for _, d in test_sets]
     for split, direction in test_sets:
-        # Read a line of every file before the first translation, so that a missing file is reported at once.
+        # Read a line of every file before the first translation, so that a faulty file is reported at once.
         next(read_pairs(direction, split), None)
     logs.say(f"evaluating the checkpoint of step {trained.step} (decode.checkpoint={config.decode.checkpoint})")
     comet = [load_comet(config.evaluate.comet)] if config.evaluate.comet else []

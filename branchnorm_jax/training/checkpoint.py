@@ -69,7 +69,7 @@ class _Manager(ocp.CheckpointManager):
         super().__init__(*arguments, **options)
 
     def metrics(self, step: int) -> dict[str, Any] | None:
-        """Returns the score of a checkpoint and its checksum, which earlier versions did not save."""
+        """Returns the score of a checkpoint and its checksum, which old checkpoints lack, or None without a score."""
         try:
             found = super().metrics(step)
             if found is None or found.get("sum", _sum(found["score"])) == _sum(found["score"]):
@@ -347,7 +347,7 @@ class Checkpoints:
         restored: Any = None
         fault = ""
         try:
-            # Orbax reads the scores of all checkpoints, which have been reported.
+            # Orbax reads the scores of all checkpoints here, too; damaged ones have been reported.
             with _Manager(self._directory, options=options, item_names=names, warn=lambda line: None) as reader:
                 restored = reader.restore(step, args=ocp.args.Composite(**items, memory=ocp.args.JsonRestore()))
         except Exception as error:

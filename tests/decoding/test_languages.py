@@ -121,6 +121,8 @@ def test_supported_and_unsupported_languages(case: Case) -> None:
         ("x", "pl", "^this model .* not to 'pl'"),
         (">>de<< x", "pl", "^this model .* not to 'pl'"),
         (">>pl<< x", "de", "^line 3: .* not to 'pl'"),
+        ("x", "deu", r"^this model was not trained to translate to 'deu'; did you mean de\?$"),
+        (">>fra<< x", "de", r"^line 3: this model was not trained to translate to 'fra'; did you mean fr\?$"),
     ):
         with pytest.raises(UserError, match=message):
             languages.split_tags([line], default, 3, "en")

@@ -106,6 +106,7 @@ class Checkpoints:
         folder = epath.Path(directory)
         self._directory = folder if folder.is_absolute() else folder.absolute()  # A URL is absolute.
         self._warn = warn
+        self._failed = False  # Whether a save has failed.
         keep = [preservation_policy.LatestN(train.keep_last)]
         if train.keep_best:
             keep.append(
@@ -236,14 +237,25 @@ class Checkpoints:
         except Exception as error:
             self._discard_partial()
             raise self._storage_error("the last checkpoint", error) from error
+        if self._failed:
+            self._delete_partial()
 
     def _discard_partial(self) -> None:
         """Deletes what a failed save has written, and forgets that save."""
-        if jax.process_count() == 1:  # Others may still write to the same folder.
+        self._failed = True
+        self._delete_partial()
+        self._manager.reload()
+
+    def _delete_partial(self) -> None:
+        """Deletes the temporary folders of failed saves.
+
+        Threads of the storage library may still write to the last one and create it again, so every later `wait` calls
+        this, too.
+        """
+        if jax.process_count() == 1:  # Other processes may still write to the same folder.
             for path in self._directory.glob(f"*{ocp.utils.TMP_DIR_SUFFIX}*"):
                 with contextlib.suppress(OSError):
                     path.rmtree()
-        self._manager.reload()
 
     def close(self) -> None:
         """Waits for the last save and frees the threads."""

@@ -2,7 +2,8 @@
 
     python -m benchmarks.tears table3 en-he=runs/tears_table3_en-he en-vi=runs/tears_table3_en-vi
 
-The file is benchmarks/results/tears_<table>.csv: the rows of each sweep.csv with the language pair, and
+The file is benchmarks/results/tears_<table>.csv. Its rows of other language pairs stay. It has the rows of each
+sweep.csv with the pair, and
 
 - the smoothed perplexities of the paper's Table 8, of the training text in the last 100 updates, with dropout, and of
   the validation text at its lowest; the latter also at a quarter of the updates, for Figure 1;
@@ -96,7 +97,7 @@ def to_markdown(rows: Sequence[Mapping[str, Any]]) -> str:
         cells.setdefault((row["pair"], name_of(axes_of(row), " ")), []).append(row)
     for (pair, name), found in cells.items():
         ended = [row for row in found if row["status"] == "done" and row["bleu"] is not None]
-        columns = [spread([row[score] for row in ended], digits) for score, (digits, _) in SCORES.items()]
+        columns = [spread([float(row[score]) for row in ended], digits) for score, (digits, _) in SCORES.items()]
         p_values = ", ".join(f"{float(row['p_value']):.3f}" for row in ended if row.get("p_value"))
         others = ", ".join(dict.fromkeys(row["status"] for row in found if row not in ended))
         seeds = f"{len(ended)} of {len(found)}" + (f", the others {others}" if others else "")
@@ -118,9 +119,11 @@ def main() -> None:
     parser.add_argument("table", help="name of the file, such as table3")
     parser.add_argument("sweeps", nargs="+", help="workdirs of sweeps, as pair=workdir")
     arguments = parser.parse_args()
-    pairs = (sweep.partition("=") for sweep in arguments.sweeps)
-    rows = [row for pair, _, folder in pairs for row in rows_of(pair, Path(folder))]
+    folders = {pair: Path(folder) for pair, _, folder in (sweep.partition("=") for sweep in arguments.sweeps)}
     path = RESULTS / f"tears_{arguments.table}.csv"
+    earlier = from_csv(path.read_text(encoding="utf-8")) if path.exists() else []
+    rows = [row for row in earlier if row["pair"] not in folders]
+    rows += [row for pair, folder in folders.items() for row in rows_of(pair, folder)]
     path.write_text(to_csv(rows), encoding="utf-8")
     print(to_markdown(rows), path, sep="\n")
 

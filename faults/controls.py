@@ -102,5 +102,5 @@ FAMILY = Family(
     "A run is stopped and started again by a process whose restore is broken. The comparison that the other campaigns "
     "use must notice each of them, and must find no difference if nothing is broken.",
     prepare,
-    50,
+    20,
 )

@@ -1,7 +1,7 @@
 """A long run under a restart loop: faults at random times, and then the numbers of an undisturbed run.
 
-    python -m faults.campaign soak                     six hours
-    python -m faults.campaign soak --seconds 600       ten minutes
+    python -m faults.campaign soak                     six trials of two hours
+    python -m faults.campaign soak --seconds 600       one trial of ten minutes
 
 In the first half of the time, faults interrupt a run, which is started again by the rule of launch/exit_codes.sh. Then
 it goes on to the next hundredth update, and a run that nothing interrupts is trained to the same update.
@@ -22,7 +22,7 @@ from faults.kills import differing, digest, steps_of
 from faults.processes import ROOT, TINY, Finished, start
 from faults.trial import Family, Outcome, Trial
 
-HOURS = 6.0
+HOURS = 2.0
 MEAN = 300.0
 """Mean time between two faults in seconds. In a short trial it is a twentieth of the trial, but at least `LEAST`."""
 
@@ -150,7 +150,7 @@ def trial(cache: Path, seconds: float, rng: random.Random, folder: Path) -> Outc
 
 
 def prepare(shared: Path, seconds: float) -> Trial:
-    """Compiles the programs; the trial takes six hours, or the rest of the time."""
+    """Compiles the programs; a trial takes two hours, or the rest of the time."""
     begin, first = time.monotonic(), Loop(shared / "first", shared / "compiled")
     first.start(steps=1)
     if (done := first.ended()) and done.code:
@@ -165,5 +165,5 @@ FAMILY = Family(
     "checkpoint. The rule of launch/exit_codes.sh starts it again. In the second half, the same updates are trained "
     "without faults. The digest of the state, and every line of the metrics and of the validations must be equal.",
     prepare,
-    1,
+    6,
 )

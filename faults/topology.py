@@ -123,5 +123,5 @@ FAMILY = Family(
     f"batches must be those of an undisturbed run on one device, and all losses must equal its losses within "
     f"{TOLERANCE:.0e}.",
     prepare,
-    100,
+    20,
 )

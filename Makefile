@@ -1,5 +1,5 @@
-# Each target creates the virtual environment it needs, with the versions and hashes of requirements-lock.txt, and updates
-# it when the requirements change.
+# Each target creates the virtual environment it needs, with the versions and hashes of the lock files, and updates it when
+# the requirements change.
 #
 #   make quickstart                                     train on the built-in corpus, evaluate, show translations
 #   make quickstart ARGS="--config.data.target_lang=fr" WORKDIR=runs/en-fr
@@ -7,7 +7,7 @@
 #   make test        the tests, in minutes              make test ARGS="-k bleu"   some of the tests
 #   make test-all    all tests, also the slow ones      make lint                  style and types
 #   make bench       benchmarks that need no data       make clean                 environment and caches; keeps runs/
-#   make lock        requirements-lock.txt, from requirements/ (needs uv); ARGS=--upgrade takes the newest versions
+#   make lock        the lock files, from requirements/ (needs uv); ARGS=--upgrade takes the newest versions
 #
 # PYTHON=python3.12 selects the interpreter of the environment, and VENV=<folder> its location.
 
@@ -16,8 +16,9 @@ VENV ?= .venv
 WORKDIR ?= runs/quickstart
 ARGS ?=
 RUN := $(VENV)/bin/python
+LOCK := uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-annotate --no-header
 
-# Two stages: only the tests need PyTorch, and the quickstart should not wait for its download.
+# Two stages: the quickstart should not wait for what only the tests need.
 USE := $(VENV)/.installed-use
 DEVELOP := $(VENV)/.installed-develop
 
@@ -40,9 +41,11 @@ lint: $(DEVELOP)
 bench: $(DEVELOP)
 	@set -e; for name in loss depth growth "plan memory" "plan time"; do echo "== $$name"; $(RUN) -m benchmarks.$$name; done
 
+# The second file has a part of the first one, in the same versions.
 lock:
-	uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-annotate --no-header $(ARGS) \
-	  --output-file requirements-lock.txt requirements.txt requirements/gs.txt requirements/dev.txt
+	$(LOCK) $(ARGS) --output-file requirements-dev-lock.txt requirements.txt requirements/gs.txt requirements/dev.txt
+	$(LOCK) --constraint requirements-dev-lock.txt --output-file requirements-lock.txt \
+	  requirements.txt requirements/gs.txt
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist *.egg-info
@@ -56,7 +59,8 @@ $(USE): requirements-lock.txt | $(RUN)
 	$(RUN) -m pip install --quiet --require-hashes --requirement requirements-lock.txt
 	@touch $@
 
-# The lock has everything but PyTorch and its dependencies, which are not the same for CPUs and for CUDA.
-$(DEVELOP): requirements-dev.txt $(wildcard requirements/*.txt) $(USE) | $(RUN)
+# The locks lack PyTorch and its dependencies, which are not the same for CPUs and for CUDA.
+$(DEVELOP): requirements-dev-lock.txt requirements-dev.txt $(wildcard requirements/*.txt) $(USE) | $(RUN)
+	$(RUN) -m pip install --quiet --require-hashes --requirement requirements-dev-lock.txt
 	$(RUN) -m pip install --quiet --requirement requirements-dev.txt
 	@touch $@

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tomllib
 import zipfile
+from collections.abc import Sequence
 from email.parser import Parser
 from pathlib import Path
 
@@ -43,13 +44,24 @@ def test_requirements_txt_includes_the_core_and_the_usual_extras() -> None:
     assert included == {"core"} | extras - {"clean", "gs", "gpu", "tpu", "dev"}
 
 
-def test_lock_has_every_requirement_in_an_allowed_version_with_hashes() -> None:
-    """Without a hash pip would install whatever file the index has. The markers select one version per Python."""
-    text = (ROOT / "requirements-lock.txt").read_text(encoding="utf-8")
+USE = ("core", "serve", "tfds", "plots", "gs")
+
+
+def locked(name: str) -> dict[str, str]:
+    """Returns requirement -> hashes of a lock file. Without a hash pip would install whatever file the index has."""
+    text = (ROOT / name).read_text(encoding="utf-8")
     entries = re.findall(r"^(\S+==.*?) \\\n((?: {4}--hash=sha256:[0-9a-f]{64}(?: \\)?\n)+)", text, re.M)
     assert "".join(f"{line} \\\n{hashes}" for line, hashes in entries) == text
-    locked = [Requirement(line) for line, _ in entries]
-    for name in ("core", "serve", "tfds", "plots", "gs", "dev"):
+    return dict(entries)
+
+
+@pytest.mark.parametrize(
+    ("lock", "names"), [("requirements-lock.txt", USE), ("requirements-dev-lock.txt", (*USE, "dev"))]
+)
+def test_lock_has_every_requirement_in_an_allowed_version(lock: str, names: Sequence[str]) -> None:
+    """The markers select one version per Python."""
+    entries = [Requirement(line) for line in locked(lock)]
+    for name in names:
         for line in (ROOT / "requirements" / f"{name}.txt").read_text(encoding="utf-8").splitlines():
             if not line.startswith("#"):
                 needed = Requirement(line)
@@ -57,12 +69,20 @@ def test_lock_has_every_requirement_in_an_allowed_version_with_hashes() -> None:
                     where = {"python_full_version": python, "sys_platform": "linux"}
                     versions = [
                         next(iter(each.specifier)).version
-                        for each in locked
+                        for each in entries
                         if canonicalize_name(each.name) == canonicalize_name(needed.name)
                         and (each.marker is None or each.marker.evaluate(where))
                     ]
                     assert len(versions) == 1, (line, python, versions)
                     assert needed.specifier.contains(versions[0]), line
+
+
+def test_locks_agree() -> None:
+    use, everything = (
+        {(requirement.split(" ")[0], hashes) for requirement, hashes in locked(f"requirements{kind}-lock.txt").items()}
+        for kind in ("", "-dev")
+    )
+    assert use < everything
 
 
 @pytest.fixture(scope="module")

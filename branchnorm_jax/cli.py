@@ -67,6 +67,9 @@ config_flags.DEFINE_config_file(
     "config", None, "config file, or name of one of the project's, with the depth: my/x.py:18L-18L", lock_config=True
 )
 
+STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+"""The signals that end a process."""
+
 
 class LastingStream:
     """stderr that discards its text once nobody reads it any more, so that a run outlives its terminal or pipe."""
@@ -113,6 +116,8 @@ def command() -> NoReturn:
     except Exception:
         traceback.print_exc()
         code = 1
+    # Nothing is left to save, and Python may lose a handler's exception while it shuts down.
+    end_at_once()
     # A mistake in the flags ends the process before this module, and with it JAX, is imported.
     if "branchnorm_jax.parallel.hosts" in sys.modules:
         sys.modules["branchnorm_jax.parallel.hosts"].leave(code)
@@ -154,13 +159,18 @@ def undisturbed() -> Iterator[None]:
 
     Use it around imports, because an import turns an exception of a signal handler into a different error.
     """
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
-    for number, handler in before.items():
-        if handler is not signal.SIG_IGN:
-            signal.signal(number, lambda number, frame: os._exit(128 + number))
+    before = {number: signal.getsignal(number) for number in STOPPING}
+    end_at_once()
     yield
     for number, handler in before.items():
         signal.signal(number, handler)
+
+
+def end_at_once() -> None:
+    """Lets signals end the process from now on, unless they are ignored."""
+    for number in STOPPING:
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, lambda number, frame: end_by_signal(number))
 
 
 def heed_signals() -> None:
@@ -198,7 +208,7 @@ def send_again(lost: Any) -> None:
 def end_by_signal(number: int) -> NoReturn:
     """Ends the process with exit code 128 + number."""
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):
+        with contextlib.suppress(OSError, ValueError, RuntimeError):  # RuntimeError: the signal interrupted a write.
             stream.flush()
     os._exit(128 + number)
 

@@ -103,6 +103,31 @@ print("done")
     assert (done.returncode, done.stdout, done.stderr) == (143, "done\n", "")
 
 
+def test_signals_while_python_shuts_down_end_the_process() -> None:
+    """The alarm that repeats a lost signal would arrive when Python has forgotten its handler, and kill the process."""
+    code = """
+import atexit, gc, signal, sys, time
+class Slow:
+    def __del__(self, sleep=time.sleep):
+        sleep(0.5)
+slow = Slow()
+@atexit.register
+def late():
+    gc.callbacks.append(once)
+    gc.collect()
+def once(*_):
+    gc.callbacks.remove(once)
+    signal.raise_signal(signal.SIGUSR1)
+from branchnorm_jax import cli
+cli.heed_signals()
+sys.argv = ["main.py", "--mode=help"]
+cli.command()
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=50)
+    assert (done.returncode, done.stderr) == (128 + signal.SIGUSR1, "")
+    assert "--mode" in done.stdout
+
+
 def test_signals_during_garbage_collection_are_not_lost() -> None:
     code = """
 import gc, os, signal, sys, time

@@ -151,7 +151,7 @@ def _document(texts: Iterable[str]) -> Iterator[Part]:
 
 def _decoded(path: Path | UPath, parts: Iterable[bytes], position: int) -> Iterator[str]:
     """Decodes the bytes of a file from `position` on."""
-    decoder = codecs.getincrementaldecoder("utf-8-sig")()
+    decoder = codecs.getincrementaldecoder("utf-8" if position else "utf-8-sig")()
     try:
         for part in parts:
             if text := decoder.decode(part):

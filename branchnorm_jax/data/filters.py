@@ -82,8 +82,10 @@ def _entries(path: Path, option: str, data: DataConfig) -> list[Any]:
         content = yaml.safe_load(text)
         if isinstance(content, dict):
             steps = [step for step in content["steps"] if step["type"] == "filter"]
+            if any(step["parameters"].get("filterfalse") for step in steps):
+                raise UserError(f"{option}: a step has filterfalse, which keeps the rejected pairs; remove that step")
             content = [one for step in steps for one in step["parameters"]["filters"]]
-    except (yaml.YAMLError, KeyError, TypeError) as error:
+    except (yaml.YAMLError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{option}: not OpusFilter's YAML ({' '.join(str(error).split())})") from error
     if not isinstance(content, list) or not content:
         raise UserError(f"{option}: contains no list of filters such as `- LengthRatioFilter: {{threshold: 3}}`")

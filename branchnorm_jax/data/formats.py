@@ -35,12 +35,12 @@ def pairs_in(path: Path | UPath, languages: Pair) -> Iterator[Pair]:
     """
     lacking, complete, known = 0, 0, dict[str, None]()
     for texts in FORMATS[format_of(path.name)](path, languages):
-        source, target = (code_of(language, tuple(texts)) for language in languages)
+        source, target = codes_of(languages, tuple(texts))
         if source is None or target is None:
             lacking, known = lacking + 1, known | dict.fromkeys(texts)
             continue
         complete += 1
-        yield _one_line(texts[source]), _one_line(texts[target])
+        yield one_line(texts[source]), one_line(texts[target])
     if lacking and not complete:
         raise UserError(
             f"{path}: none of {lacking:,} units has both {' and '.join(languages)}; the languages are "
@@ -74,7 +74,24 @@ def code_of(language: str, codes: tuple[str, ...]) -> str | None:
     )
 
 
-def _one_line(text: str) -> str:
+def codes_of(languages: Pair, codes: tuple[str, ...]) -> tuple[str | None, str | None]:
+    """Returns the codes that name both languages; never the same code twice.
+
+    >>> codes_of(("pt", "pt_BR"), ("pt-BR", "pt-PT"))
+    ('pt-PT', 'pt-BR')
+    """
+    source, target = (code_of(language, codes) for language in languages)
+    if source is None or source != target:
+        return source, target
+    rest = tuple(code for code in codes if code != source)
+    # The longer name is the one with a region, and keeps the code.
+    if len(languages[0]) < len(languages[1]):
+        return code_of(languages[0], rest), target
+    return source, code_of(languages[1], rest)
+
+
+def one_line(text: str) -> str:
+    """Returns a text without surrounding spaces, and with spaces in place of its line breaks."""
     return " ".join(filter(None, map(str.strip, re.split("[\r\n]", text))))
 
 
@@ -95,6 +112,8 @@ def _tsv(path: Path | UPath, languages: Pair) -> Iterator[Mapping[str, str]]:
             found = {code_of(language, tuple(fields)) for language in languages} - {None}
             columns = fields if len(found) == 2 else _named_order(path, languages)
             if columns is fields:
+                if twice := [name for name in fields if name in found and fields.count(name) > 1]:
+                    raise UserError(f"{path}, line 1: two columns are called {twice[0]}; rename the unused one")
                 continue
         if not line.strip():
             fields = [""] * len(columns)

@@ -129,6 +129,11 @@ def prepare(
     for one in wanted:
         stores[one.split].append(build_store(tokenizer=tokenizer, trust=trust, **one.arguments))
         say(describe_counts(one.label, stores[one.split][-1]))
+    # Before the report, which takes minutes: an interrupted start must not leave the list of another text behind.
+    train = stores["train"]
+    if not (directory / "vocabulary" / UNUSED).exists() or not all(store.reused for store in train):
+        used = np.unique(np.concatenate([np.unique(store.target_tokens) for store in train]))
+        tokenizer = note_unused(tokenizer, used, directory / "vocabulary")
     pairs = {direction.pair for direction in config.validated()}
     reports: dict[str, Any] = {}
     # The built-in corpus is clean, and its splits have no pair in common.
@@ -136,10 +141,6 @@ def prepare(
         held_out = ["valid", "test"] if direction.pair in pairs else ["test"]
         folder, label = folder_of(config, direction, directory / "corpus"), f" {direction.pair}" if config.pairs else ""
         reports[direction.pair] = report(direction, folder, held_out, label, say)
-    train = stores["train"]
-    if not (directory / "vocabulary" / UNUSED).exists() or not all(store.reused for store in train):
-        used = np.unique(np.concatenate([np.unique(store.target_tokens) for store in train]))
-        tokenizer = note_unused(tokenizer, used, directory / "vocabulary")
     validated = [direction for direction in config.directions() if direction.pair in pairs]
     return Corpus(tokenizer, validated, mixed(config, train, say), stores["valid"], reports)
 

@@ -47,7 +47,7 @@ def report(
     found = inspected(config, others)
     for split, one in found.items():
         for name, example in one.faults.items():
-            first = f"first line {example['line']}: {example['source']} | {example['target']}"
+            first = f"first in pair {example['line']}: {example['source']} | {example['target']}"
             kind, space, corpus = split.partition(" ")
             say(f"{kind}{label}{space}{corpus}: {describe(name, example['pairs'])}, {first}")
     if any(one.faults for split, one in found.items() if split not in held_out):

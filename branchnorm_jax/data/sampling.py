@@ -10,6 +10,7 @@ import bisect
 import dataclasses
 import functools
 import itertools
+import re
 from collections.abc import Sequence
 
 import numpy as np
@@ -22,6 +23,7 @@ NBEST = 64
 """Number of best segmentations of a word to sample from."""
 
 _SPACE = "\u2581"
+_WORD = re.compile(f"{_SPACE}*[^{_SPACE}]+")
 _LONGEST = 1 << 20  # words in a line
 _CACHED = 1 << 14  # words; each needs about ten kilobytes
 
@@ -45,7 +47,11 @@ class Sampler:
 
         `first` is the number of the first line.
         """
-        words = [[word for word in line.split(_SPACE) if word] for line in self.processor.normalize(list(lines))]
+        # `nbest_encode` adds one space to a word, so only repeated ones are passed on.
+        words = [
+            [word.removeprefix(_SPACE).replace(_SPACE, " ") for word in _WORD.findall(line)]
+            for line in self.processor.normalize(list(lines))
+        ]
         positions = [
             (first + index) * _LONGEST + position
             for index, line_words in enumerate(words)

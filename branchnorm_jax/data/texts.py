@@ -11,7 +11,6 @@ and the end of every document, exactly once.
 import dataclasses
 import functools
 import hashlib
-import itertools
 import struct
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -28,8 +27,8 @@ from branchnorm_jax.options import DataConfig
 from branchnorm_jax.tokens import EOS, UNK
 
 _FORMAT = 1  # increase it when the meaning of the files changes
-_PARTS = 1024
-"""Number of parts of documents that are tokenised at once."""
+_PARTS, _CHARACTERS = 1024, 1 << 22
+"""Numbers of parts of documents and of their characters that are tokenised at once."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -187,10 +186,22 @@ def rows_fingerprint(text: str, config: DataConfig) -> str:
 
 def _encoded(tokenizer: Tokenizer, parts: Iterable[Part]) -> Iterator[tuple[str, bool, list[int]]]:
     """Yields the parts with their token ids."""
-    parts = iter(parts)
-    while chunk := list(itertools.islice(parts, _PARTS)):
+    for chunk in _chunks(parts):
         encoded = tokenizer.encode_target([text for text, _ in chunk])
         yield from ((text, ends, ids[:-1]) for (text, ends), ids in zip(chunk, encoded, strict=True))  # without EOS
+
+
+def _chunks(parts: Iterable[Part]) -> Iterator[list[Part]]:
+    """Yields the parts in lists of at most `_PARTS` parts, each closed as soon as it has `_CHARACTERS` characters."""
+    chunk, size = list[Part](), 0
+    for part in parts:
+        chunk.append(part)
+        size += len(part[0])
+        if len(chunk) == _PARTS or size >= _CHARACTERS:
+            yield chunk
+            chunk, size = [], 0
+    if chunk:
+        yield chunk
 
 
 def _open(path: Path, key: dict[str, Any] | None) -> TextStore | None:

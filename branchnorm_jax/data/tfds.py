@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from branchnorm_jax.data.formats import Pair
+from branchnorm_jax.data.formats import Pair, one_line
 from branchnorm_jax.errors import UserError, needs_extra
 from branchnorm_jax.options import DataConfig
 
@@ -129,8 +129,8 @@ def _choose(translations: Mapping[str, Any], languages: tuple[str, str]) -> Pair
 
 
 def _text(value: bytes | str) -> str:
-    """Converts a TFDS value to stripped text.
+    """Converts a TFDS value to one line of text.
 
     Values are bytes or str, depending on the data set.
     """
-    return (value.decode("utf-8") if isinstance(value, bytes) else str(value)).strip()
+    return one_line(value.decode("utf-8") if isinstance(value, bytes) else str(value))

@@ -164,6 +164,8 @@ class Tokenizer:
         source, target = self.source_processor, self.target_processor
         if isinstance(source, bpe.MosesBPE) or isinstance(target, bpe.MosesBPE):
             raise UserError("config: data.subword_samples needs the probabilities of pieces, which codes do not have")
+        if not all(_is_unigram(each) for each in (source, target)):
+            raise UserError("config: data.subword_samples needs a unigram vocabulary, and this one is not")
         return source, target
 
     def encode_source(self, lines: list[str]) -> list[list[int]]:
@@ -200,6 +202,12 @@ def leading_tags(pieces: Sequence[str]) -> list[str]:
 
 def _pieces(processor: Processor) -> list[str]:
     return processor.id_to_piece([*range(processor.get_piece_size())])
+
+
+def _is_unigram(processor: sentencepiece.SentencePieceProcessor) -> bool:
+    model = sentencepiece_model_pb2.ModelProto()
+    model.ParseFromString(processor.serialized_model_proto())
+    return bool(model.trainer_spec.model_type == model.trainer_spec.UNIGRAM)
 
 
 def _exported(side: str, processor: Processor) -> dict[str, bytes]:

@@ -177,7 +177,8 @@ def _network(
     found = tables | bias | bart.weights(plain)
     if config.positions == "tensor2tensor":
         found |= dict.fromkeys(bart.POSITIONS, bart.positions(longest, config.width))
-    return found, shared | bart.settings(config, longest)
+    # A table of learned positions is written as a whole.
+    return found, shared | bart.settings(config, config.longest or longest)
 
 
 def _tokenizer(stock: Stock, plain: Plain, vocabulary: Vocabulary) -> Tokenizer:

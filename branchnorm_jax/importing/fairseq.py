@@ -188,7 +188,9 @@ def _dictionary(path: Path) -> dict[str, int]:
 def _sides(folder: Path, languages: tuple[str, ...], dictionaries: list[dict[str, int]]) -> list[Side]:
     """Returns the vocabularies of both sides."""
     control = {FIRST[0], *(piece for ids in dictionaries for piece in ids if piece.startswith("madeupword"))}
-    if any(piece.endswith(CONTINUES) for ids in dictionaries for piece in ids):
+    pieces = [piece for ids in dictionaries for piece in ids]
+    # A vocabulary of SentencePiece may contain a piece that ends in @@ by chance.
+    if sum(piece.endswith(CONTINUES) for piece in pieces) > sum(piece.startswith("▁") for piece in pieces):
         return [
             codes.make_side(_file(folder, lang, *CODES), lang, ids, bart.SPECIAL, control)
             for lang, ids in zip(languages, dictionaries, strict=True)

@@ -32,7 +32,7 @@ Judged = tuple[Pair, list[str]]
 def clean(config: Config, workdir: Workdir) -> None:
     """Writes the splits to `clean.path`, with the training pairs without a fault of `clean.drop` that pass the filters.
 
-    The files are `train.<language>`, `valid.<language>`, `test.<language>`; `removed.tsv` with the line, the faults,
+    The files are `train.<language>`, `valid.<language>`, `test.<language>`; `removed.tsv` with the number, the faults,
     the source and the target of each removed pair; and `clean.json` with the numbers. Each of several training corpora
     has files of its own, see `file_names`. With several language pairs, each has its own folder, which serves both
     directions.

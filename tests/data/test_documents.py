@@ -87,6 +87,12 @@ def test_splits_of_an_undivided_text_divide_it(tmp_path_factory: Any, texts: lis
         assert found == expected
 
 
+def test_only_a_mark_at_the_start_of_a_file_is_removed(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(("\ufeff" + "\ufeff" * 100).encode())
+    found = "".join(text for split in SHARES for text in read(config(tmp_path, files="*.txt"), split))
+    assert found == "\ufeff" * 100
+
+
 def test_long_lines_and_chunks_do_not_change_the_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(documents, "_LONGEST", 5)
     monkeypatch.setattr("branchnorm_jax.data.lines._CHUNK_BYTES", 3)

@@ -70,6 +70,10 @@ def test_languages_of_the_run_are_inserted(tmp_path: Path) -> None:
         ("", "contains no list of filters"),
         ("- [", "not OpusFilter's YAML"),
         ("steps: [{type: filter}]", "not OpusFilter's YAML"),
+        (
+            "steps: [{type: filter, parameters: {filters: [{LengthFilter: {}}], filterfalse: true}}]",
+            "a step has filterfalse, which keeps the rejected pairs",
+        ),
         ("- LengthsFilter: {}", "filter 1, LengthsFilter: 'Class LengthsFilter not found"),
         (
             "- LengthFilter: {}\n- LengthRatioFilter: {treshold: 3}",

@@ -135,6 +135,19 @@ def test_a_file_of_many_languages_serves_every_pair(tmp_path: Path) -> None:
     assert len(pairs) == 6
 
 
+def test_two_languages_never_select_the_same_text(tmp_path: Path) -> None:
+    """In any order of the codes: pt is the one that pt_BR does not name."""
+    (tmp_path / "train.jsonl").write_text(
+        '{"pt-BR": "ônibus", "pt-PT": "autocarro"}\n{"pt-PT": "comboio", "pt-BR": "trem"}\n{"pt-BR": "sim"}\n'
+    )
+    config = config_of(tmp_path, "{split}.jsonl", source_lang="pt_BR", target_lang="pt")
+    with pytest.warns(UserWarning, match="1 of 3 units lack"):
+        assert list(read_pairs(config, "train")) == [("ônibus", "autocarro"), ("trem", "comboio")]
+    reverse = config_of(tmp_path, "{split}.jsonl", source_lang="pt", target_lang="pt_BR")
+    with pytest.warns(UserWarning, match="1 of 3 units lack"):
+        assert list(read_pairs(reverse, "train")) == [("autocarro", "ônibus"), ("comboio", "trem")]
+
+
 @pytest.mark.parametrize(
     ("name", "columns"),
     [("train.en-de.tsv", ["en", "de"]), ("de-en.en-de.tsv", ["en", "de"]), ("en-de/train_de-en.tsv", ["de", "en"])],
@@ -185,6 +198,7 @@ def test_tmx_segments_are_read_without_formatting_codes(tmp_path: Path, encoding
     [
         ("a.tsv", "one\teins\n", [", line 1: which column is which", "en<TAB>de", "{split}.{pair}.tsv"]),
         ("a.tsv", "en\tde\none\teins\ntwo\n", [", line 3: 1 columns instead of 2", "en and de"]),
+        ("a.tsv", "en\tde\tde\none\teins\tuno\n", [", line 1: two columns are called de; rename the unused one"]),
         ("a.en-de.tsv", "one\teins\nx\ty\tz\n", [", line 2: 3 columns instead of 2"]),
         ("a.tsv", b"en\tde\n\xff\tx\n", [", line 2: not valid UTF-8"]),
         ("a.jsonl", '{"en": "a"}\n{"en": \n', [', line 2: not an object such as {"en": "...", "de": "..."}']),

@@ -280,7 +280,7 @@ def test_the_report_covers_each_corpus(tmp_path: Path) -> None:
     assert reports["train news.{lang}"]["faults"]["held_out"] == held_out
     # One pair occurred before in the corpus itself, and one in another corpus.
     assert reports["train made.jsonl"]["faults"]["duplicate"]["pairs"] == 2
-    assert "train made.jsonl: 2 pairs that occurred before, first line 21: en c 0 | de c 0" in log
+    assert "train made.jsonl: 2 pairs that occurred before, first in pair 21: en c 0 | de c 0" in log
 
 
 def test_a_misspelt_corpus_is_one_line(tmp_path: Path) -> None:

@@ -121,17 +121,17 @@ def test_faults_of_all_splits_are_reported_once(tmp_path: Path) -> None:
     said: list[str] = []
     reports = prepare(config, tmp_path / "run", said.append).reports
     hint = "--mode=clean lists faulty training pairs, and writes a copy without them to train on in a new workdir"
-    assert [line for line in said if "first line" in line or line == hint] == [
-        f"train: 1 pair also in another split, first line 6: {good[5][0]} | {good[5][1]}",
-        f"train: 1 pair with a source that has another translation in another split, first line 8: "
+    assert [line for line in said if "first in pair" in line or line == hint] == [
+        f"train: 1 pair also in another split, first in pair 6: {good[5][0]} | {good[5][1]}",
+        f"train: 1 pair with a source that has another translation in another split, first in pair 8: "
         f"{good[7][0]} | {good[7][1]}",
-        f"train: 1 pair that occurred before, first line 201: {good[0][0]} | {good[0][1]}",
-        "train: 1 pair with entities such as &quot;, first line 202: Tom &amp; me here | ο Τομ κι εγώ εδώ",
-        f"valid: 1 pair also in another split, first line 1: {good[5][0]} | {good[5][1]}",
-        "valid: 1 pair with an empty side, first line 6: something | ",
-        f"test: 1 pair with a source that has another translation in another split, first line 6: "
+        f"train: 1 pair that occurred before, first in pair 201: {good[0][0]} | {good[0][1]}",
+        "train: 1 pair with entities such as &quot;, first in pair 202: Tom &amp; me here | ο Τομ κι εγώ εδώ",
+        f"valid: 1 pair also in another split, first in pair 1: {good[5][0]} | {good[5][1]}",
+        "valid: 1 pair with an empty side, first in pair 6: something | ",
+        f"test: 1 pair with a source that has another translation in another split, first in pair 6: "
         f"{good[7][0]} | μια άλλη μετάφραση τώρα",
-        "test: 1 pair with a side in another script than its language, first line 7: "
+        "test: 1 pair with a side in another script than its language, first in pair 7: "
         "this is English | this is English, too",
         hint,
     ]
@@ -140,7 +140,7 @@ def test_faults_of_all_splits_are_reported_once(tmp_path: Path) -> None:
     assert reports["en-el"]["train"]["faults"]["duplicate"] == duplicate
     said.clear()
     assert prepare(config, tmp_path / "run", said.append).reports == reports
-    assert not any("first line" in line for line in said)
+    assert not any("first in pair" in line for line in said)
     # The validation text changes what is wrong with the training text.
     write(tmp_path / "text", {"valid": new[:4]})
     again = prepare(config, tmp_path / "run", said.append).reports["en-el"]

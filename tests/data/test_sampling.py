@@ -14,6 +14,7 @@ from branchnorm_jax.data.numerals import pairs
 from branchnorm_jax.data.prepare import prepare
 from branchnorm_jax.data.sampling import Sampler
 from branchnorm_jax.data.tokenizer import Tokenizer, train_tokenizer
+from branchnorm_jax.errors import UserError
 from branchnorm_jax.options import DataConfig
 
 CONFIG = DataConfig(vocab_size=300, numerals_pairs=400)
@@ -36,6 +37,23 @@ def test_sampling_preserves_the_text(tokenizer: Tokenizer, texts: list[str], see
     best = tokenizer.encode_source(texts)
     # The most likely piece of an unknown character is <unk>, in both encodings.
     assert [tokenizer.decode_target(ids) for ids in drawn] == [tokenizer.decode_target(ids) for ids in best]
+
+
+def test_repeated_spaces_are_kept_as_without_sampling(tmp_path: Path) -> None:
+    config = dataclasses.replace(CONFIG, source_normalization="identity", target_normalization="identity")
+    text = [("a b", "a b"), *pairs("train", "en", "de", 400)]
+    processor = train_tokenizer(config, text, tmp_path / "v").spm[1]
+    lines = ["zwei  Leerzeichen", "   am Anfang", "eins"]
+    drawn = Sampler(processor, 0.0, (3,)).encode(lines, 0)
+    assert [processor.decode(ids) for ids in drawn] == [processor.decode(ids) for ids in processor.encode(lines)]
+    assert processor.decode(drawn[0]) == lines[0]
+
+
+def test_vocabularies_without_probabilities_are_refused(tmp_path: Path) -> None:
+    config = dataclasses.replace(CONFIG, vocab_type="bpe")
+    tokenizer = train_tokenizer(config, pairs("train", "en", "de", 400), tmp_path / "v")
+    with pytest.raises(UserError, match="needs a unigram vocabulary"):
+        _ = tokenizer.spm
 
 
 def test_large_alpha_gives_the_best_tokenisation(tokenizer: Tokenizer, lines: list[str]) -> None:

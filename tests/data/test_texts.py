@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from branchnorm_jax.data import texts
 from branchnorm_jax.data.batches import make_plans
 from branchnorm_jax.data.prepare import Corpus, prepare
 from branchnorm_jax.data.tokenizer import byte_model, load_tokenizer
@@ -90,6 +91,14 @@ def test_packed_rows_hold_whole_documents(tmp_path: Path) -> None:
         assert row[ends[-1] + 1 :].tolist() == [PAD] * (len(row) - ends[-1] - 1)
         found += [part.tolist() for part in np.split(row[: ends[-1] + 1], ends + 1)[:-1]]
     assert sorted(found) == sorted(documents)
+
+
+def test_long_parts_are_tokenised_in_small_chunks() -> None:
+    """A chunk of 1,024 parts of a million characters would take gigabytes."""
+    parts = [("a" * (1 << 20), False)] * 11 + [("b", True)] * 2000
+    sizes = [sum(len(text) for text, _ in chunk) for chunk in texts._chunks(parts)]
+    assert sum(sizes) == 11 * (1 << 20) + 2000
+    assert max(sizes) == texts._CHARACTERS
 
 
 def test_tokens_are_reused_while_the_text_is_the_same(tmp_path: Path) -> None:

@@ -170,6 +170,16 @@ FAULTS: dict[str, tuple[Callable[[Path], Any], str]] = {
 }
 
 
+def test_a_piece_that_ends_like_a_code_by_chance_needs_no_codes(tmp_path: Path) -> None:
+    examples.fairseq(tmp_path)
+    for lang in ("en", "de"):
+        path = tmp_path / f"dict.{lang}.txt"
+        lines = path.read_text(encoding="utf-8").splitlines()
+        place = next(index for index, line in enumerate(lines) if line.startswith("▁") and len(line) > 4)
+        path.write_text("\n".join([*lines[:place], "@@ 1", *lines[place + 1 :]]) + "\n", encoding="utf-8")
+    assert fairseq.read_folder(tmp_path)
+
+
 @pytest.mark.parametrize(("break_it", "fault"), FAULTS.values(), ids=list(FAULTS))
 def test_faulty_folders_are_one_line(break_it: Callable[[Path], Any], fault: str, tmp_path: Path) -> None:
     examples.fairseq(tmp_path)

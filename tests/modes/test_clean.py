@@ -195,4 +195,4 @@ def test_clean_text_trains(tmp_path: Path) -> None:
     done = run_main(*text, f"--config.data.path={folder}", *small, *train)
     assert done.returncode == 0, done.stderr
     assert "train: 300 pairs read, 300 kept" in done.stderr
-    assert "first line" not in done.stderr
+    assert "first in pair" not in done.stderr

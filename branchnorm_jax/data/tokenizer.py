@@ -205,7 +205,7 @@ def _pieces(processor: Processor) -> list[str]:
 
 
 def _is_unigram(processor: sentencepiece.SentencePieceProcessor) -> bool:
-    model = sentencepiece_model_pb2.ModelProto()
+    model = sentencepiece_model_pb2.ModelProto()  # type: ignore[attr-defined]
     model.ParseFromString(processor.serialized_model_proto())
     return bool(model.trainer_spec.model_type == model.trainer_spec.UNIGRAM)
 

@@ -22,6 +22,7 @@ from pathlib import Path
 from benchmarks.measure import RESULTS
 from branchnorm_jax.training.logs import git_revision, progress_bar
 from faults import calls, configurations, controls, damage, inputs, kills, numbers, requests, soak, topology
+from faults.processes import ROOT
 from faults.trial import Family, Trial, Unavailable, recorded
 
 FAMILIES: dict[str, Family] = {
@@ -89,7 +90,8 @@ def run(family: str, arguments: argparse.Namespace, until: float) -> int:
             folder = Path(tempfile.mkdtemp(prefix=f"{family}-{number}-", dir=arguments.scratch)) / "trial"
             row = one(trial, family, arguments.seed, number, folder)
             line = json.dumps(row, ensure_ascii=False)
-            line = without(without(line, folder, "<trial>"), arguments.scratch, "<scratch>")
+            for hidden, name in ((folder, "<trial>"), (arguments.scratch, "<scratch>"), (ROOT, "<checkout>")):
+                line = without(line, hidden, name)
             file.write(line + "\n")
             file.flush()
             if row["lost"] or row["wrong"]:

@@ -25,6 +25,9 @@ CONTINUES = "@@"
 END = "</w>"
 """End of a word in codes."""
 
+HYPHEN = "@-@"
+"""A hyphen inside a word, after the tokenizer of Moses with `-a`."""
+
 _CACHED = 1 << 17  # words
 
 
@@ -34,12 +37,13 @@ class MosesBPE:
 
     Attributes:
       language: code of the language, for Moses.
-      split_hyphens: whether a hyphen inside a word is a token, @-@.
+      split_hyphens: whether a hyphen inside a word is a token.
       escape: whether tokens are escaped: &apos; and others.
       end_apart: whether the end of a word is a symbol at first, and not part of the last character (version 0.1).
       control: ids of pieces that are not part of a text.
       pieces: all pieces in the order of their ids.
       merges: pairs of symbols, separated by a space, in the order in which they are merged.
+      hyphen: the token of a hyphen inside a word, if not that of Moses.
     """
 
     language: str
@@ -49,24 +53,27 @@ class MosesBPE:
     control: Sequence[int]
     pieces: Sequence[str]
     merges: Sequence[str]
+    hyphen: str = HYPHEN
 
     def __str__(self) -> str:
         language = base(self.language)
         return (
             f"sacremoses.MosesTokenizer({language!r}).tokenize(line, aggressive_dash_splits={self.split_hyphens}, "
-            f"escape={self.escape})"
+            f"escape={self.escape})" + (f" with {self.hyphen} for {HYPHEN}" if self.hyphen != HYPHEN else "")
         )
 
     def encode(self, lines: Sequence[str], /) -> list[list[int]]:
         """Returns the ids of each line, EOS appended. Pieces without an id are UNK."""
         split = self._moses[0].tokenize
         options = {"aggressive_dash_splits": self.split_hyphens, "escape": self.escape}
-        return [[*itertools.chain.from_iterable(map(self._ids_of, split(line, **options))), EOS] for line in lines]
+        tokens = ([self.hyphen if each == HYPHEN else each for each in split(line, **options)] for line in lines)
+        return [[*itertools.chain.from_iterable(map(self._ids_of, line)), EOS] for line in tokens]
 
     def decode(self, ids: Sequence[int], /) -> str:
         """Returns the text of ids, without control pieces."""
         pieces = (f"{self.pieces[index]} " for index in ids if index not in self.control)
-        return str(self._moses[1].detokenize("".join(pieces).replace(f"{CONTINUES} ", "").split()))
+        tokens = "".join(pieces).replace(f"{CONTINUES} ", "").split()
+        return str(self._moses[1].detokenize([HYPHEN if each == self.hyphen else each for each in tokens]))
 
     def id_to_piece(self, ids: list[int], /) -> list[str]:
         """Returns the pieces of ids."""

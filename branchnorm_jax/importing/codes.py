@@ -4,7 +4,7 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
-from branchnorm_jax.data.bpe import CONTINUES, END, MosesBPE
+from branchnorm_jax.data.bpe import CONTINUES, END, HYPHEN, MosesBPE
 from branchnorm_jax.data.lines import text_lines
 from branchnorm_jax.errors import UserError
 from branchnorm_jax.importing.imported import Side
@@ -15,8 +15,8 @@ VERSIONS = {"#version: 0.1": True, "#version: 0.2": False}
 MERGE, COUNTED = re.compile("([^ ]+ [^ ]+) *"), re.compile("([^ ]+ [^ ]+) [0-9]+ *")
 """Lines of subword-nmt's codes and of fastBPE's."""
 
-HYPHEN = "@-@"
-"""A hyphen inside a word, after the tokenizer of Moses with `-a`."""
+HYPHENS = (HYPHEN, "##AT##-##AT##")
+"""A hyphen inside a word, after the tokenizer of Moses with `-a`, and in Google's text of WMT'16."""
 
 ESCAPED = re.compile("&(apos|quot|amp|lt|gt|#[0-9]+);")
 """Characters that the tokenizer of Moses has escaped."""
@@ -74,13 +74,15 @@ def make_side(
             "belong together"
         )
     pieces = [*special, *sorted(ids.keys() - {*special}, key=ids.__getitem__)]
+    hyphens = [hyphen for hyphen in HYPHENS if hyphen in ids]
     processor = MosesBPE(
         language=language,
-        split_hyphens=HYPHEN in ids,
+        split_hyphens=bool(hyphens),
         escape=any(map(ESCAPED.search, ids)),
         end_apart=end_apart,
         control=[index for index, piece in enumerate(pieces) if piece in {*special[:2], *control}],
         pieces=pieces,
         merges=merges,
+        hyphen=(*hyphens, HYPHEN)[0],
     )
     return Side(processor.serialized_model_proto(), pieces, [ids[piece] for piece in pieces])

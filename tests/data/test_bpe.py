@@ -97,16 +97,20 @@ def test_merges_equal_repeated_passes(word: str, pairs: list[tuple[str, str]]) -
         (["@-@"], ["a", "@-@", "b", "'@@", "s"]),
         (["&apos;s"], ["a@@", "-@@", "b", "&apos;s"]),
         (["&quot;", "@-@"], ["a", "@-@", "b", "<unk>"]),
+        (["##AT##-##AT##"], ["a", "##AT##-##AT##", "b", "'@@", "s"]),
     ],
-    ids=["hyphens", "escapes", "both"],
+    ids=["hyphens", "escapes", "both", "hyphens of WMT'16"],
 )
 def test_the_dictionary_shows_what_moses_did(more: list[str], expected: list[str], tmp_path: Path) -> None:
-    merges = ["@ -", "@- @</w>", "& a", "p o", "&a po", "&apo s", "&apos ;", "&apos; s</w>", "a b</w>"]
+    merges = ["# #", "## A", "##A T", "##AT ##", "##AT## -", "##AT##- ##AT", "##AT##-##AT #", "##AT##-##AT# #</w>"]
+    merges += ["@ -", "@- @</w>", "& a", "p o", "&a po", "&apo s", "&apos ;", "&apos; s</w>", "a b</w>"]
     (tmp_path / "codes").write_text("\n".join(["#version: 0.2", *merges, ""]))
     pieces = ["<s>", "<pad>", "</s>", "<unk>", "a", "b", "s", "ab", "a@@", "-@@", "'@@", *more]
     ids = {piece: index for index, piece in enumerate(pieces)}
     ours = load(codes.make_side(tmp_path / "codes", "en", ids, bart.SPECIAL, {"<s>"}).model, tmp_path)
     assert ours.id_to_piece(ours.encode(["a-b's"])[0][:-1]) == expected
+    if "<unk>" not in expected:
+        assert ours.decode(ours.encode(["a-b's"])[0]) == "a-b's"
 
 
 def test_damaged_vocabularies_are_one_line(tmp_path: Path) -> None:

@@ -9,14 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from tests.conftest import ROOT, read_metrics
-
-
-def variants(*cases: tuple[Any, ...]) -> list[Any]:
-    """Returns further cases of a slow test, which `make test-all` runs and .ci/run leaves out."""
-    return [pytest.param(*case, marks=pytest.mark.variant) for case in cases]
 
 
 def start_hosts(

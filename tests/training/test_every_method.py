@@ -146,7 +146,7 @@ def loop_errors(scan: Step, loop: Step, fresh: TrainState, data: Batch) -> tuple
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["decoder", pytest.param("encoder_decoder", marks=pytest.mark.variant)])
+@pytest.mark.parametrize("family", ["decoder", "encoder_decoder"])
 @pytest.mark.parametrize("method", METHODS)
 def test_method_trains_resumes_and_decodes(method: str, family: str, tmp_path: Path) -> None:
     results = try_method(method, family, tmp_path)

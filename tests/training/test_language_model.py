@@ -107,7 +107,6 @@ def test_the_same_updates_as_pytorch(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.variant
 def test_a_model_of_12_layers_learns_as_pytorchs(tmp_path: Path) -> None:
     """Rounding errors grow over 300 updates, but the losses stay together."""
     pytest.importorskip("torch")

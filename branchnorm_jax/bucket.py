@@ -20,7 +20,7 @@ from typing import IO, Any
 
 import fsspec
 
-from branchnorm_jax.errors import MissingExtraError, StorageError, UnreachableError, UserError
+from branchnorm_jax.errors import MissingExtraError, StorageError, UnreachableError, UserError, install
 from branchnorm_jax.files import lock
 
 SCHEMES = {"gs": "gcsfs"}
@@ -66,9 +66,7 @@ def open_url(url: str) -> tuple[Any, str]:
         return fsspec.core.url_to_fs(url, **options)
     except ImportError as error:
         if scheme in SCHEMES:
-            raise MissingExtraError(
-                f'{url}: needs {SCHEMES[scheme]}; run: pip install "branchnorm_jax[{scheme}]"'
-            ) from error
+            raise MissingExtraError(f"{url}: needs {SCHEMES[scheme]}; run: {install(scheme)}") from error
         raise UserError(f"{url}: {error}") from error
     except ValueError as error:
         raise UserError(f"{url}: {error}") from error

@@ -136,9 +136,20 @@ def _validate_train(config: Config) -> None:
             f"config: set either train.steps or train.epochs and leave the other 0 "
             f"(now steps={train.steps}, epochs={train.epochs:g})"
         )
-    if train.best_metric != "loss" and train.keep_best and not train.eval_bleu_sentences:
+    if train.best_metric != "loss" and not train.eval_bleu_sentences:
         needs = f"train.best_metric={train.best_metric} needs train.eval_bleu_sentences > 0"
         raise UserError(f"config: {needs}; or set best_metric=loss")
+    if not train.eval_every and (train.patience or train.schedule == "val_decay"):
+        needs = f"train.patience={train.patience}" if train.patience else "train.schedule=val_decay"
+        other = "train.patience=0" if train.patience else "another schedule"
+        raise UserError(f"config: {needs} needs validations; set train.eval_every, or {other}")
+    if train.schedule == "range_test" and not train.warmup_init:
+        raise UserError("config: train.schedule=range_test multiplies a first rate; set train.warmup_init above 0")
+    if train.parent_rate != 1 and not config.model.grown_from:
+        raise UserError(
+            f"config: train.parent_rate={train.parent_rate:g} is for deepened models; set model.grown_from, or "
+            "train.learning_rate for fine-tuning"
+        )
     if train.best_metric == "comet" and not config.evaluate.comet:
         raise UserError("config: train.best_metric=comet needs evaluate.comet, a model such as Unbabel/wmt22-comet-da")
     if data.row_multiple % train.accumulation:

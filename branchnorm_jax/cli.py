@@ -67,6 +67,11 @@ config_flags.DEFINE_config_file(
     "config", None, "config file, or name of one of the project's, with the depth: my/x.py:18L-18L", lock_config=True
 )
 
+MEMORY_ADVICE = (
+    "lower train.batch_tokens or raise train.accumulation, set model.remat=full, or lower decode.batch_tokens; "
+    "--mode=plan predicts the memory of a run"
+)
+
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 """The signals that end a process."""
 
@@ -150,6 +155,11 @@ def main(argv: list[str]) -> int:
     except OSError as error:
         print(one_line(f"StorageError: {error}"), file=sys.stderr)
         return StorageError.exit_code
+    except (RuntimeError, MemoryError) as error:
+        if not re.search("RESOURCE_EXHAUSTED|[Oo]ut of memory|MemoryError", f"{type(error).__name__} {error}"):
+            raise
+        print(one_line(f"UserError: the device has too little memory; {MEMORY_ADVICE} ({error})"), file=sys.stderr)
+        return UserError.exit_code
     return 0
 
 
@@ -174,10 +184,11 @@ def end_at_once() -> None:
 
 
 def heed_signals() -> None:
-    """Makes SIGTERM and SIGUSR1 raise `Preempted` from now on."""
+    """Makes SIGTERM and SIGUSR1 raise `Preempted` from now on, unless they are ignored."""
     sys.unraisablehook = send_again
     for number in (signal.SIGTERM, signal.SIGUSR1):
-        signal.signal(number, stop)
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, stop)
 
 
 def stop(number: int, frame: FrameType | None) -> None:
@@ -235,6 +246,8 @@ def parse(argv: list[str]) -> tuple[Config, Workdir]:
         raise UserError(f"--mode={early.mode}: the modes are {', '.join(MODES)}")
     check_names(argv)
     file, workdir = early.config, early.workdir
+    if workdir == "":
+        raise UserError("--workdir is empty; give a folder, or leave it out for runs/<name of the config>")
     source = find_config(file) if file is not None else None
     if workdir is None and source is not None:
         workdir = str(Path("runs", re.sub(r"\.py(:|$)", "-", Path(source).name).rstrip("-")))

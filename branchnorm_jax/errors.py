@@ -14,6 +14,7 @@
 import contextlib
 import re
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 _CONTROLS = re.compile("[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 """Characters that end lines, move a terminal's cursor, turn the direction of writing, or cannot be written in UTF-8."""
@@ -45,7 +46,14 @@ def needs_extra(name: str, what: str) -> Iterator[None]:
     try:
         yield
     except ImportError as error:
-        raise MissingExtraError(f'{what}: {error}; run: pip install "branchnorm_jax[{name}]"') from error
+        raise MissingExtraError(f"{what}: {error}; run: {install(name)}") from error
+
+
+def install(name: str) -> str:
+    """Returns the command that installs the packages of an extra."""
+    file = Path("requirements", f"{name}.txt")
+    in_checkout = (Path(__file__).parent.parent / file).is_file()
+    return f"pip install -r {file}" if in_checkout else f'pip install "branchnorm_jax[{name}]"'
 
 
 class OneLineWarning(UserWarning):

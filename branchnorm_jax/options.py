@@ -91,6 +91,7 @@ class ModelConfig:
         "T: the update at which alpha reaches its end in every layer; if you do not set it, train.warmup_steps",
         unit="updates",
         minimum=1,
+        maximum=1e9,
         common=True,
     )
     alpha_schedule: str = option(
@@ -454,7 +455,7 @@ class TrainConfig:
         100_000, "length of the run; 0: see epochs", unit="updates", minimum=0, maximum=1e9, free=True, common=True
     )
     epochs: float = option(0.0, "length of the run instead of steps", unit="epochs", minimum=0, maximum=1e6, free=True)
-    seed: int = option(0, "seed of initialisation, batches and dropout", minimum=0, common=True)
+    seed: int = option(0, "seed of initialisation, batches and dropout", minimum=0, maximum=2**32 - 1, common=True)
     finetune_from: str = option(
         "",
         "fine-tuning: workdir or workdir:checkpoint of the parent run, which gives vocabulary, parameters and alpha; "
@@ -485,7 +486,9 @@ class TrainConfig:
         "optax", "Adam adds epsilon after (optax) or before (fairseq) the bias correction", choices=("optax", "fairseq")
     )
     weight_decay: float = option(
-        1e-4, "weight decay of all parameters; decoupled in adamw, radam and lamb, else part of the gradient", minimum=0
+        1e-4,
+        "weight decay of all parameters; decoupled in adamw, radam, lamb and muon, else part of the gradient",
+        minimum=0,
     )
     branch_update_power: float = option(
         0.0,
@@ -494,12 +497,14 @@ class TrainConfig:
     )
     encoder_rate: float = option(1.0, "factor on the updates of the encoder's layers; 0 freezes them", minimum=0)
     encoder_rate_steps: int = option(
-        0, "number of updates that encoder_rate applies to; 0: all", unit="updates", minimum=0
+        0, "number of updates that encoder_rate applies to; 0: all", unit="updates", minimum=0, maximum=1e9
     )
     clip_norm: float = option(0.0, "maximum global gradient norm; 0: no clipping", minimum=0)
     learning_rate: float = option(5e-4, "peak learning rate (noam: the factor)", minimum=0, common=True)
     schedule: str = option("inverse_sqrt", "learning-rate schedule, see branchnorm_jax/training/schedules.py")
-    warmup_steps: int = option(4000, "updates until the peak learning rate", unit="updates", minimum=0, common=True)
+    warmup_steps: int = option(
+        4000, "updates until the peak learning rate", unit="updates", minimum=0, maximum=1e9, common=True
+    )
     warmup_init: float = option(1e-7, "learning rate of the first update", minimum=0)
     decay_steps: int = option(
         4000,
@@ -507,6 +512,7 @@ class TrainConfig:
         "0: the length of the run",
         unit="updates",
         minimum=0,
+        maximum=1e9,
     )
     decay_power: float = option(1.0, "polynomial: exponent of the decay", minimum=0)
     end_learning_rate: float = option(0.0, "polynomial: learning rate after the decay", minimum=0)
@@ -523,7 +529,7 @@ class TrainConfig:
     update_in_backward: bool = option(
         False,
         "update each layer during the backward pass and drop its gradient: a quarter less memory for parameters, "
-        "moments and gradients; needs model.remat=full or nested, and no clipping, accumulation or skipping",
+        "moments and gradients; needs model.remat=full, nested or auto, and no clipping, accumulation or skipping",
         free=True,
     )
     nonfinite: str = option(
@@ -689,7 +695,7 @@ class DecodeConfig:
         20, "b in the maximum translation length a*x+b", unit="tokens", minimum=1, maximum=100_000, free=True
     )
     min_length: int = option(
-        1, "minimum translation length, without language tags", unit="tokens", minimum=0, free=True
+        1, "minimum translation length, without language tags", unit="tokens", minimum=0, maximum=1e6, free=True
     )
     max_input_length: int = option(
         1024,
@@ -731,7 +737,11 @@ class DecodeConfig:
         1.0, "sample from the most probable tokens with this total probability", minimum=1e-6, maximum=1, free=True
     )
     seed: int = option(
-        0, "seed of sampling; a translation depends on it and on the number of its line", minimum=0, free=True
+        0,
+        "seed of sampling; a translation depends on it and on the number of its line",
+        minimum=0,
+        maximum=2**31 - 1,
+        free=True,
     )
     nbest: int = option(
         1, "hypotheses printed per line; more than 1 prints `line ||| text ||| score`", minimum=1, free=True
@@ -748,7 +758,13 @@ class DecodeConfig:
         minimum=0,
         free=True,
     )
-    batch_tokens: int = option(4096, "size of a batch: source positions x beam", unit="tokens", minimum=1, free=True)
+    batch_tokens: int = option(
+        4096,
+        "size of a batch: source positions x beam; of generate: positions x beam",
+        unit="tokens",
+        minimum=1,
+        free=True,
+    )
     dtype: str = option(
         "auto",
         "type of the matrices while translating: model (as model.dtype), bfloat16 (half the bytes, twice the speed of "

@@ -1,4 +1,4 @@
-"""TED talks, low-resource pairs, as in "Transformers without Tears".
+r"""TED talks, low-resource pairs, as in "Transformers without Tears".
 
     python main.py --config=configs/ted.py:6L-6L --workdir=runs/sk-en --config.data.tfds_dir=<folder>
 
@@ -11,7 +11,7 @@ configs/ted.py:4L-4L --config.data.source_lang=gl --config.model.heads=4 --confi
 
 Prepare the text once, with the same <folder>:
 
-    python -c "import tensorflow_datasets as tfds;
+    python -c "import tensorflow_datasets as tfds; \
         tfds.builder('ted_multi_translate', data_dir='<folder>', file_format='array_record').download_and_prepare()"
 
 This config has not been trained here. The paper's test BLEU (multi-bleu):

@@ -1,4 +1,4 @@
-"""WMT14 English-French: Table 2 of the BranchNorm paper.
+r"""WMT14 English-French: Table 2 of the BranchNorm paper.
 
     python main.py --config=configs/wmt14_enfr.py:100L-100L --workdir=runs/wmt14 --config.data.tfds_dir=<folder>
 
@@ -6,7 +6,7 @@ The options are those of the paper's Table 4.
 
 Prepare the text once (41 million pairs; tens of gigabytes), with the same <folder>:
 
-    python -c "import tensorflow_datasets as tfds, tensorflow_datasets.translate;
+    python -c "import tensorflow_datasets as tfds, tensorflow_datasets.translate; \
         tfds.builder('wmt14_translate/fr-en', data_dir='<folder>', file_format='array_record').download_and_prepare()"
 
 Hardware, positions and epsilon are as in configs/wmt17_ende.py. This config has not been trained here. The paper's BLEU

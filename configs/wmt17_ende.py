@@ -1,4 +1,4 @@
-"""WMT17 English-German: Table 1 of the BranchNorm paper, tested on newstest2014.
+r"""WMT17 English-German: Table 1 of the BranchNorm paper, tested on newstest2014.
 
     python main.py --config=configs/wmt17_ende.py:18L-18L --workdir=runs/wmt17 --config.data.tfds_dir=<folder>
 
@@ -6,7 +6,7 @@ The options are those of the paper's Table 4.
 
 Prepare the text once (5.9 million pairs; a download of some gigabytes), with the same <folder>:
 
-    python -c "import tensorflow_datasets as tfds, tensorflow_datasets.translate;
+    python -c "import tensorflow_datasets as tfds, tensorflow_datasets.translate; \
         [tfds.builder(name + '_translate/de-en', data_dir='<folder>', file_format='array_record').download_and_prepare()
         for name in ('wmt17', 'wmt14')]"
 

@@ -241,6 +241,13 @@ def test_either_steps_or_epochs_is_required():
             ["batch_tokens=799 cannot hold data.row_multiple=8 rows of data.context=100", "raise it to 800"],
         ),
         ({"train": {"eval_bleu_sentences": 0}}, ["best_metric=bleu", "eval_bleu_sentences"]),
+        ({"train": {"eval_bleu_sentences": 0, "keep_best": 0}}, ["best_metric=bleu", "eval_bleu_sentences"]),
+        ({"train": {"eval_every": 0, "patience": 3}}, ["train.patience=3", "train.eval_every"]),
+        ({"train": {"eval_every": 0, "schedule": "val_decay"}}, ["train.schedule=val_decay", "train.eval_every"]),
+        ({"train": {"schedule": "range_test", "warmup_init": 0.0}}, ["range_test", "train.warmup_init"]),
+        ({"train": {"parent_rate": 0.0}}, ["train.parent_rate=0", "model.grown_from"]),
+        ({"train": {"seed": 2**32}}, ["train.seed", "4294967295"]),
+        ({"decode": {"min_length": 3 * 10**9}}, ["decode.min_length"]),
         ({"train": {"best_metric": "comet"}}, ["best_metric=comet needs evaluate.comet"]),
         (
             {"decode": {"constraints": True, "target_prefix": True}},
@@ -264,7 +271,6 @@ def test_incompatible_options_are_rejected(values, parts):
         {"data": {"shared_vocab": False}, "model": {"shared_embeddings": "decoder"}},
         {"model": {"width": 64, "heads": 7, "head_width": 8}},
         {"train": {"eval_bleu_sentences": 0, "best_metric": "loss"}},
-        {"train": {"eval_bleu_sentences": 0, "keep_best": 0}},
         {"decode": {"nbest": 4}, "evaluate": {"splits": "valid,test"}},
     ],
 )

@@ -1,10 +1,14 @@
 """Config files that fail, in every way that Python code can: one line and exit code 2."""
 
+import ast
+import re
+import shlex
 from pathlib import Path
 
 import pytest
 
 from branchnorm_jax.cli import main
+from tests.conftest import ROOT
 
 FAULTY = {
     "assert False": "AssertionError: no message",
@@ -22,6 +26,14 @@ FAULTY = {
     "get_config = lambda arg: None": "get_config() returns None",
     "get_config = lambda arg: {'model': 1}": "AttributeError: 'dict' object",
 }
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("**/*.py")), ids=lambda path: path.stem)
+def test_python_commands_in_the_heads_of_configs_can_be_parsed(path: Path) -> None:
+    head = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8")), clean=False) or ""
+    for command in re.findall(r'^ +(python -c "[^"]*")$', head, flags=re.MULTILINE):
+        ast.parse(shlex.split(command)[2])
+    assert "python -c" not in re.sub(r'^ +python -c "[^"]*"$', "", head, flags=re.MULTILINE)
 
 
 @pytest.mark.parametrize("code", FAULTY)

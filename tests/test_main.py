@@ -1,5 +1,6 @@
 """The command line: its modes, and exit code 2 with a one-line error for each mistake of a user."""
 
+import argparse
 import dataclasses
 import json
 import math
@@ -10,9 +11,12 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import jax
 import pytest
 
+from branchnorm_jax import cli
 from branchnorm_jax import config as configs
 from branchnorm_jax.cli import parse
 from branchnorm_jax.errors import UserError
@@ -54,6 +58,7 @@ def ends_with(error: str, *parts: str) -> bool:
         (["--workdir=/nowhere"], ["no --config", "numerals", "text"]),
         ([], ["no --config"]),
         (["--config=configs/numerals.py", "--config=configs/text.py"], ["twice"]),
+        (["--config=configs/numerals.py", "--workdir="], ["--workdir is empty"]),
         (["--config=configs/numerals.py", "--config.train.steps=1e3"], ["train.steps", "whole number"]),
         (["--config=README.md"], ["README.md"]),
         (["--config=nothing"], ["nothing", "numerals", "text"]),
@@ -438,6 +443,28 @@ def test_diverging_run_is_reported_and_saves_no_checkpoint(tmp_path: Path) -> No
     last = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1], parse_constant=pytest.fail)
     assert None in (last["loss"], last["grad_norm"], last["update_norm"])
     assert not [entry for entry in (tmp_path / "checkpoints").iterdir() if entry.name.isdecimal()]
+
+
+@pytest.mark.slow
+def test_a_diverging_run_finishes_the_save_before(tmp_path: Path) -> None:
+    """The state of the first update is finite, that of the second is not. The save of the first is still going on."""
+    options = ("learning_rate=1e15", "warmup_steps=0", "eval_every=0", "checkpoint_every=1", "schedule=constant")
+    model = ("--config.model.method=post_ln", f"--workdir={tmp_path}")
+    done = run_main(*TINY, *model, *(f"--config.train.{option}" for option in options))
+    assert done.returncode == 3, done.stderr
+    assert [entry.name for entry in (tmp_path / "checkpoints").iterdir()] == ["1"]
+
+
+def test_a_lack_of_memory_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def run(*_: Any) -> None:
+        jax.block_until_ready(jax.numpy.ones(2**50))
+
+    monkeypatch.setattr(cli, "parse", lambda argv: (None, None))
+    monkeypatch.setattr(cli, "run", run)
+    monkeypatch.setattr(cli, "FLAGS", argparse.Namespace(mode="train"))
+    assert cli.main([]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("UserError: the device has too little memory; lower train.batch_tokens")
 
 
 @pytest.mark.slow

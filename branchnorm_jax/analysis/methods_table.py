@@ -69,9 +69,17 @@ def depends_on_depth(recipe: Recipe) -> str:
         shallow, deep = rule(Depth(6, 6)), rule(Depth(100, 100))
         return shallow != deep or any(isinstance(value, tuple) for value in shallow)
 
+    gains = recipe.gain.values()
     by_layer = any(
         isinstance(rule(Depth(6, 6)).encoder, tuple)
-        for rule in (recipe.pre_scale, recipe.post_layers, recipe.branch.start, *recipe.gain.values())
+        for rule in (
+            recipe.pre_scale,
+            recipe.post_layers,
+            recipe.post_first,
+            recipe.skip.start,
+            recipe.branch.start,
+            *gains,
+        )
         if rule is not None
     )
     differences = {
@@ -80,7 +88,7 @@ def depends_on_depth(recipe: Recipe) -> str:
         "branch weight": (differs(recipe.branch.start) and not recipe.branch.learned) or bool(recipe.depth_power),
         "start of the branch weight": differs(recipe.branch.start) and bool(recipe.branch.learned),
         "scale of the branch's input": differs(recipe.pre_scale),
-        "kind of layer": differs(recipe.post_layers),
+        "kind of layer": differs(recipe.post_layers) or differs(recipe.post_first),
         "initial weights": any(differs(rule) for name, rule in recipe.gain.items() if not name.startswith("embedding")),
         "initial embeddings": any(differs(rule) for name, rule in recipe.gain.items() if name.startswith("embedding")),
         "combination weights": recipe.combines,

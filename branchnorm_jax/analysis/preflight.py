@@ -6,6 +6,7 @@ updates between the points are skipped. Everything except width and batch is as 
 """
 
 import dataclasses
+import functools
 import json
 import math
 from collections.abc import Callable, Sequence
@@ -30,7 +31,7 @@ from branchnorm_jax.model.transformer import Transformer
 from branchnorm_jax.options import Config
 from branchnorm_jax.training import schedules
 from branchnorm_jax.training.network import make_model
-from branchnorm_jax.training.optimizer import make_optimizer
+from branchnorm_jax.training.optimizer import adam_factors, make_optimizer
 from branchnorm_jax.training.state import Batch, first_state, init_params
 from branchnorm_jax.training.step import make_train_step
 from branchnorm_jax.training.update import norm_by_layer
@@ -302,21 +303,29 @@ def _measure(config: Config, model: Transformer, params: Params, batch: Batch, a
     """Computes loss, output, gradients and the gain of the first stack, without dropout."""
     value, by_params, by_input = gradients(config, model, params, alpha, batch)
     sentence = batch.source[:1]
-    unchanged = jnp.zeros((config.model.layers[0], *sentence.shape, config.model.width))
-    change = unchanged.at[0].set(jax.random.normal(jax.random.key(0), unchanged.shape[1:]))
-    _, at_end = jax.jvp(lambda probe: model.first_stack(params, sentence, alpha, probe), (unchanged,), (change,))
+    change = jax.random.normal(jax.random.key(0), (*sentence.shape, config.model.width))
+    unchanged = jnp.zeros_like(change)
+    _, at_end = jax.jvp(lambda shift: model.first_stack(params, sentence, alpha, shift), (unchanged,), (change,))
+    # The optimiser multiplies the gradients of some methods by a factor, which is the same as a smaller epsilon.
+    factors = adam_factors(config.model)
+    epsilons = {stack: config.train.adam_eps / factors.get(stack, 1.0) for stack in config.model.stacks}
     output, _ = model.teacher_forced(params, *batch, alpha)
     return {
         "loss": value,
         "output": output,
         "gradient": {stack: norm_by_layer(values) for stack, values in by_input.items()},
         "starved": {
-            stack: _by_layer(lambda g: (jnp.abs(g) < config.train.adam_eps).sum(), by_params[stack])
+            stack: _by_layer(functools.partial(_below, epsilon=epsilon), by_params[stack])
             / _by_layer(jnp.size, by_params[stack])
-            for stack in config.model.stacks
+            for stack, epsilon in epsilons.items()
         },
         "gain": jnp.linalg.norm(at_end) / jnp.linalg.norm(change),
     }
+
+
+def _below(gradient: jax.Array, epsilon: float) -> jax.Array:
+    """Returns how many entries are smaller than epsilon."""
+    return (jnp.abs(gradient) < epsilon).sum()
 
 
 def _by_layer(quantity: Callable[[jax.Array], Any], tree: Any) -> jax.Array:

@@ -18,11 +18,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from branchnorm_jax.analysis import figures
-from branchnorm_jax.model.coefficients import Alpha
+from branchnorm_jax.model.coefficients import Alpha, uniform
 from branchnorm_jax.model.parameters import Params
 from branchnorm_jax.model.taps import Taps
 from branchnorm_jax.model.transformer import Transformer
 from branchnorm_jax.options import Config
+from branchnorm_jax.tokens import PAD
+from branchnorm_jax.training import schedules
 from branchnorm_jax.training.optimizer import make_optimizer
 from branchnorm_jax.training.state import Batch
 from branchnorm_jax.training.step import loss_sums
@@ -54,23 +56,25 @@ def measure(config: Config, model: Transformer, params: Params, alpha: Alpha, ba
       batch: a few sentences.
     """
     optimizer = make_optimizer(config.train, config.model)
+    open_branches = uniform(1.0, model.depth)
+    peak = jnp.float32(schedules.peak(config.train, config.model.width))
+    rates = schedules.rates(config)(jnp.int32(config.train.warmup_steps), open_branches, peak)
     source_length, width = batch.source.shape[1], config.model.width
 
     @jax.jit
     def backward(params: Params) -> tuple[Any, Any]:
         _, by_params, by_input = gradients(config, model, params, alpha, batch)
         steps, _ = optimizer.update(by_params, optimizer.init(params), params)
-        rate = config.train.learning_rate
-        sizes = {stack: rate * norm_by_layer(steps[stack]) / norm_by_layer(params[stack]) for stack in by_input}
+        sizes = {stack: rates[stack] * norm_by_layer(steps[stack]) / norm_by_layer(params[stack]) for stack in by_input}
         return {stack: norm_by_layer(by_layer) for stack, by_layer in by_input.items()}, sizes
 
-    tokens = max(1, min(source_length, JACOBIAN_INPUTS // width))
+    tokens = max(1, min(int((batch.source[0] != PAD).sum()), JACOBIAN_INPUTS // width))
 
     @jax.jit
     def jacobian(params: Params) -> jax.Array:
         def through(change: jax.Array) -> jax.Array:
-            probes = jnp.zeros((config.model.layers[0], 1, source_length, width)).at[0, 0, :tokens].set(change)
-            return model.first_stack(params, batch.source[:1], alpha, probes)[0, :tokens].ravel()
+            shift = jnp.zeros((1, source_length, width)).at[0, :tokens].set(change)
+            return model.first_stack(params, batch.source[:1], alpha, shift)[0, :tokens].ravel()
 
         size = tokens * width
         return jax.jacfwd(through)(jnp.zeros((tokens, width))).reshape(size, size)

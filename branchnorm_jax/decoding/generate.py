@@ -77,14 +77,32 @@ class Generator:
           first: number of the first prompt, which seeds its samples.
         """
         encoded = [self.encode(prompt)[-self.room :] for prompt in prompts]
+        ends = [min(len(ids) + self.config.max_new_tokens, self.context - 1) for ids in encoded]
+        length = min(self.context, _rounded(max(ends, default=0) + 1))
+        rows = max(1, self.config.batch_tokens // (length * self.config.beam_size))
+        found: list[list[Continuation]] = []
+        for begin in range(0, len(prompts), rows):
+            part = slice(begin, begin + rows)
+            found += self._continued(params, alpha, encoded[part], ends[part], length, first + begin)
+        return found
+
+    def _continued(
+        self,
+        params: Params,
+        alpha: Alpha,
+        encoded: Sequence[list[int]],
+        ends: Sequence[int],
+        length: int,
+        first: int,
+    ) -> list[list[Continuation]]:
+        """Continues prompts that are searched at once, each to at most its entry of `ends`."""
         longest = max(map(len, encoded), default=0)
-        prefix = np.full((len(prompts), _rounded(longest) if longest else 0), -1, np.int32)
+        prefix = np.full((len(encoded), _rounded(longest) if longest else 0), -1, np.int32)
         for row, ids in zip(prefix, encoded, strict=True):
             row[: len(ids)] = ids
-        limits = np.array([min(len(ids) + self.config.max_new_tokens, self.context - 1) for ids in encoded], np.int32)
-        length = min(self.context, _rounded(int(limits.max(initial=0)) + 1))
+        limits = np.array(ends, np.int32)
         sizes = np.array([len(ids) for ids in encoded], np.int32)
-        numbers = np.arange(first, first + len(prompts), dtype=np.int32)
+        numbers = np.arange(first, first + len(encoded), dtype=np.int32)
         # The tokens of the prompt are given, like the tags of a translation.
         given = Given(limits, numbers, prefix, tags=sizes)
         found: Hypotheses = jax.device_get(self._search(length)(params, alpha, given))

@@ -2,9 +2,9 @@
 
 import hashlib
 import unicodedata
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import regex
 
@@ -24,15 +24,17 @@ SPACE = "▁"
 """SentencePiece's mark of a space, at the start of a word."""
 
 
-class Glossary(NamedTuple):
-    """Terms of the source with their translations, as words of `WORD`."""
+Trie = dict[str, Any]
+"""Next word -> Trie of the terms that go on with it; "" -> translation of the term that ends here."""
 
-    as_written: Mapping[tuple[str, ...], str] = {}
+
+class Glossary(NamedTuple):
+    """Terms of the source with their translations, as words of `WORD`. Earlier tries replace terms of later ones."""
+
+    as_written: tuple[Trie, ...] = ()
     """Terms with capitals, which match only as they are written."""
-    any_case: Mapping[tuple[str, ...], str] = {}
+    any_case: tuple[Trie, ...] = ()
     """Terms without capitals, which match in any case."""
-    longest: int = 0
-    """Words of the longest term."""
     sha256: str = ""
     """Hash of the file."""
 
@@ -41,26 +43,43 @@ class Glossary(NamedTuple):
 
         From left to right, the longest term that begins at a word is taken, and the search continues after it.
         """
-        found, words, place = [], _words(line), 0
+        words = _words(line)
+        lower = list(map(str.lower, words))
+        tries = [*((trie, words) for trie in self.as_written), *((trie, lower) for trie in self.any_case)]
+        found, place = [], 0
         while place < len(words):
-            for size in range(min(self.longest, len(words) - place), 0, -1):
-                term = tuple(words[place : place + size])
-                if translation := self.as_written.get(term) or self.any_case.get(tuple(map(str.lower, term))):
-                    found.append(translation)
-                    place += size - 1
-                    break
-            place += 1
+            matches = (_longest(trie, read, place) for trie, read in tries)
+            size, translation = max(matches, key=lambda match: match[0], default=(0, ""))
+            if size:
+                found.append(translation)
+            place += max(size, 1)
         return list(dict.fromkeys(found))
 
     @property
     def all_translations(self) -> list[str]:
         """The translations of all terms."""
-        return [*self.as_written.values(), *self.any_case.values()]
+        return [translation for trie in (*self.as_written, *self.any_case) for translation in _translations(trie)]
 
     def over(self, base: "Glossary") -> "Glossary":
         """Returns the terms of both; a term of this glossary replaces the same term of `base`. Without a hash."""
-        as_written, any_case = {**base.as_written, **self.as_written}, {**base.any_case, **self.any_case}
-        return Glossary(as_written, any_case, max(base.longest, self.longest))
+        return Glossary(self.as_written + base.as_written, self.any_case + base.any_case)
+
+
+def _longest(trie: Trie, words: Sequence[str], start: int) -> tuple[int, str]:
+    """Returns the number of words and the translation of the longest term at `start`; (0, "") if there is none."""
+    longest, node = (0, ""), trie
+    for place in range(start, len(words)):
+        if words[place] not in node:
+            break
+        node = node[words[place]]
+        if "" in node:
+            longest = place + 1 - start, node[""]
+    return longest
+
+
+def _translations(trie: Trie) -> Iterator[str]:
+    for word, node in trie.items():
+        yield from _translations(node) if word else (node,)
 
 
 NO_TERMS = Glossary()
@@ -88,18 +107,20 @@ def make_glossary(entries: Mapping[str, Sequence[str]], expected: str) -> Glossa
     Raises:
       UserError: if an entry has other fields, or a term has two translations.
     """
-    as_written: dict[tuple[str, ...], str] = {}
-    any_case: dict[tuple[str, ...], str] = {}
+    as_written: Trie = {}
+    any_case: Trie = {}
     for where, fields in entries.items():
         term, *rest = map(str.strip, fields) if fields else [""]
-        words = tuple(_words(term))
+        words = _words(term)
         if len(rest) != 1 or not words or not rest[0]:
             found = f"{1 + len(rest)} fields" if len(rest) != 1 else "an empty one"
             raise UserError(f"{where}: expected {expected}, not {found}")
-        terms = any_case if words == tuple(map(str.lower, words)) else as_written
-        if terms.setdefault(words, rest[0]) != rest[0]:
-            raise UserError(f"{where}: {term!r} already has the translation {terms[words]!r}")
-    return Glossary(as_written, any_case, max(map(len, (*as_written, *any_case)), default=0))
+        node = any_case if words == list(map(str.lower, words)) else as_written
+        for word in words:
+            node = node.setdefault(word, {})
+        if (known := node.setdefault("", rest[0])) != rest[0]:
+            raise UserError(f"{where}: {term!r} already has the translation {known!r}")
+    return Glossary((as_written,), (any_case,))
 
 
 def encode_phrase(tokenizer: Tokenizer, phrase: str, unused: Collection[int]) -> list[int]:

@@ -24,7 +24,7 @@ from branchnorm_jax.model.parameters import Params
 from branchnorm_jax.model.segments import decoder_inputs
 from branchnorm_jax.model.transformer import Transformer
 from branchnorm_jax.options import DataConfig, DecodeConfig
-from branchnorm_jax.tokens import EOS
+from branchnorm_jax.tokens import EOS, UNK
 
 MORE = 4
 """The smallest number of hypotheses that phrases add to a beam. It grows by powers of two, so that few are compiled."""
@@ -93,7 +93,7 @@ class Translator:
           attention: whether to compute attention weights.
 
         Raises:
-          UserError: if the model cannot write a required phrase.
+          UserError: if the model cannot write a required prefix or phrase.
         """
         required = required or [Required()] * len(lines)
         each = zip(lines, tags or [NO_TAGS] * len(lines), required, strict=True)
@@ -123,7 +123,7 @@ class Translator:
     @functools.cached_property
     def encoded(self) -> Callable[[str], list[int]]:
         """Returns a function that returns the token ids of a phrase; see `glossary.encode_phrase`."""
-        return functools.cache(functools.partial(encode_phrase, self.tokenizer, unused=self.model.unused))
+        return functools.lru_cache(1 << 16)(functools.partial(encode_phrase, self.tokenizer, unused=self.model.unused))
 
     def translate_lines(
         self,
@@ -134,10 +134,17 @@ class Translator:
     ) -> list[list[Translation]]:
         """Translates lines; see `translate`. Gives no warnings.
 
-        A prefix is the beginning of the first part of a line. A line with required phrases is not split.
+        A prefix is the beginning of the first part of a line. A line with required phrases is not split. Raises
+        `UserError` if the model cannot write a prefix or a phrase.
         """
         parts = self.parts(lines)
-        prefixes = (ids[:-1] for ids in self.tokenizer.encode_target([line.required.prefix for line in lines]))
+        prefixes = [ids[:-1] for ids in self.tokenizer.encode_target([line.required.prefix for line in lines])]
+        for line, prefix in zip(lines, prefixes, strict=True):
+            if UNK in prefix:
+                raise UserError(
+                    f"line {line.number}: the model cannot write {line.required.prefix!r}: its vocabulary lacks pieces "
+                    "of it"
+                )
         owners = [owner for owner, each in enumerate(parts) for _ in each]
         sentences = [
             Sentence(

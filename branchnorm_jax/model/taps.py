@@ -17,6 +17,9 @@ class Taps(NamedTuple):
 
     The gradient with respect to zero probes is the gradient with respect to the residual stream.
     """
+    inputs: Mapping[str, jax.Array] = {}
+    """Values added to the embeddings, [B, T, D]. Unlike a probe of the first layer, they reach all layers that read the
+    embeddings."""
     record: str = ""
     """What the layers return: "" the blocks' outputs, "watch" the statistics of `blocks.watched`, "profile" r before
     each sub-layer (see `admin.py`)."""

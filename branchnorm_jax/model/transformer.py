@@ -118,16 +118,17 @@ class Transformer:
         return self.run_tokens(params, "encoder", source_BS, source_segments(source_BS), None, alpha, key)[0]
 
     def first_stack(
-        self, params: Params, source_BS: jax.Array, alpha: Alpha | jax.Array, probes_LBSD: jax.Array
+        self, params: Params, source_BS: jax.Array, alpha: Alpha | jax.Array, change_BSD: jax.Array
     ) -> jax.Array:
         """Returns the output of the first stack, [B, S, D], for the source of a batch.
 
-        That stack is the encoder, or the decoder of a language model. The probes are added to the layers' inputs; see
-        `Taps.probes`.
+        That stack is the encoder, or the decoder of a language model. The change is added to the embeddings.
         """
         stack = self.config.stacks[0]
         segments = (source_segments if stack == "encoder" else target_segments)(source_BS)
-        return self.run_tokens(params, stack, source_BS, segments, None, alpha, taps=Taps({stack: probes_LBSD}))[0]
+        return self.run_tokens(params, stack, source_BS, segments, None, alpha, taps=Taps(inputs={stack: change_BSD}))[
+            0
+        ]
 
     def decode(
         self,
@@ -171,6 +172,8 @@ class Transformer:
             memory_BSD, cross_mask = (None, None) if memory is None else (memory[0], same_sentence(segments, memory[1]))
             arguments = memory_BSD, mask_BTT & causal_mask(length), cross_mask, places
         x_BTD = self.embed_tokens(params, stack, tokens_BT, positions_BTP, key)
+        if stack in taps.inputs:
+            x_BTD += taps.inputs[stack].astype(x_BTD.dtype)
         inputs = self.layer_inputs(stack, alpha, key, taps)
         return self.run_layers(params, stack, x_BTD, inputs, lambda _: arguments, taps=taps)
 

@@ -262,6 +262,8 @@ def score(config: Config, workdir: Workdir) -> None:
 
     The logarithm is natural. Both numbers include EOS.
     """
+    if config.decode.output:
+        raise UserError("decode.output: --mode=score writes to stdout; redirect it with > file")
     workdir.check_config(config)
     trained = load(config, workdir)
     with opened(config.decode.input) as (stream, name):

@@ -20,7 +20,7 @@ from branchnorm_jax.data.corpus import read_pairs
 from branchnorm_jax.data.documents import read_documents
 from branchnorm_jax.errors import DivergedError, UserError
 from branchnorm_jax.files import write_atomically
-from branchnorm_jax.model.coefficients import uniform
+from branchnorm_jax.model import growth
 from branchnorm_jax.model.methods import get_recipe
 from branchnorm_jax.modes.evaluate import evaluate
 from branchnorm_jax.options import Config, DataConfig
@@ -45,10 +45,12 @@ def train(config: Config, workdir: Workdir) -> None:
     if jax.process_count() > 1:
         hosts.agree(to_flat(config) | {"git revision": logs.git_revision()} | logs.environment()["versions"])
         memory = min(map(float, hosts.gather(str(memory))))
-    config = planning.resolve_remat(config, memory)
-    if hosts.is_first() and (line := planning.warning(config, memory)):
+    fitted = planning.resolve_remat(config, memory)
+    if hosts.is_first() and (line := planning.warning(fitted, memory)):
         logs.say(line)
-    loop.train(config, workdir)
+    if hosts.is_first() and fitted.model.remat not in ("none", config.model.remat):
+        logs.say(f"model.remat={config.model.remat} selects {fitted.model.remat} for this device")
+    loop.train(config, workdir, fitted.model)
 
 
 def methods(config: Config, workdir: Workdir) -> None:
@@ -161,7 +163,7 @@ def analyze(config: Config, workdir: Workdir) -> None:
         else:
             model = make_model(changed.model, corpus.tokenizer)
             params = init_params(model, config.train.seed, batch)
-            alpha = uniform(0.0, model.depth)
+            alpha = growth.alpha(changed.model)(jnp.int32(0))
         signals[method] = signal.measure(changed, model, params, alpha, batch)
         logs.say(f"{method}: measured in {time.perf_counter() - begin:.1f} s")
     write_atomically(workdir / "signal.csv", signal.to_csv(signals))

@@ -62,7 +62,12 @@ def serve(config: Config, workdir: Workdir) -> None:
             compile_programs(config, trained, translator, languages, start)
         app = make_app(
             functools.partial(
-                parse, serve=config.serve, decode=config.decode, languages=languages, encode=translator.encoded
+                parse,
+                serve=config.serve,
+                decode=config.decode,
+                languages=languages,
+                encode=translator.encoded,
+                base=translator.glossary,
             ),
             answers(translator, trained.params, trained.alpha),
             config.serve,

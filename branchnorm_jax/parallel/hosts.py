@@ -235,7 +235,8 @@ def leave(code: int) -> None:
 class Preemption:
     """Context manager that turns SIGTERM, SIGINT and SIGUSR1 into a request to stop after the current update.
 
-    A second SIGINT raises `KeyboardInterrupt` at once.
+    A second SIGINT raises `KeyboardInterrupt` at once. Ignored signals stay ignored: a shell starts jobs in the
+    background so that Ctrl-C spares them.
     """
 
     SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
@@ -246,7 +247,8 @@ class Preemption:
 
     def __enter__(self) -> Self:
         for number in self.SIGNALS:
-            self._previous[number] = signal.signal(number, self._receive)
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                self._previous[number] = signal.signal(number, self._receive)
         return self
 
     def __exit__(

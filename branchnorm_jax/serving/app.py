@@ -55,7 +55,8 @@ def make_app(
         access.check_site(request)
         access.check_token(request)
         try:
-            parsed = parse(await body(request, serve.max_body_bytes))
+            # In a thread, so that a large request does not hold up the others.
+            parsed = await asyncio.to_thread(parse, await body(request, serve.max_body_bytes))
         except UserError as error:
             raise HTTPException(400, str(error)) from error
         try:

@@ -24,8 +24,15 @@ PAIRS = '[["term", "translation"], ...]'
 """What the field "glossary" looks like."""
 
 
+LANG_CHARACTERS = 40
+"""Longest code of a language."""
+
+WEIGHTS = 4_000_000
+"""Attention weights in an answer, about 30 MB."""
+
+
 class TranslationRequest(NamedTuple):
-    """A parsed request; `tags` has one entry per line, and `glossary` the terms of the request."""
+    """A parsed request; `tags` has one entry per line, and `glossary` the terms of the request and of the server."""
 
     lines: tuple[str, ...]
     tags: tuple[Tags, ...]
@@ -35,7 +42,12 @@ class TranslationRequest(NamedTuple):
 
 
 def parse(
-    body: bytes, serve: ServeConfig, decode: DecodeConfig, languages: Languages, encode: Encode
+    body: bytes,
+    serve: ServeConfig,
+    decode: DecodeConfig,
+    languages: Languages,
+    encode: Encode,
+    base: Glossary = NO_TERMS,
 ) -> TranslationRequest:
     """Parses the JSON body of a request.
 
@@ -48,6 +60,7 @@ def parse(
       decode: defaults.
       languages: the languages of the model.
       encode: returns the token ids of a phrase; raises `UserError` if the model cannot write it.
+      base: terms that every request has.
 
     Raises:
       UserError: for an invalid body.
@@ -82,10 +95,10 @@ def parse(
     if type(alignments) is not bool:
         raise UserError("alignments must be true or false")
     for name, lang in named.items():
-        if not isinstance(lang, str) or not lang.isascii():
+        if not isinstance(lang, str) or not lang.isascii() or len(lang) > LANG_CHARACTERS:
             raise UserError(f"{name} must be a string such as de")
     texts, tags = languages.split_tags(lines, named["target_lang"], source=named["source_lang"])
-    glossary = parse_glossary(entries, serve, decode)
+    glossary = parse_glossary(entries, serve, decode).over(base)
     for number, line in enumerate(texts, start=1):
         tokens = sum(len(encode(phrase)) for phrase in glossary.translations(line))
         if tokens > serve.max_term_tokens:
@@ -138,31 +151,47 @@ def answers(
 
     def translate(requests: Sequence[TranslationRequest]) -> list[bytes]:
         lines = [
-            Line(text, number, tag, Required(glossary=glossary), request.nbest, request.alignments)
+            Line(text, number, tag, Required(glossary=request.glossary), request.nbest, request.alignments)
             for request in requests
-            for glossary in (request.glossary.over(translator.glossary),)
             for number, (text, tag) in enumerate(zip(request.lines, request.tags, strict=True), start=1)
         ]
-        shown = iter(
-            [answer(each, translator.tokenizer) for each in translations if each.score > -math.inf]
-            for translations in translator.translate_lines(params, alpha, lines)
-        )
-        return [to_json({"translations": [next(shown) for _ in request.lines]}) for request in requests]
+        results = iter(translator.translate_lines(params, alpha, lines))
+        return [
+            to_json({"translations": shown([next(results) for _ in request.lines], translator.tokenizer)})
+            for request in requests
+        ]
 
     return translate
 
 
-def answer(translation: Translation, tokenizer: Tokenizer) -> dict[str, Any]:
-    """Converts a translation to JSON values.
+def shown(results: Sequence[Sequence[Translation]], tokenizer: Tokenizer) -> list[list[dict[str, Any]]]:
+    """Converts the translations of each line to JSON values.
 
     Attention weights come with the pieces of both sides. They are 0 between different parts of a line that was split.
+    After `WEIGHTS` numbers, the alignments of the other lines are left out, with a warning.
     """
-    fields: dict[str, Any] = {"text": translation.text, "score": translation.score, "log_prob": translation.log_prob}
-    if blocks := translation.blocks:
-        fields["pieces"] = [piece for piece, _ in translation.pieces]
-        fields["source_pieces"] = tokenizer.source_pieces_of(list(translation.source))
-        fields["alignment"] = np.round(block_diagonal(blocks).astype(np.float64), 5).tolist()
-    return fields | ({"warnings": [translation.warning]} if translation.warning else {})
+    left = WEIGHTS
+
+    def fields_of(translation: Translation) -> dict[str, Any]:
+        nonlocal left
+        fields: dict[str, Any] = {
+            "text": translation.text,
+            "score": translation.score,
+            "log_prob": translation.log_prob,
+        }
+        warnings = [translation.warning] if translation.warning else []
+        if blocks := translation.blocks:
+            weights = math.prod(np.sum([block.shape for block in blocks], axis=0).tolist())
+            if weights <= left:
+                left -= weights
+                fields["pieces"] = [piece for piece, _ in translation.pieces]
+                fields["source_pieces"] = tokenizer.source_pieces_of(list(translation.source))
+                fields["alignment"] = np.round(block_diagonal(blocks).astype(np.float64), 5).tolist()
+            else:
+                warnings.append(f"no alignment: those of one request have at most {WEIGHTS:,} weights; send less text")
+        return fields | ({"warnings": warnings} if warnings else {})
+
+    return [[fields_of(each) for each in translations if each.score > -math.inf] for translations in results]
 
 
 def to_json(content: Mapping[str, Any]) -> bytes:

@@ -50,11 +50,18 @@ NAMES_ON_DISK = {"hold_steps": "held", "running_stats": "usual"}
 CONTENTS = {"params": "parameters", "training": "optimiser state"}
 """Items with checksums, and what messages call them."""
 
+_PASSING = """
+    EIO EACCES EPERM ESTALE ETIMEDOUT EMFILE ENFILE ENOMEM ENOTCONN EHOSTDOWN EHOSTUNREACH ENETUNREACH
+"""
 _UNREACHABLE = re.compile(
-    r"PERMISSION_DENIED|UNAUTHENTICATED|UNAVAILABLE|DEADLINE_EXCEEDED|RESOURCE_EXHAUSTED|^(Permission|Connection|Timeout)"
-    rf"|\[(?:OS error|Errno) (?:{errno.EIO}|{errno.EACCES}|{errno.EPERM}|{errno.ESTALE}|{errno.ETIMEDOUT})\b"
+    "PERMISSION_DENIED|UNAUTHENTICATED|UNAVAILABLE|DEADLINE_EXCEEDED|RESOURCE_EXHAUSTED"
+    "|^(Permission|Connection|Timeout|MemoryError)"
+    rf"|\[(?:OS error|Errno) (?:{'|'.join(str(getattr(errno, name)) for name in _PASSING.split())})\b"
 )
-"""Errors of a file system or network, by the status codes of the storage library and of the operating system."""
+"""Errors of a file system, a network or a short of memory, which say nothing about the content of a checkpoint.
+
+They are the status codes of the storage library and of the operating system.
+"""
 
 SavedLoopState = dict[str, Any]
 """`LoopState` as JSON."""

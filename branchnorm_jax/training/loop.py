@@ -26,7 +26,7 @@ from branchnorm_jax.model import growth
 from branchnorm_jax.model.initializers import get_base
 from branchnorm_jax.model.methods import get_recipe
 from branchnorm_jax.model.stack import size_of
-from branchnorm_jax.options import Config
+from branchnorm_jax.options import Config, ModelConfig
 from branchnorm_jax.parallel import ending, hosts
 from branchnorm_jax.parallel.mesh import describe_shardings, from_processes, make_mesh, replicated
 from branchnorm_jax.parallel.rows import Rows
@@ -49,10 +49,16 @@ from branchnorm_jax.training.watch import collapsed, vanishing
 from branchnorm_jax.workdir import Workdir
 
 
-def train(config: Config, workdir: Workdir) -> None:
+def train(config: Config, workdir: Workdir, fitted: ModelConfig | None = None) -> None:
     """Trains a model in `workdir`, and resumes from the newest checkpoint if there is one.
 
     Training ends at a limit of the options `train` (steps, epochs, patience, min_learning_rate) or at a signal.
+
+    Args:
+      config: the run, as it is saved.
+      workdir: its folder.
+      fitted: the options of the model with `remat`, `group` and `unroll` for these devices; None means `config.model`.
+        They are not saved, because the run may go on with other devices.
 
     Raises:
       UserError: if the config, the data or the workdir is unsuitable.
@@ -68,7 +74,7 @@ def train(config: Config, workdir: Workdir) -> None:
         corpus = shared_corpus(config, workdir, stack)
         mesh = make_mesh(config.parallel)
         stack.enter_context(jax.set_mesh(mesh))
-        run = Run(config, workdir, corpus, mesh)
+        run = Run(dataclasses.replace(config, model=fitted or config.model), workdir, corpus, mesh)
         try:
             with ending.reported_to(lambda reason: run.write_status("failed", reason)), hosts.blame_lost_process():
                 signal_number = run.loop()
@@ -154,7 +160,7 @@ class Run:
         self.state, self.loop_state = self._restored(math.inf)
         self.step = int(self.state.step)
         self.watchdog = Watchdog(train.step_timeout, hosts.end_stuck)
-        self.stop_reason = ""
+        self.stop_reason = self._reason_to_stop() if self.loop_state.evaluated == self.step else ""
         """Reason to stop before the last update; "" means that the run continues."""
         if self.step > self.total:
             raise UserError(
@@ -210,6 +216,7 @@ class Run:
                     decision = halted.decision
                     write_event(self.workdir, decision.step, decision.kind, decision.reason, policy=decision.policy)
                     if decision.action == "stop":
+                        self._finish_save()  # Its state is from before the trouble.
                         text = f"diverged: {decision.reason}; {trouble.ADVICE}"
                         raise DivergedError(text, decision.step, decision.kind) from None
                     self._roll_back(decision)
@@ -224,9 +231,10 @@ class Run:
         The option `train.rollback` selects the change.
         """
         train, before = self.config.train, self.loop_state
-        rollback = trouble.plan_rollback(decision, train, before)
         self.watchdog.begin("the rollback")
-        self.checkpoints.wait()
+        with self._tolerating(True):
+            self.checkpoints.wait()
+        rollback = trouble.plan_rollback(decision, train, before)
         del self.state  # The device memory may be too small for two states.
         # All checkpoints are from before the trouble. If all are newer than `until`, restore the oldest one.
         until = max(rollback.until, min(self.checkpoints.steps(), default=0))
@@ -245,6 +253,14 @@ class Run:
         text = f"rolled back to step {self.step}, {change}"
         logs.say(f"{decision.reason}\nstep {decision.step}: {text}")
         write_event(self.workdir, decision.step, "rollback", text, to=self.step)
+
+    def _finish_save(self) -> None:
+        """Waits for the save in flight. A failure is reported, and no more."""
+        self.watchdog.begin("the save", f"at step {self.step}")
+        try:
+            self.checkpoints.wait()
+        except StorageError as error:
+            logs.say(f"StorageError: {error}")
 
     def _run_updates(self, preemption: hosts.Preemption) -> None:
         """Runs the loop to its end. Raises `Halted` if a decision stops the run or rolls it back."""
@@ -280,7 +296,8 @@ class Run:
                 read()
                 if self.loop_state.evaluated != self.step:
                     self.watchdog.begin("the validation", f"at step {self.step}")
-                    self.stop_reason = self._validate(recorder)
+                    self._validate(recorder)
+                    self.stop_reason = self._reason_to_stop()
                     at_end = at_end or bool(self.stop_reason)
             best = c.keep_best and self.loop_state.evaluated == self.step and self.loop_state.is_best
             if _due(self.step, start, c.checkpoint_every) or at_end or signal_number or best:
@@ -383,8 +400,8 @@ class Run:
         """Yields the batch shapes that at least one training sentence needs."""
         return (shape for shape, rows in zip(self.plan.shapes, self.plan.rows, strict=True) if rows)
 
-    def _validate(self, recorder: Recorder) -> str:
-        """Validates the current state and records the result. Returns a reason to stop the run, or ""."""
+    def _validate(self, recorder: Recorder) -> None:
+        """Validates the current state and records the result."""
         c, loop_state = self.config.train, self.loop_state
         sums = self.validator.losses(self.state)
         line: dict[str, Any] = {"step": self.step, **per_token(list(sums.values()))}
@@ -410,8 +427,12 @@ class Run:
             self._replace_in_state(rate_scale=jnp.float32(scale))
             logs.say(f"step {self.step}: learning rate x {scale:.3g}")
         recorder.log_validation(line, loop_state.is_best)
+
+    def _reason_to_stop(self) -> str:
+        """Returns why the run ends after its last validation, or "". A restarted run stops for the same reason."""
+        c, loop_state = self.config.train, self.loop_state
         rate = float(self.rate(self.state.step) * self.state.rate_scale)
-        if warm and rate < c.min_learning_rate:
+        if self.step >= c.warmup_steps and rate < c.min_learning_rate:
             return f"the learning rate, {rate:.3g}, is below train.min_learning_rate={c.min_learning_rate:g}"
         if c.patience and loop_state.since_best >= c.patience:
             return f"no better validation {c.best_metric} in the last {loop_state.since_best} validations"

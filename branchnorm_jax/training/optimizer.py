@@ -184,7 +184,7 @@ def make_optimizer(train: TrainConfig, model: ModelConfig | None = None) -> opta
     """
     if train.optimizer not in OPTIMIZERS:
         raise UserError(f"config: train.optimizer={train.optimizer!r} is not one of {', '.join(OPTIMIZERS)}")
-    factors = _adam_factors(model)
+    factors = adam_factors(model)
     if factors and train.optimizer not in ADAMS:
         raise UserError(
             f"config: model.method={model.method if model else ''} scales Adam's epsilon, so it needs train.optimizer="
@@ -194,7 +194,7 @@ def make_optimizer(train: TrainConfig, model: ModelConfig | None = None) -> opta
     return optax.chain(clip, OPTIMIZERS[train.optimizer](train, factors))
 
 
-def _adam_factors(model: ModelConfig | None) -> Factors:
+def adam_factors(model: ModelConfig | None) -> Factors:
     """Returns the factors of `_adam` for a model: m^p in the stacks of a recipe with a `depth_power` p."""
     power = get_recipe(model.method).depth_power if model else 0.0
     if model is None or not power:

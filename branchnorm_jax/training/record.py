@@ -45,7 +45,7 @@ class Recorder:
             self.metrics = logs.JsonLines(workdir / "metrics.jsonl", start)
             self.layers = logs.JsonLines(workdir / "layers.jsonl", start)
             self.validations = logs.JsonLines(workdir / "validation.jsonl", evaluated + 1)
-            self.tensorboard = logs.TensorBoard(workdir / "tensorboard", start)
+            self.tensorboard = logs.TensorBoard(workdir / "tensorboard", max(start, evaluated + 1))
             self.open_files = [self.metrics, self.layers, self.validations, self.tensorboard]
         self.recent: deque[tuple[int, float]] = deque(maxlen=20)
         self.last = time.perf_counter()

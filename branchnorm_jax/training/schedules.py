@@ -106,13 +106,18 @@ def with_end(train: TrainConfig, updates: int) -> TrainConfig:
     """Returns the options of a run of `updates` updates, with `decay_steps` > 0.
 
     Raises:
-      UserError: if the learning rate is 0 before the last update.
+      UserError: if the learning rate is 0 before the last update, or its decay ends before the warm-up.
 
     >>> with_end(TrainConfig(schedule="polynomial", decay_steps=0), updates=600).decay_steps
     600
     """
     if not train.decay_steps:
         return dataclasses.replace(train, decay_steps=updates)
+    if train.schedule == "polynomial" and updates > train.warmup_steps >= train.decay_steps:
+        raise UserError(
+            f"train.schedule=polynomial: the decay ends at update {train.decay_steps} (train.decay_steps), before the "
+            f"warm-up of train.warmup_steps={train.warmup_steps}; set train.decay_steps={updates}"
+        )
     if train.schedule == "polynomial" and not train.end_learning_rate and updates > train.decay_steps:
         raise UserError(
             f"train.schedule=polynomial: the learning rate is 0 from update {train.decay_steps} on, but the run has "
@@ -173,6 +178,12 @@ def learning_rate(train: TrainConfig, width: int) -> Schedule:
     if train.schedule not in LEARNING_RATES:
         raise UserError(f"config: train.schedule={train.schedule!r} is not one of {', '.join(LEARNING_RATES)}")
     return LEARNING_RATES[train.schedule](train, width)
+
+
+def peak(train: TrainConfig, width: int) -> float:
+    """Returns the largest learning rate of the schedule. That of `noam` is learning_rate (D W)^(-1/2)."""
+    factor = (width * max(train.warmup_steps, 1)) ** -0.5 if train.schedule == "noam" else 1.0
+    return train.learning_rate * factor
 
 
 def rates(config: Config) -> Callable[[jax.Array, Alpha, jax.Array], dict[str, jax.Array]]:

@@ -21,6 +21,7 @@ def get_config(depth: str = "") -> ml_collections.ConfigDict:
     config.train.watch_every = 10
     config.train.checkpoint_every = 0
     config.train.eval_every = 0
+    config.train.patience = 0
     config.sweep.grid = "method=post_ln,deepnorm,branchnorm"
     config.sweep.columns = "depth"
     return config

@@ -32,7 +32,7 @@ X, W = 4 * N * D, 4 * D * D
 
 
 def needs(installed: bool, name: str) -> pytest.MarkDecorator:
-    return pytest.mark.skipif(not installed, reason=f'needs {name}: pip install "branchnorm_jax[{name}]"')
+    return pytest.mark.skipif(not installed, reason=f"needs {name}: pip install -r requirements/{name}.txt")
 
 
 @pytest.mark.slow

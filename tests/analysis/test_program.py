@@ -377,7 +377,7 @@ def test_unknown_absent_devices_are_one_clear_line(text: str, message: str) -> N
 @pytest.mark.parametrize(("text", "extra"), [("v5e:2x2", "tpu"), ("h200:8", "gpu")])
 def test_a_missing_compiler_names_the_extra(text: str, extra: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(topologies, "_installed", lambda module: False)
-    with pytest.raises(MissingExtraError, match=rf'plan.compile={text}: .* pip install "branchnorm_jax\[{extra}\]"'):
+    with pytest.raises(MissingExtraError, match=rf"plan.compile={text}: .* pip install -r requirements/{extra}.txt"):
         topologies.prepare(topologies.parse(text))
 
 
@@ -386,7 +386,7 @@ def test_plan_without_the_compiler_ends_with_one_line(tmp_path: Path) -> None:
     done = run_main("--mode=plan", *TINY, f"--workdir={tmp_path}", "--config.plan.compile=v5p:4x4x4")
     assert done.returncode == 2, done.stderr
     assert done.stderr.count("\n") == 1
-    assert 'pip install "branchnorm_jax[tpu]"' in done.stderr
+    assert "pip install -r requirements/tpu.txt" in done.stderr
 
 
 def options(**values: object) -> configs.Config:
@@ -452,7 +452,7 @@ def test_the_report_is_readable() -> None:
 
 
 def needs(installed: bool, name: str) -> pytest.MarkDecorator:
-    return pytest.mark.skipif(not installed, reason=f'needs {name}: pip install "branchnorm_jax[{name}]"')
+    return pytest.mark.skipif(not installed, reason=f"needs {name}: pip install -r requirements/{name}.txt")
 
 
 @pytest.mark.slow

@@ -66,6 +66,16 @@ def test_samples_are_the_same_for_the_same_number_and_seed() -> None:
     assert other.generate(PARAMS, ALPHA, ["x"])[0] != together[0]
 
 
+def test_prompts_are_searched_in_batches() -> None:
+    prompts = ["one", "two and more", "", "three", "four"]
+    together = generator(beam_size=4, nbest=2, max_new_tokens=8)
+    apart = generator(beam_size=4, nbest=2, max_new_tokens=8, batch_tokens=2 * 4 * 32)
+    for ours, theirs in zip(
+        apart.generate(PARAMS, ALPHA, prompts), together.generate(PARAMS, ALPHA, prompts), strict=True
+    ):
+        assert [each.tokens for each in ours] == [each.tokens for each in theirs]
+
+
 def test_prompt_and_continuation_fit_into_the_context() -> None:
     small = generator(context=20, beam_size=1, nbest=1, max_new_tokens=100)
     long, end, other = small.generate(PARAMS, ALPHA, ["x" + "0123456789" * 3, "0123456789", "123456789"])

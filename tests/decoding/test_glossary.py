@@ -1,11 +1,12 @@
 """Matching of terms, and phrases in the translations of a trained model."""
 
+import random
 from pathlib import Path
 
 import pytest
 
 from branchnorm_jax.data.tokenizer import load_tokenizer
-from branchnorm_jax.decoding.glossary import encode_phrase, read_glossary, word_starts
+from branchnorm_jax.decoding.glossary import encode_phrase, make_glossary, read_glossary, word_starts
 from branchnorm_jax.errors import UserError
 from tests.conftest import run_main
 
@@ -44,6 +45,35 @@ caf\u00e9\tKaffeehaus
 def test_terms_match_whole_words(tmp_path: Path, line: str, expected: list[str]) -> None:
     (tmp_path / "terms.tsv").write_text(TERMS, encoding="utf-8")
     assert read_glossary(tmp_path / "terms.tsv").translations(line) == expected
+
+
+def test_the_longest_of_random_terms_is_taken() -> None:
+    """Compared with a search that tries every term at every word."""
+    rng = random.Random(0)
+    for _ in range(200):
+        terms = {" ".join(rng.choices(["a", "b", "B"], k=rng.randint(1, 4))) for _ in range(6)}
+        text = rng.choices(["a", "b", "A", "B", "c"], k=30)
+        expected, place = [], 0
+        while place < len(text):
+            fitting = [
+                (len(words), term != term.lower(), term)
+                for term in terms
+                for words in [term.split()]
+                for given in [text[place : place + len(words)]]
+                if given == words or (term == term.lower() and [word.lower() for word in given] == words)
+            ]
+            size, _, term = max(fitting, default=(1, False, ""))
+            expected += [term] * bool(term)
+            place += size
+        glossary = make_glossary({term: (term, term) for term in terms}, "")
+        assert glossary.translations(" ".join(text)) == list(dict.fromkeys(expected))
+
+
+def test_terms_of_a_request_replace_those_of_the_server() -> None:
+    base = make_glossary({"1": ("bank", "Bank"), "2": ("river bank", "Ufer"), "3": ("Polish", "polnisch")}, "")
+    both = make_glossary({"1": ("bank", "Geldhaus"), "2": ("polish", "polieren")}, "").over(base)
+    assert both.translations("bank, river bank, Polish polish") == ["Geldhaus", "Ufer", "polnisch", "polieren"]
+    assert set(both.all_translations) == {"Bank", "Ufer", "polnisch", "Geldhaus", "polieren"}
 
 
 @pytest.mark.parametrize(

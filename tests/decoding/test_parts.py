@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from branchnorm_jax.data import numerals
 from branchnorm_jax.data.bpe import MosesBPE
 from branchnorm_jax.data.tokenizer import Tokenizer, train_tokenizer
-from branchnorm_jax.decoding.glossary import Glossary
+from branchnorm_jax.decoding.glossary import make_glossary
 from branchnorm_jax.decoding.parts import Part, join, split
 from branchnorm_jax.decoding.results import Translation, block_diagonal, joined, pharaoh
 from branchnorm_jax.decoding.sentences import Line, Required, Sentence
@@ -224,7 +224,7 @@ def test_terms_are_required_in_their_own_part_and_given_phrases_prevent_splittin
             return [[self._copy(sentence, 1)] for sentence in sentences]
 
     fields = {field.name: getattr(copying(tokenizer), field.name) for field in dataclasses.fields(Copying)}
-    fields["glossary"] = Glossary(any_case={("seven",): "sieben"}, longest=1)
+    fields["glossary"] = make_glossary({"1": ["seven", "sieben"]}, "")
     text = "It is seven. " + "It is nine. " * 40
     Watching(**fields).translate_lines({}, ALPHA, [Line(text, 1), Line(text, 2, required=Required(phrases=["neun"]))])
     seven, nine = (tokenizer.encode_target([phrase])[0][:-1] for phrase in ("sieben", "neun"))

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from sentencepiece import SentencePieceProcessor
 from transformers import AutoModelForSeq2SeqLM, M2M100Tokenizer, MBart50Tokenizer, NllbTokenizer
 from transformers.models.m2m_100.modeling_m2m_100 import M2M100SinusoidalPositionalEmbedding
 from transformers.models.m2m_100.tokenization_m2m_100 import FAIRSEQ_LANGUAGE_CODES as M2M100_LANGUAGES
@@ -94,6 +95,8 @@ def test_searches_find_the_same_tokens(search: tuple[str, int], tmp_path: Path) 
     )
     data = DataConfig(pairs="+".join(found.tags), tags="each")
     texts, tags = Languages(data, tokenizer).split_tags(lines, target, source=source)
+    processor = tokenizer.target_processor
+    assert isinstance(processor, SentencePieceProcessor)
     ours = Translator(model_of(found), tokenizer, decode).translate(found.params, ALPHA, texts, tags=tags)
     assert max(len(best.tokens) for best, *_ in ours) > 5
     for line, (best, *_), tag in zip(lines, ours, tags, strict=True):
@@ -113,7 +116,7 @@ def test_searches_find_the_same_tokens(search: tuple[str, int], tmp_path: Path) 
         assert [found.target.ids[token] for token in (*tag.target, *best.tokens)] == tokens[1:].tolist()
         assert len(best.tokens) < longest
         # The class of M2M-100 does not skip languages, and calls tokens without a name <unk>.
-        words = [found.target.ids[token] for token in best.tokens if not tokenizer.target_processor.is_control(token)]
+        words = [found.target.ids[token] for token in best.tokens if not processor.is_control(token)]
         assert best.text == theirs.decode(words)
         if beam_size > 1:
             assert best.score == pytest.approx(float(answer.sequences_scores[0]), abs=1e-5)

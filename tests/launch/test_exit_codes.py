@@ -42,6 +42,20 @@ def test_decisions_agree_with_the_exit_codes_of_errors() -> None:
     assert {decided[code] for code in (*range(160, 256), 127, 128)} == {"stop"}
 
 
+def test_ignored_signals_do_not_stop_a_run() -> None:
+    """A shell starts jobs in the background with SIGINT ignored, so that Ctrl-C stops only the one in front."""
+    before = signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    try:
+        with Preemption() as preemption:
+            signal.raise_signal(signal.SIGUSR1)
+            assert preemption.signal == 0
+            signal.raise_signal(signal.SIGTERM)
+            assert preemption.signal == signal.SIGTERM
+        assert signal.getsignal(signal.SIGUSR1) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
 def test_retries_end_and_new_starts_after_signals_do_not() -> None:
     assert decisions(range(256), retries=2)[4] == "retry"
     late = decisions(range(256), retries=3)

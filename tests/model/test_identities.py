@@ -121,11 +121,30 @@ def test_stacks_start_as_the_identity(method: str) -> None:
         np.testing.assert_array_equal(model(params, SOURCE, TARGET, ALPHA), jnp.zeros((2, 5, 30)))
 
     def through(probe: jax.Array) -> jax.Array:
-        probes = jnp.zeros((12, 2, 6, 16)).at[0, 0, :3].set(probe)
-        return model.first_stack(params, SOURCE, ALPHA, probes)[0, :3].ravel()
+        change = jnp.zeros((2, 6, 16)).at[0, :3].set(probe)
+        return model.first_stack(params, SOURCE, ALPHA, change)[0, :3].ravel()
 
     jacobian = jax.jacobian(through)(jnp.zeros((3, 16))).reshape(48, 48)
     np.testing.assert_allclose(np.linalg.svd(jacobian, compute_uv=False), 1.0, atol=1e-6)
+
+
+@pytest.mark.parametrize("method", ["residual_dual", "siamese_norm", "dlcl", "post_ln"])
+def test_a_change_of_the_embeddings_reaches_all_layers_that_read_them(method: str) -> None:
+    """The derivative along a change is that along the change of the table that has it as its effect."""
+    model = small(method, shared_embeddings="none")
+    params = random_params(model)
+    tables = jax.random.normal(jax.random.key(1), params["embedding"]["source"].shape)
+
+    def changed(size: jax.Array) -> Any:
+        return params | {"embedding": params["embedding"] | {"source": params["embedding"]["source"] + size * tables}}
+
+    def through(function: Any) -> jax.Array:
+        return jax.jvp(function, (jnp.zeros(()),), (jnp.ones(()),))[1]
+
+    change = through(lambda size: embedded(model, changed(size), "encoder", SOURCE))
+    ours = through(lambda size: model.first_stack(params, SOURCE, ALPHA, size * change))
+    theirs = through(lambda size: model.encode(changed(size), SOURCE, ALPHA))
+    np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
 def test_scale_norm_is_rms_norm_with_one_gain() -> None:

@@ -156,7 +156,10 @@ def test_checkpoints_of_an_older_revision_are_restored(tmp_path: Path) -> None:
     [
         ValueError('PERMISSION_DENIED: Error reading "embedding" [OS error 13: EACCES Permission denied]'),
         ValueError("INTERNAL: Error reading params/d/1 [OS error 5: EIO Input/output error]"),
+        ValueError("INTERNAL: Error opening params/d/1 [OS error 24: EMFILE Too many open files]"),
         OSError(116, "Stale file handle"),
+        OSError(12, "Cannot allocate memory"),
+        MemoryError("no memory"),
         ConnectionResetError("Connection reset by peer"),
     ],
     ids=lambda error: str(error)[:12],

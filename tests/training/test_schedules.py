@@ -126,6 +126,13 @@ def test_range_test_schedule_is_geometric() -> None:
     np.testing.assert_allclose(rates, [1e-5, 1e-5 * 10**0.3, 10**-3.5, 1e-2], rtol=1e-5)
 
 
+@pytest.mark.parametrize("name", schedules.LEARNING_RATES)
+def test_peak_is_the_largest_rate_up_to_the_end_of_the_warm_up(name: str) -> None:
+    train = TrainConfig(schedule=name, learning_rate=0.3, warmup_steps=40, decay_steps=90)
+    rates = jax.vmap(schedules.learning_rate(train, 64))(jnp.arange(41))
+    assert schedules.peak(train, 64) == pytest.approx(float(rates.max()), rel=1e-5)
+
+
 def test_unknown_schedules_are_rejected() -> None:
     with pytest.raises(UserError, match="inverse_sqrt"):
         schedules.learning_rate(TrainConfig(schedule="cosine"), 8)

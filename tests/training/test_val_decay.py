@@ -55,6 +55,10 @@ def test_rate_decays_after_the_warm_up_and_run_stops_below_the_minimum(
     assert (status["status"], status["step"]) == ("done", last)
     assert "train.min_learning_rate=0.003" in status["reason"]
 
+    loop.train(CONFIG, Workdir(tmp_path))
+    again = json.loads((tmp_path / "status.json").read_text())
+    assert (again["step"], again["reason"]) == (last, status["reason"]), "a finished run must not train on"
+
 
 @pytest.mark.slow
 def test_rate_is_constant_without_worse_validations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -323,6 +323,8 @@ def default_config(mode: str | None, workdir: str | None, saved: Path) -> str | 
     if mode in ("help", "methods"):
         return None
     where = f"and no config.json of an earlier run in {workdir}" if workdir else "and no --workdir of an earlier run"
+    if workdir and mode in NEED_RUN and (saved.parent / "checkpoints").is_dir():
+        raise UserError(f"--workdir={workdir}: config.json is missing; restore it, or give the --config of this run")
     if workdir and mode in NEED_RUN:
         raise UserError(f"--workdir={workdir}: no training run in this folder{runs_near(saved.parent)}")
     raise UserError(f"no --config {where}; give --config=<file or name>; {config_names()}")

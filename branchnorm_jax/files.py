@@ -72,12 +72,7 @@ def _temporary(final: Path) -> Iterator[Path]:
 
     Deletes also what killed processes have left there. Raises `StorageError` if the block raises `OSError`.
     """
-    for path in final.parent.glob(f".{glob.escape(final.name)}.{'[0-9a-f]' * 32}.*"):
-        with contextlib.suppress(OSError):  # Another process may delete it, too.
-            # A process that has been writing for days changes the files, and not always their directory.
-            changed = max(each.stat().st_mtime for each in (path, *path.rglob("*")))
-            if time.time() - changed > ABANDONED:
-                _delete(path)
+    delete_abandoned(final.parent, glob.escape(final.name))
     temporary = final.with_name(f".{final.name}.{uuid.uuid4().hex}.tmp")
     try:
         yield temporary
@@ -86,6 +81,16 @@ def _temporary(final: Path) -> Iterator[Path]:
         raise StorageError(f"{name}: cannot be written ({error.strerror or error})") from error
     finally:
         _delete(temporary)
+
+
+def delete_abandoned(folder: Path, names: str = "*") -> None:
+    """Deletes what killed processes have left of files in a folder; `names` is a pattern."""
+    for path in folder.glob(f".{names}.{'[0-9a-f]' * 32}.*"):
+        with contextlib.suppress(OSError):  # Another process may delete it, too.
+            # A process that has been writing for days changes the files, and not always their directory.
+            changed = max(each.stat().st_mtime for each in (path, *path.rglob("*")))
+            if time.time() - changed > ABANDONED:
+                _delete(path)
 
 
 def _delete(path: Path) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from branchnorm_jax.errors import StorageError
-from branchnorm_jax.files import ABANDONED, atomic_directory, write_atomically
+from branchnorm_jax.files import ABANDONED, atomic_directory, delete_abandoned, write_atomically
 
 HEX = "0123456789abcdef" * 2
 
@@ -37,6 +37,14 @@ def test_a_write_deletes_what_killed_processes_have_left_of_the_same_file(tmp_pa
     write_atomically(tmp_path / "config.json", "{}")
     assert not old.exists()
     assert sorted(tmp_path.iterdir()) == sorted([*others, tmp_path / "config.json"])
+
+
+def test_the_start_of_a_run_deletes_what_was_left_in_its_corpus(tmp_path: Path) -> None:
+    old = left_behind(tmp_path / "corpus" / f".valid.{HEX}.tmp", 1.1)
+    others = [left_behind(tmp_path / "corpus" / name, 2) for name in ("valid", f".valid.{HEX}", ".valid.tmp")]
+    delete_abandoned(tmp_path / "corpus")
+    assert not old.exists()
+    assert sorted((tmp_path / "corpus").iterdir()) == sorted(others)
 
 
 def test_a_directory_that_is_still_written_to_is_kept(tmp_path: Path) -> None:

@@ -425,6 +425,11 @@ def test_a_wrong_workdir_lists_the_runs_near_it(tmp_path: Path) -> None:
         for file in ("config.json", "data.json"):
             (runs / name / file).write_text("{}")
     near = f"no training run in this folder; runs near it: {runs / 'french'}, {runs / 'german'}"
+    (runs / "french/checkpoints").mkdir()
+    (runs / "french/config.json").unlink()
+    with pytest.raises(UserError, match=r"french: config\.json is missing; restore it, or give the --config"):
+        parse(["main.py", "--mode=translate", f"--workdir={runs / 'french'}"])
+    (runs / "french/config.json").write_text("{}")
     for folder in (runs, runs / "germna"):
         with pytest.raises(UserError, match=re.escape(f"--workdir={folder}: {near}")):
             parse(["main.py", "--mode=translate", f"--workdir={folder}"])

@@ -4,6 +4,7 @@ import contextlib
 import uuid
 
 from branchnorm_jax.data.prepare import Corpus, prepare
+from branchnorm_jax.files import delete_abandoned
 from branchnorm_jax.options import Config
 from branchnorm_jax.parallel import hosts
 from branchnorm_jax.training import logs
@@ -30,6 +31,7 @@ def shared_corpus(config: Config, workdir: Workdir, stack: contextlib.ExitStack)
         if workdir.bucket:
             workdir.fetch(".")  # The earlier process may have written until it lost its mark.
             workdir.agree_on_config(config)
+        delete_abandoned(workdir / "corpus")  # Nothing is written there any more once the corpus is complete.
         corpus = corpus_of(config, workdir)
         workdir.agree_on_data(corpus.identity(), corpus.reports, config)
         workdir.publish()

@@ -1,4 +1,4 @@
-"""Cases of parametrised tests, most of which only `make test-all` and .ci/run test."""
+"""Cases of parametrised tests, most of which only `make test-all` tests."""
 
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any

@@ -30,6 +30,7 @@ def translator(first: Member, *others: Member) -> Translator:
     return Translator(first.model, None, decode, others=others)  # type: ignore[arg-type] # only text needs a tokenizer
 
 
+@pytest.mark.slow
 def test_log_probabilities_are_of_the_mean_probability() -> None:
     """The models may have different widths and depths."""
     members = member(1), member(2, width=32, decoder_layers=2), member(3)

@@ -218,6 +218,7 @@ def test_the_options_select_the_class(name: str, tmp_path: Path) -> None:
         assert (b[~used] < -1e6).all()
 
 
+@pytest.mark.slow
 def test_hugging_face_rejects_models_that_no_class_can_represent() -> None:
     cases: list[tuple[dict[str, Any], str]] = [
         ({"method": "pre_ln"}, "MarianMTModel cannot have Pre-LN; M2M100.* cannot have model.positions=marian$"),

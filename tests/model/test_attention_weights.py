@@ -63,12 +63,12 @@ def test_rows_sum_to_one_and_padding_has_no_weight() -> None:
     ("method", "options"),
     [
         ("dlcl", {}),
-        ("branchnorm", dict(remat="nested", group=2)),
         *(
             pytest.param(*case, marks=pytest.mark.slow)
             for case in (
                 *((method, {}) for method in ("branchnorm", "dlcl_post", "residual_dual")),
                 ("branchnorm", dict(unroll=2)),
+                ("branchnorm", dict(remat="nested", group=2)),
                 ("dlcl", dict(remat="nested", group=2)),
             )
         ),

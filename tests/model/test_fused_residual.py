@@ -51,6 +51,7 @@ def test_equals_the_twin_in_float32(rate: float) -> None:
         assert float(jnp.abs(result - expected).max() / jnp.abs(expected).max()) < 1e-6
 
 
+@pytest.mark.slow
 def test_is_as_near_to_float64_as_the_twin_with_narrow_inputs() -> None:
     """float16 stream and bfloat16 branch: errors are the rounding of the results, and not larger than the twin's."""
     x, h, weights, by_y = inputs(jnp.float32)

@@ -74,6 +74,7 @@ def test_decoding_step_by_step_equals_teacher_forcing() -> None:
         np.testing.assert_allclose(cached, jnp.stack([expected] * 2, 1), atol=2e-5)
 
 
+@pytest.mark.slow
 def test_scan_equals_loop() -> None:
     """Loss and gradient with dropout; the gradient of a table is the sum over all layers."""
     config = dataclasses.replace(T5, attention_dropout=0.1, activation_dropout=0.1)

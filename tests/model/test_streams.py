@@ -42,7 +42,7 @@ def random_params(model: Transformer) -> Any:
     ("name", "family"),
     [
         ("mhc", "decoder"),
-        ("value_residual", "encoder_decoder"),
+        pytest.param("value_residual", "encoder_decoder", marks=pytest.mark.slow),
         *(pytest.param(name, "decoder", marks=pytest.mark.slow) for name in MODELS if name != "mhc"),
     ],
 )
@@ -55,9 +55,8 @@ def test_cached_decoding_equals_teacher_forcing(name: str, family: str) -> None:
         np.testing.assert_allclose(ours, expected, atol=1e-5 * float(jnp.abs(expected).max()))
 
 
-@pytest.mark.parametrize(
-    "name", [*(pytest.param(name, marks=pytest.mark.slow) for name in METHOD_NAMES), "value_residual"]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODELS)
 def test_loops_give_the_same_gradient(name: str) -> None:
     """A scan, a loop, and a scan whose backward pass runs groups of layers again."""
     config = ModelConfig(**SIZES, **FAMILIES["decoder"], **MODELS[name])

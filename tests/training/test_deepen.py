@@ -42,7 +42,7 @@ def random_params(model: Transformer, size: float = 0.3) -> Any:
     ("parent", "alpha", "method"),
     [
         ("post_ln", 1.0, "branchnorm"),
-        ("prores_pre_ln", 0.7, "prores_pre_ln"),
+        pytest.param("prores_pre_ln", 0.7, "prores_pre_ln", marks=pytest.mark.slow),
         pytest.param("branchnorm", 0.4, "branchnorm", marks=pytest.mark.slow),
         pytest.param("pre_ln", 1.0, "prores_pre_ln", marks=pytest.mark.slow),
     ],

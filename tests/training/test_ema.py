@@ -51,11 +51,12 @@ def flat(tree: Any) -> np.ndarray:
 @pytest.mark.parametrize(
     ("model", "train", "empty"),
     [
-        pytest.param({}, {"accumulation": 2, "clip_norm": 1.0}, (), id="accumulation", marks=pytest.mark.slow),
+        pytest.param({}, {"accumulation": 2, "clip_norm": 1.0}, (), id="accumulation"),
         pytest.param({}, {"nonfinite": "skip"}, (4, 9), id="skip"),
-        pytest.param({"remat": "nested"}, {"update_in_backward": True}, (), id="in_backward", marks=pytest.mark.slow),
+        pytest.param({"remat": "nested"}, {"update_in_backward": True}, (), id="in_backward"),
     ],
 )
+@pytest.mark.slow
 def test_average_equals_its_closed_form(model: dict[str, Any], train: dict[str, Any], empty: tuple[int, ...]) -> None:
     """The average is sum_k share_k prod_(j > k) (1 - share_j) theta_k over all updates k.
 

@@ -267,7 +267,7 @@ class Run:
         start = self.step
         self.watchdog.begin("")
         self.write_status("running", "the run has not written its final status")
-        if start < self.total and not self.compiled:
+        if start < self.total and not self.stop_reason and not self.compiled:
             self._compile()
         recorder = Recorder(self.workdir, self.loop_state.evaluated, start, self.total)
         batches = prefetch(functools.partial(self.plan.batch_at, select_rows=self.rows.indices), start, self.total)

@@ -25,6 +25,7 @@ def get_config(depth: str = "") -> ml_collections.ConfigDict:
         "method=prores_pre_ln model.alpha_order=linear model.alpha_steps=600",
         "method=prores_post_ln model.alpha_order=linear model.alpha_steps=600 train.learning_rate=7.5e-4",
     )
-    config.sweep.grid = " | ".join(f"{setting} depth={depths} train.seed=1,2,3" for setting in settings)
+    runs = (f"{setting} depth={depths} train.seed={seed}" for seed in (1, 2, 3) for setting in settings)
+    config.sweep.grid = " | ".join(runs)
     config.sweep.columns = "depth"
     return config

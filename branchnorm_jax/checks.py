@@ -150,6 +150,10 @@ def _validate_train(config: Config) -> None:
             f"config: train.parent_rate={train.parent_rate:g} is for deepened models; set model.grown_from, or "
             "train.learning_rate for fine-tuning"
         )
+    if train.encoder_rate_steps and train.encoder_rate == 1:
+        raise UserError(
+            f"config: train.encoder_rate_steps={train.encoder_rate_steps} has no effect; set train.encoder_rate"
+        )
     if train.best_metric == "comet" and not config.evaluate.comet:
         raise UserError("config: train.best_metric=comet needs evaluate.comet, a model such as Unbabel/wmt22-comet-da")
     if data.row_multiple % train.accumulation:

@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import pytest
+from hypothesis import HealthCheck, settings
 
 ROOT = Path(__file__).parent.parent
 
@@ -64,8 +65,14 @@ LONG = (
 
 
 def pytest_configure() -> None:
-    """Restores Ctrl-C: background tests ignore it, and the processes that they start would inherit this."""
+    """Restores Ctrl-C and removes time limits.
+
+    Tests in the background ignore Ctrl-C, and the processes that they start would inherit this.
+    """
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    # Without limits, property tests do not fail on a busy machine.
+    settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    settings.load_profile("any machine")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

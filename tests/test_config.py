@@ -246,6 +246,7 @@ def test_either_steps_or_epochs_is_required():
         ({"train": {"eval_every": 0, "schedule": "val_decay"}}, ["train.schedule=val_decay", "train.eval_every"]),
         ({"train": {"schedule": "range_test", "warmup_init": 0.0}}, ["range_test", "train.warmup_init"]),
         ({"train": {"parent_rate": 0.0}}, ["train.parent_rate=0", "model.grown_from"]),
+        ({"train": {"encoder_rate_steps": 200}}, ["train.encoder_rate_steps=200", "train.encoder_rate"]),
         ({"train": {"seed": 2**32}}, ["train.seed", "4294967295"]),
         ({"decode": {"min_length": 3 * 10**9}}, ["decode.min_length"]),
         ({"train": {"best_metric": "comet"}}, ["best_metric=comet needs evaluate.comet"]),

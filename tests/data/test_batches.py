@@ -42,7 +42,7 @@ def plan_of(sentences: Text, tokens: int, shapes: int, seed: int) -> BatchPlan:
     return BatchPlan(sentences, pack(sentences.lengths, chosen), chosen, seed)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(
     st.lists(st.tuples(st.integers(2, 30), st.integers(2, 30)), min_size=1, max_size=60),
     st.integers(1, 4),
@@ -107,7 +107,7 @@ def test_too_small_token_budgets_are_rejected() -> None:
         choose_shapes(np.array([[3, 3], [20, 4]]), np.array([20, 4]), 100, 2, 8)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.integers(0, 1000), st.integers(1, 120), st.integers(1, 4))
 def test_packing_places_every_pair_once(seed: int, count: int, shapes: int) -> None:
     lengths = text(seed, count).lengths
@@ -139,7 +139,7 @@ def test_at_least_96_percent_of_the_positions_are_filled(count: int) -> None:
     assert len(plan.shapes) <= DataConfig().batch_shapes
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(st.integers(0, 50), st.integers(0, 5), st.integers(1, 5))
 def test_every_sentence_occurs_once_per_epoch(seed: int, epoch: int, shapes: int) -> None:
     sentences = text(seed)

@@ -64,7 +64,7 @@ def test_several_files_are_several_documents_in_the_order_of_their_names(tmp_pat
 
 
 @given(st.lists(st.text("aé日😀\n", min_size=1), min_size=1, max_size=3), st.booleans())
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 def test_splits_of_an_undivided_text_divide_it(tmp_path_factory: Any, texts: list[str], by_line: bool) -> None:
     folder = tmp_path_factory.mktemp("text")
     for index, text in enumerate(texts):

@@ -48,7 +48,7 @@ def mixture_of(stores: list[TokenStore], temperature: float) -> Mixture:
     return Mixture(stores, repeats(np.array([[len(store)] for store in stores]), [1], temperature)[:, 0].tolist())
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=4), st.integers(0, 99))
 def test_mixture_concatenates_the_sentences_of_its_stores(sizes: list[int], seed: int) -> None:
     random = np.random.default_rng(seed)
@@ -62,7 +62,7 @@ def test_mixture_concatenates_the_sentences_of_its_stores(sizes: list[int], seed
     assert mixture.lengths.tolist() == [[len(s), len(t)] for s, t in zip(sources, targets, strict=True)]
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     st.lists(st.integers(1, 300), min_size=1, max_size=4),
     st.sampled_from([1.0, 1.5, 5.0, 100.0]),
@@ -97,7 +97,7 @@ def test_temperature_1_draws_every_pair_once() -> None:
     assert sorted(mixture.drawn(7).tolist()) == list(range(53))
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     st.lists(st.tuples(st.integers(1, 200), st.sampled_from([0.5, 1.0, 1.3, 2.0, 7.0])), min_size=1, max_size=4),
     st.integers(0, 99),

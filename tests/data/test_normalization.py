@@ -6,7 +6,7 @@ import unicodedata
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from branchnorm_jax.data.normalization import changes, describe, normalizer
@@ -20,7 +20,6 @@ MEANINGFUL = "10²m ½ № … ，？（） نمی\u200cخواهم « Oui\u00a0!
 LETTERS = [chr(code) for code in range(0x110000) if unicodedata.category(chr(code))[0] == "L"]
 
 
-@settings(deadline=None)
 @given(st.lists(st.sampled_from(LETTERS), max_size=8), st.booleans())
 def test_nfc_is_that_of_unicode(letters: list[str], decomposed: bool) -> None:
     text = unicodedata.normalize("NFD" if decomposed else "NFC", " ".join(letters))

@@ -5,7 +5,7 @@ import re
 from collections.abc import Callable, Iterator
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from branchnorm_jax.data import numerals
@@ -208,7 +208,6 @@ def test_cardinals_follow_the_grammar(lang: str, before: str, spell: Callable[[i
         assert numerals.render(Item("cardinal", 0, (number,)), lang) == f"{before}{spell(number)}."
 
 
-@settings(deadline=None)
 @given(day=st.dates(datetime.date(1900, 1, 1), datetime.date(2050, 12, 31)))
 def test_dates_and_weekdays_are_correct(day: datetime.date) -> None:
     written = numerals.render(Item("date", 0, (day.toordinal(),)), "en")
@@ -219,7 +218,6 @@ def test_dates_and_weekdays_are_correct(day: datetime.date) -> None:
     assert full.endswith(f" {day.year}.")
 
 
-@settings(deadline=None)
 @given(minute=st.integers(0, 24 * 60 - 1))
 def test_times_are_correct(minute: int) -> None:
     written = numerals.render(Item("time", 1, (minute,)), "en")

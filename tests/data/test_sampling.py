@@ -30,7 +30,7 @@ def lines() -> list[str]:
     return [target for _, target in pairs("train", "en", "de", 200)]
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.lists(st.text(max_size=20), max_size=5), st.integers(0, 9))
 def test_sampling_preserves_the_text(tokenizer: Tokenizer, texts: list[str], seed: int) -> None:
     drawn = Sampler(tokenizer.spm[0], 0.0, (seed,)).encode(texts, 0)

@@ -103,7 +103,7 @@ def test_tokens_equal_the_tokens_of_single_lines(tmp_path, tokenizer, monkeypatc
 line = st.lists(st.sampled_from([*WORDS.split(), "ü", "\u200b", "日"]), max_size=12).map(" ".join)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     pairs=st.lists(st.tuples(line, line), min_size=1, max_size=12),
     max_length=st.integers(4, 40),

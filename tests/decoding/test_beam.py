@@ -75,7 +75,7 @@ def reference_beam(
     return sorted(finished, key=lambda hypothesis: -hypothesis[1])
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 @given(
     st.integers(0, 10_000),
     st.sampled_from([1, 2, 4]),
@@ -150,7 +150,7 @@ def test_nbest_can_differ_per_sentence() -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=4, deadline=None)
+@settings(max_examples=4)
 @given(st.integers(0, 1000), st.lists(st.integers(0, 9), min_size=3, max_size=6), st.sampled_from([1, 3]))
 def test_rows_can_start_the_next_sentence_at_any_time(seed: int, limits: list[int], beam_size: int) -> None:
     """Two rows decode all sentences, with a ring that grows and shrinks; results equal those of separate searches."""
@@ -193,7 +193,7 @@ def search_one(seed: int, sentence: int, limit: int, beam_size: int) -> Any:
     return jax.tree.map(lambda leaf: leaf[sentence : sentence + 1], jax.device_get(result))
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.integers(0, 1000), st.sampled_from([5, 63, 64, 65, 1000]), st.sampled_from([1, 4, 8]))
 def test_top_equals_top_k_of_jax(seed: int, size: int, count: int) -> None:
     """The scores have few distinct values, so there are many ties."""

@@ -97,7 +97,7 @@ def test_wide_beam_finds_the_best_hypothesis_that_contains_all_phrases(phrases: 
     assert changed
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     st.integers(0, 10_000),
     st.lists(st.lists(st.sampled_from(WORDS), min_size=1, max_size=3), min_size=1, max_size=2),
@@ -113,7 +113,7 @@ def test_narrow_beam_satisfies_all_phrases(seed: int, phrases: Phrases, joins: S
         np.testing.assert_allclose(total, log_prob(seed, sentence, tokens), atol=1e-3)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(
     st.lists(st.sampled_from([2, 3]), max_size=8),
     st.lists(st.lists(st.sampled_from([2, 3]), min_size=1, max_size=3), min_size=1, max_size=2),
@@ -141,7 +141,7 @@ def test_progress_equals_plain_python(tokens: list[int], phrases: Phrases) -> No
         assert bank == [inside + max(begun[word]) for word in (2, 3)]
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(-9, 0)), min_size=6, max_size=12), st.integers(1, 6))
 def test_banks_share_the_beam_in_rounds(candidates: list[tuple[int, int]], count: int) -> None:
     banks, totals = zip(*candidates, strict=True)

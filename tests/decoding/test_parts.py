@@ -64,7 +64,7 @@ def whole(tokenizer: Tokenizer, text: str) -> str:
     ).map("".join),
     st.integers(4, 30),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_parts_fit_the_limit_and_lose_nothing(tokenizer: Tokenizer, text: str, limit: int) -> None:
     parts = split(text, tokenizer, limit, "en")
     assert parts

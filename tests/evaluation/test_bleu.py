@@ -70,7 +70,6 @@ def by_name(hypotheses, references, target_lang):
 
 
 @given(corpora(WORDS))
-@settings(deadline=None)
 def test_bleu_and_multi_bleu_equal_the_formula(corpus):
     hypotheses, references = corpus
     result = by_name(hypotheses, references, "en")
@@ -79,7 +78,6 @@ def test_bleu_and_multi_bleu_equal_the_formula(corpus):
 
 
 @given(corpora(COMPOUNDS))
-@settings(deadline=None)
 def test_compound_split_bleu_equals_the_formula_on_split_tokens(corpus):
     hypotheses, references = corpus
     split = [[reference_split(line) for line in lines] for lines in corpus]
@@ -170,7 +168,7 @@ def test_missing_segmenters_are_named(language, segmenter):
 
 
 @given(corpora(COMPOUNDS))
-@settings(deadline=None, max_examples=20)
+@settings(max_examples=20)
 def test_validation_uses_the_same_bleu(corpus):
     hypotheses, references = corpus
     every = by_name(hypotheses, references, "de")

@@ -42,7 +42,7 @@ def explicit(
     return float((loss * weights).sum()), float((nll * weights).sum()), gradient
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 @given(
     seed=st.integers(0, 1000),
     eps=st.floats(0, 0.9),

@@ -77,7 +77,7 @@ def test_packing_does_not_change_the_logits() -> None:
             start += length
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=5), st.integers(0, 3), st.integers(0, 3))
 def test_segment_ids_and_position_ids(lengths: list[int], left: int, right: int) -> None:
     """Compares segment ids and position ids with word-by-word counts; padding on either side does not count."""

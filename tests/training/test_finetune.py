@@ -277,7 +277,7 @@ def test_invalid_parents_are_rejected(trained: Path, tmp_path: Path) -> None:
         loop.train(child_of(trained, finetune_from=str(copied)), Workdir(copied))
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     schedule=st.sampled_from(["linear", "exp", "sigmoid", "adaptive"]),
     order=st.sampled_from(["equal", "bottom_up", "top_down", "progressive"]),

@@ -188,7 +188,7 @@ def ranks(order: str, layers: int) -> list[int]:
 
 
 @pytest.mark.slow
-@settings(deadline=None, max_examples=20)
+@settings(max_examples=20)
 @given(
     layers=st.integers(1, 40),
     total=st.integers(1, 300),

@@ -276,7 +276,7 @@ def test_noise_raises_no_alarm_and_every_jump_does() -> None:
         assert deviations_of(jumped[: where + 1])[0][where, 1] > 8
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(level=st.floats(1, 1e4), seed=st.integers(0, 100))
 def test_running_statistics_adapt_to_a_new_level(level: float, seed: int) -> None:
     """A spike counts as `limit` deviations in the statistics, so a lasting level is no spike after some updates."""

@@ -1,8 +1,7 @@
 r"""Draws the figure of a sweep from its table of results.
 
-python -m benchmarks.sweep_figure benchmarks/results/sweep_depth.csv docs/sweep_depth.png
-python -m benchmarks.sweep_figure benchmarks/results/sweep_robustness.csv docs/sweep_robustness.png \
-        --columns=train.learning_rate,train.schedule
+python -m benchmarks.sweep_figure benchmarks/results/sweep_methods.csv docs/sweep_methods.png
+python -m benchmarks.sweep_figure benchmarks/results/sweep_lm.csv docs/sweep_lm.png --columns=train.learning_rate,depth
 """
 
 import argparse

@@ -83,6 +83,11 @@ def _validate_family(config: Config) -> None:
         "decode.constraints": (False,),
         "decode.target_prefix": (False,),
         "decode.output": ("",),
+        "decode.alignments": (False,),
+        "decode.token_scores": (False,),
+        "decode.source_lang": ("",),
+        "decode.target_lang": ("",),
+        "evaluate.comet": ("",),
         "train.eval_bleu_sentences": (0,),
         "train.best_metric": ("loss",),
         "train.encoder_rate": (1,),
@@ -139,10 +144,14 @@ def _validate_train(config: Config) -> None:
     if train.best_metric != "loss" and not train.eval_bleu_sentences:
         needs = f"train.best_metric={train.best_metric} needs train.eval_bleu_sentences > 0"
         raise UserError(f"config: {needs}; or set best_metric=loss")
-    if not train.eval_every and (train.patience or train.schedule == "val_decay"):
-        needs = f"train.patience={train.patience}" if train.patience else "train.schedule=val_decay"
-        other = "train.patience=0" if train.patience else "another schedule"
-        raise UserError(f"config: {needs} needs validations; set train.eval_every, or {other}")
+    validated = {
+        f"train.patience={train.patience}": train.patience,
+        f"train.min_learning_rate={train.min_learning_rate:g}": train.min_learning_rate,
+        "train.schedule=val_decay": train.schedule == "val_decay",
+    }
+    if not train.eval_every and any(validated.values()):
+        option = next(option for option, used in validated.items() if used)
+        raise UserError(f"config: {option} needs validations; set train.eval_every as well")
     if train.schedule == "range_test" and not train.warmup_init:
         raise UserError("config: train.schedule=range_test multiplies a first rate; set train.warmup_init above 0")
     if train.parent_rate != 1 and not config.model.grown_from:
@@ -167,6 +176,11 @@ def _validate_decode(config: Config) -> None:
     decode, depth = config.decode, config.model.decoder_layers
     if decode.nbest > decode.beam_size:
         raise UserError(f"config: decode.nbest={decode.nbest} is more than decode.beam_size={decode.beam_size}")
+    if not decode.max_length_a and decode.min_length > decode.max_length_b:
+        raise UserError(
+            f"config: decode.min_length={decode.min_length} is more than the maximum length, "
+            f"decode.max_length_b={decode.max_length_b}"
+        )
     if decode.constraints and decode.target_prefix:
         raise UserError(
             "config: decode.constraints and decode.target_prefix both read fields after the source; set one"

@@ -398,6 +398,8 @@ def run(mode: str, config: Config, workdir: Workdir) -> None:
     heed_signals()
     if mode in TRANSLATION and config.model.family == "decoder":
         raise UserError(f"--mode={mode} needs a translation model; {workdir.path} has a language model")
+    if mode == "train" and config.sweep.grid:
+        raise UserError("config: sweep.grid has several runs: add --mode=sweep, or --config.sweep.grid= to train one")
     hosts.start(config.parallel)
     cache = os.environ.get("JAX_COMPILATION_CACHE_DIR") or str((workdir / "compile_cache").absolute())
     jax.config.update("jax_compilation_cache_dir", cache)

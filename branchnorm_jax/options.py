@@ -21,8 +21,11 @@ def option(
     """Returns a dataclass field with the metadata of an option.
 
     `free`: the option may change when a run is resumed, because it does not affect the trained parameters (reactions to
-    trouble excepted). `common`: many users set the option, so `--mode=help` lists it first.
+    trouble excepted). `common`: many users set the option, so `--mode=help` lists it first. Whole numbers are at most
+    2^31 - 1 unless `maximum` says otherwise, because they become sizes and counts in int32.
     """
+    if type(default) is int and maximum is None:
+        maximum = 2**31 - 1
     metadata = dict(help=help, unit=unit, choices=choices, minimum=minimum, maximum=maximum, free=free, common=common)
     return dataclasses.field(default=default, metadata=metadata)
 
@@ -40,9 +43,9 @@ class ModelConfig:
         "branchnorm", "residual and normalisation method; --mode=methods lists all methods", common=True
     )
     encoder_layers: int = option(
-        6, "depth of the encoder; 0 in the family decoder", unit="layers", minimum=0, common=True
+        6, "depth of the encoder; 0 in the family decoder", unit="layers", minimum=0, maximum=1_000_000, common=True
     )
-    decoder_layers: int = option(6, "depth of the decoder", unit="layers", minimum=1, common=True)
+    decoder_layers: int = option(6, "depth of the decoder", unit="layers", minimum=1, maximum=1_000_000, common=True)
     width: int = option(512, "model dimension", unit="features", minimum=4, common=True)
     ffn_width: int = option(
         2048, "hidden dimension of the feed-forward sub-layers", unit="features", minimum=1, common=True
@@ -674,7 +677,7 @@ class DecodeConfig:
     beam_size: int = option(
         4, "hypotheses per sentence; 1: greedy search", minimum=1, maximum=1000, free=True, common=True
     )
-    length_penalty: float = option(0.6, "strength of the length penalty", free=True, common=True)
+    length_penalty: float = option(0.6, "strength of the length penalty", minimum=-5, maximum=5, free=True, common=True)
     length_penalty_kind: str = option(
         "fairseq",
         "score / L^p (fairseq, used by the papers) or score / ((5+L)/6)^p (gnmt); L counts EOS",

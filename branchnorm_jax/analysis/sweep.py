@@ -66,7 +66,7 @@ def parse_grid(text: str, baseline: str = "") -> list[Run]:
             if not equals or not all(values.split(",")):
                 raise UserError(f"sweep.grid: {word!r} is not name=value,value")
             if name not in AXES:
-                hint = next(iter(difflib.get_close_matches(name, AXES, 1)), configs.nearest_name(name))
+                hint = configs.nearest_name(name) or next(iter(difflib.get_close_matches(name, AXES, 1)), "")
                 raise UserError(f"sweep.grid: no axis {name!r}" + (f"; did you mean {hint!r}?" if hint else ""))
             for other in axes:
                 if SETS.get(name, {name}) & SETS.get(other, {other}):
@@ -166,12 +166,19 @@ def _options(config: Config, run: Run) -> ml_collections.ConfigDict:
             options[section][name] = TRUTH[text.lower()] if kind is bool else kind(text)
         except (KeyError, ValueError) as error:
             raise UserError(f"{axis}={text}: expected {kind.__name__}") from error
-    return options
+    return configs.with_one_length(options, {*run})
 
 
 def ended(workdir: Workdir, config: Config) -> str:
-    """Returns how the run with exactly this config ended, "done" or "diverged"; "" if it has not ended."""
-    if not (workdir / "config.json").exists() or configs.load(workdir / "config.json") != config:
+    """Returns how the run with this config ended, "done" or "diverged"; "" if it has not ended.
+
+    Its loops may differ: they depend on the device.
+    """
+    if not (workdir / "config.json").exists():
+        return ""
+    saved, wanted = configs.load(workdir / "config.json"), vars(config.model)
+    loops = {name: wanted[name] for name in ("remat", "group", "unroll")}
+    if dataclasses.replace(saved, model=dataclasses.replace(saved.model, **loops)) != config:
         return ""
     status = read_json(workdir / "status.json").get("status")
     # Scores older than the status belong to a shorter run or to other options.

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from upath import UPath
 
+from branchnorm_jax.codes import names
 from branchnorm_jax.data import tmx
 from branchnorm_jax.data.lines import COMPRESSED, text_lines, unique_names
 from branchnorm_jax.errors import OneLineWarning, UserError
@@ -102,17 +103,19 @@ def _plain(code: str) -> str:
 def _tsv(path: Path | UPath, languages: Pair) -> Iterator[Mapping[str, str]]:
     """Yields the lines of a file with tab-separated columns. Quotation marks are ordinary characters.
 
-    The first line names the languages of the columns; there may be further columns. A file without such a line has two
-    columns, in the order of the pair in its path, such as train.en-de.tsv.
+    The first line names the languages of the columns, by code or in English; there may be further columns. A file
+    without such a line has two columns, in the order of the pair in its path, such as train.en-de.tsv.
     """
     columns: list[str] = []
+    by_name = {name.lower(): code for code, name in names(languages).items()}
     for number, line in enumerate(text_lines(path), start=1):
         fields = line.split("\t")
         if number == 1:
-            found = {code_of(language, tuple(fields)) for language in languages} - {None}
-            columns = fields if len(found) == 2 else _named_order(path, languages)
-            if columns is fields:
-                if twice := [name for name in fields if name in found and fields.count(name) > 1]:
+            header = [by_name.get(name.lower(), name) for name in map(str.strip, fields)]
+            found = {code_of(language, tuple(header)) for language in languages} - {None}
+            columns = header if len(found) == 2 else _named_order(path, languages)
+            if columns is header:
+                if twice := [name for name in header if name in found and header.count(name) > 1]:
                     raise UserError(f"{path}, line 1: two columns are called {twice[0]}; rename the unused one")
                 continue
         if not line.strip():

@@ -264,16 +264,23 @@ class Translator:
     ) -> list[list[Translation]]:
         """Adds attention weights to the translations of each sentence.
 
-        Weights from and to language tags are excluded.
+        Weights from and to language tags are excluded. A translation without tokens has none.
         """
         pairs = zip(sentences, translations, strict=True)
         flat = [
-            (sentence.tags, sentence.source, translation.tokens) for sentence, each in pairs for translation in each
+            (sentence.tags, sentence.source, translation.tokens)
+            for sentence, each in pairs
+            for translation in each
+            if translation.tokens
         ]
         token_ids = [[*tag.source, *source] for tag, source, _ in flat], [[*tag.target, *ids] for tag, _, ids in flat]
         maps = zip(self.attention(params, alpha, *token_ids), flat, strict=True)
         weights = (whole[len(tag.target) :, len(tag.source) :] for whole, (tag, _, _) in maps)
-        return [[translation._replace(attention=next(weights)) for translation in each] for each in translations]
+
+        def of(translation: Translation) -> np.ndarray:
+            return next(weights) if translation.tokens else np.zeros((0, len(translation.source)), np.float32)
+
+        return [[translation._replace(attention=of(translation)) for translation in each] for each in translations]
 
     def _translation(self, hypotheses: Hypotheses, rank: int, sentence: Sentence) -> Translation:
         """Converts the hypothesis of a rank to text, without the tags at its beginning."""

@@ -70,8 +70,12 @@ def losses_of(config: CompareConfig) -> dict[str, LineLosses]:
     runs = {name: Workdir.open(path) for name, path in config.named() if is_url(path) or Path(path).is_dir()}
     saved = {name: run / "config.json" for name, run in runs.items()}
     decoders = [name for name in runs if saved[name].exists() and load_config(saved[name]).model.family == "decoder"]
-    if decoders and len(decoders) < len(config.named()):
-        raise UserError(f"compare: {decoders[0]} is a language model, but not all systems are")
+    if not decoders:
+        return {}
+    if others := [path for name, path in config.named() if name not in decoders]:
+        raise UserError(f"compare: {others[0]} is no folder of a language model, but {decoders[0]} is")
+    if config.reference:
+        raise UserError("compare: compare.reference is for translations; language models are compared on their text")
     return {name: read_losses(runs[name] / "evaluation" / f"{config.split}.lines.tsv") for name in decoders}
 
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from branchnorm_jax.data.lines import COMPRESSED
 from branchnorm_jax.decoding.languages import Languages
 from branchnorm_jax.decoding.parts import has_several_sentences
 from branchnorm_jax.decoding.results import Translation
@@ -69,6 +70,8 @@ def opened(path: str) -> Iterator[tuple[BinaryIO | None, str]]:
     if not path:
         yield (sys.stdin.buffer if sys.stdin else None), "stdin"
         return
+    if Path(path).suffix in COMPRESSED:
+        raise UserError(f"{path}: compressed; decompress it, or give its text through a pipe")
     with contextlib.ExitStack() as stack:
         try:
             file = stack.enter_context(open(path, "rb"))

@@ -208,7 +208,8 @@ def sweep(config: Config, workdir: Workdir) -> None:
                 parent_of(chosen, folder)
             except UserError as error:
                 raise UserError(f"sweep.grid: {name}: {error}") from error
-        runs[name] = run, planning.resolve_remat(chosen, memory)
+        planning.resolve_remat(chosen, memory)  # refuses a run that cannot fit
+        runs[name] = run, chosen
     drawing = figures.can_draw("sweep.png")
     corpora = {chosen.data for _, chosen in runs.values()}
     for split in ("train", "valid", "test"):

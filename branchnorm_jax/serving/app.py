@@ -83,7 +83,7 @@ def make_app(
         yield
         task.cancel()
 
-    return Starlette(
+    app = Starlette(
         routes=[
             Route("/", index),
             Route("/health", health),
@@ -92,6 +92,8 @@ def make_app(
         lifespan=lifespan,
         exception_handlers={HTTPException: refuse, ClientDisconnect: nobody},
     )
+    app.router.redirect_slashes = False  # /translate/ would be sent to whatever server the request names
+    return app
 
 
 @contextlib.contextmanager

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from branchnorm_jax.data.lines import unique_names
 from branchnorm_jax.data.tokenizer import Tags, Tokenizer
 from branchnorm_jax.decoding.glossary import NO_TERMS, Glossary, make_glossary
 from branchnorm_jax.decoding.languages import Languages
@@ -66,7 +67,7 @@ def parse(
       UserError: for an invalid body.
     """
     try:
-        given = json.loads(body.decode("utf-8"))
+        given = json.loads(body.decode("utf-8"), object_pairs_hook=unique_names)
     except UnicodeDecodeError as error:
         raise UserError(f"the body is not UTF-8 ({error.reason} at byte {error.start})") from error
     except (ValueError, RecursionError) as error:

@@ -116,7 +116,7 @@ def check_names(config: Config, devices: Sequence[jax.Device] | None = None) -> 
     if may_roll_back and config.train.rollback == "alpha" and recipe.branch.end is None:
         raise UserError(f"config: train.rollback=alpha: {config.model.method} has no alpha; use train.rollback=batches")
     growth.alpha(config.model)
-    schedules.frozen_names(config.train)
+    schedules.frozen_names(config)
     make_optimizer(config.train, config.model)
     schedules.learning_rate(config.train, config.model.width)
     schedules.with_end(config.train, config.train.steps)
@@ -297,8 +297,10 @@ class Run:
                 if self.loop_state.evaluated != self.step:
                     self.watchdog.begin("the validation", f"at step {self.step}")
                     self._validate(recorder)
-                    self.stop_reason = self._reason_to_stop()
-                    at_end = at_end or bool(self.stop_reason)
+                    self.stop_reason = "" if at_end else self._reason_to_stop()
+                    if self.stop_reason:
+                        at_end = True
+                        logs.say(f"step {self.step}: stopped early: {self.stop_reason}")
             best = c.keep_best and self.loop_state.evaluated == self.step and self.loop_state.is_best
             if _due(self.step, start, c.checkpoint_every) or at_end or signal_number or best:
                 read()
@@ -435,7 +437,7 @@ class Run:
         if self.step >= c.warmup_steps and rate < c.min_learning_rate:
             return f"the learning rate, {rate:.3g}, is below train.min_learning_rate={c.min_learning_rate:g}"
         if c.patience and loop_state.since_best >= c.patience:
-            return f"no better validation {c.best_metric} in the last {loop_state.since_best} validations"
+            return f"no better validation {c.best_metric} in train.patience={c.patience} validations"
         return ""
 
     def _save(self, recorder: Recorder, last: bool) -> None:
@@ -483,6 +485,9 @@ class Run:
         if self.step == self.total:
             option = "train.steps" if self.config.train.steps else "train.epochs"
             logs.say(f"this run is finished: it has made its {self.total:,} updates; to train longer, raise {option}")
+            return
+        if self.stop_reason:
+            logs.say(f"this run has stopped early, at step {self.step}: {self.stop_reason}; change this to train on")
             return
         rate = float(self.rate(self.state.step) * self.state.rate_scale)
         logs.say(f"training from step {self.step} to {self.total}; the learning rate is {rate:.2e} now")

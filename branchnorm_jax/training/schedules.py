@@ -18,7 +18,7 @@ from branchnorm_jax.model import growth
 from branchnorm_jax.model.coefficients import Alpha
 from branchnorm_jax.model.depth_rules import relative_depth
 from branchnorm_jax.model.methods import get_recipe
-from branchnorm_jax.model.recipe import STACKS, Depth
+from branchnorm_jax.model.recipe import Depth
 from branchnorm_jax.options import Config, ModelConfig, TrainConfig
 
 Schedule = Callable[[jax.Array], jax.Array]
@@ -209,7 +209,7 @@ def rates(config: Config) -> Callable[[jax.Array, Alpha, jax.Array], dict[str, j
     factor = relative_depth(config.model.base_layers, recipe.depth_power - 1)(depth)
     is_old = {stack: growth.old_layers(config.model, stack) for stack in stacks}
     others = {"embedding", *(part for stack in stacks for part in parts_of(stack))} - {*stacks}
-    frozen = [part for name in frozen_names(train) for part in parts_of(name)]
+    frozen = [part for name in frozen_names(config) for part in parts_of(name)]
 
     def by_layer(step: jax.Array, alpha: Alpha, rate: jax.Array) -> dict[str, jax.Array]:
         by_stack = dict.fromkeys(stacks, rate)
@@ -229,12 +229,12 @@ def rates(config: Config) -> Callable[[jax.Array, Alpha, jax.Array], dict[str, j
     return by_layer
 
 
-def frozen_names(train: TrainConfig) -> list[str]:
-    """Returns `train.freeze` as a list. Raises `UserError` if a name is unknown."""
-    names = [name.strip() for name in train.freeze.split(",") if name.strip()]
-    if unknown := set(names) - {*STACKS, "embedding"}:
-        known = ", ".join((*STACKS, "embedding"))
-        raise UserError(f"config: train.freeze: {', '.join(sorted(unknown))} is not one of {known}")
+def frozen_names(config: Config) -> list[str]:
+    """Returns `train.freeze` as a list. Raises `UserError` if the model has no such part."""
+    names = [name.strip() for name in config.train.freeze.split(",") if name.strip()]
+    known = (*config.model.stacks, "embedding")
+    if unknown := set(names) - {*known}:
+        raise UserError(f"config: train.freeze: {', '.join(sorted(unknown))} is not one of {', '.join(known)}")
     return names
 
 

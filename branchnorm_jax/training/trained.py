@@ -27,6 +27,8 @@ def network(config: Config, workdir: Workdir) -> tuple[Tokenizer, Transformer]:
     if not (workdir / "config.json").exists():
         near = runs_near(workdir.path)
         raise UserError(f"{workdir.path}: no training run in this workdir; train first (--mode=train){near}")
+    if config.sweep.grid and not workdir.has_checkpoints:
+        raise UserError(f"{workdir.path}: the folder of a sweep; name the folder of one of its runs")
     tokenizer = load_tokenizer(workdir / "vocabulary")
     if tokenizer.sha256 != workdir.data_identity().get("vocabulary"):
         raise UserError(f"{workdir / 'vocabulary'}: not the vocabulary that this run was trained with; restore it")

@@ -13,7 +13,7 @@ from branchnorm_jax.analysis import sweep
 from branchnorm_jax.config import default_config, from_config_dict, load, record_chosen, with_followers
 from branchnorm_jax.errors import UserError
 from branchnorm_jax.model.methods import METHODS
-from branchnorm_jax.options import Config, EvaluateConfig, ModelConfig, SweepConfig
+from branchnorm_jax.options import Config, EvaluateConfig, ModelConfig, SweepConfig, TrainConfig
 from branchnorm_jax.workdir import Workdir
 from tests.conftest import HASTY, run_main
 
@@ -84,6 +84,7 @@ def test_alpha_steps_follow_the_warmup_of_each_run_unless_set() -> None:
         ("method", "name=value"),
         ("method=post_ln,", "name=value"),
         ("train.learning_rat=1", "learning_rate"),
+        ("train.lr=1", "did you mean 'train.learning_rate'"),
         ("method=post_ln | ", "give axes"),
         ("method=post_ln |", "none in 'an empty part' of"),
         ("dept=1L-1L", "did you mean 'depth'"),
@@ -111,6 +112,12 @@ def test_invalid_grids_are_rejected(grid: str, message: str) -> None:
 def test_options_reject_invalid_values(axis: str, value: str, message: str) -> None:
     with pytest.raises(UserError, match=message):
         sweep.configure(Config(), {axis: value})
+
+
+def test_an_axis_of_epochs_replaces_the_number_of_updates() -> None:
+    for axis, value, lengths in (("train.epochs", "3", (0, 3)), ("train.steps", "5", (5, 0))):
+        train = sweep.configure(Config(train=TrainConfig(steps=7)), {axis: value}).train
+        assert (train.steps, train.epochs) == lengths
 
 
 def test_folders_of_runs_are_inside_the_workdir() -> None:
@@ -234,6 +241,14 @@ def test_sweep_records_diverged_runs_and_resumes(tmp_path: Path) -> None:
     assert sweep.ended(finished, sweep.configure(config, run)) == "done"
     smoother = dataclasses.replace(config, train=dataclasses.replace(config.train, label_smoothing=0.2))
     assert sweep.ended(finished, sweep.configure(smoother, run)) == ""
+    # Another device may need other loops.
+    assert config.model.remat == "none"
+    nested = dataclasses.replace(config, model=dataclasses.replace(config.model, remat="nested"))
+    assert sweep.ended(finished, sweep.configure(nested, run)) == "done"
+    for mode, advice in (("train", "add --mode=sweep"), ("evaluate", "one of its runs")):
+        refused = run_main(f"--workdir={tmp_path}", f"--mode={mode}")
+        assert (refused.returncode, refused.stderr.count("\n")) == (2, 1)
+        assert advice in refused.stderr
     # A run with unreadable or inconsistent files is evaluated again.
     hypothesis, results = finished / "evaluation" / "test.hypothesis", finished / "results.json"
     for path, damage in ((results, "[]"), (results, '{"test": {"bleu": 3}}'), (results, "{"), (hypothesis, "x\n")):

@@ -163,6 +163,13 @@ def test_the_path_tells_the_order_of_columns_without_a_first_line(
     assert next(pairs_in(path, ("de", "en"))) == (first["de"], first["en"])
 
 
+@pytest.mark.parametrize("header", ["English\tGerman\tNotes", " en \tde\tnotes", "EN-gb\tgerman\tnotes"])
+def test_the_first_line_may_name_languages_in_english(tmp_path: Path, header: str) -> None:
+    path = tmp_path / "train.de-en.tsv"
+    path.write_text(f"{header}\none\teins\t\nEnglish\tEnglisch\t\n")
+    assert list(pairs_in(path, ("en", "de"))) == [("one", "eins"), ("English", "Englisch")]
+
+
 # From the TMX 1.4b specification: inline elements, other attributes of languages, and units without a language.
 EXAMPLE = """<?xml version="1.0"?>
 <!DOCTYPE tmx SYSTEM "tmx14.dtd">

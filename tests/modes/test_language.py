@@ -60,6 +60,18 @@ def test_language_models_from_training_to_comparison(text: str, tmp_path: Path) 
         score = json.loads((run / "results.json").read_text())["test"]["bits_per_byte"]["score"]
         assert rows[name]["bits_per_byte"] == pytest.approx(score, rel=1e-5)
 
+    for systems, reference, reason in (
+        (f"{runs[0]},{tmp_path / 'typo'}", "", "typo is no folder of a language model"),
+        (f"{runs[0]},{runs[1]}", "x", "compare.reference is for translations"),
+    ):
+        refused = run_main(
+            "--mode=compare",
+            f"--workdir={tmp_path / 'none'}",
+            f"--config.compare.systems={systems}",
+            f"--config.compare.reference={reference}",
+        )
+        assert (refused.returncode, reason in refused.stderr) == (2, True)
+
     prompts = "The \n\n"
     generated = run_main("--mode=generate", f"--workdir={runs[0]}", "--config.decode.format=jsonl", stdin=prompts)
     assert generated.returncode == 0, generated.stderr

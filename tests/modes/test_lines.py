@@ -184,3 +184,5 @@ def test_target_prefixes_are_kept(trained: Path, tmp_path: Path) -> None:
 def test_missing_input_is_reported(trained: Path) -> None:
     with pytest.raises(UserError, match="cannot be read"):
         lines.translate(options(trained, input=str(trained / "nothing")), Workdir(trained))
+    with pytest.raises(UserError, match="compressed; decompress it"):
+        lines.translate(options(trained, input=str(trained / "text.gz")), Workdir(trained))

@@ -181,6 +181,8 @@ def test_alignments_equal_translate_mode(server: Server, trained: Path) -> None:
         assert matrix.shape == (len(result["pieces"]), len(result["source_pieces"]))
         np.testing.assert_allclose(matrix.sum(1), 1, atol=1e-3)
         assert " ".join(f"{i}-{j}" for i, j in pharaoh([matrix])) == pairs
+    ((empty,),) = translations(server.url, text=[""], alignments=True)
+    assert (empty["text"], empty["alignment"]) == ("", [])
 
 
 def test_line_breaks_are_white_space(server: Server) -> None:
@@ -229,6 +231,7 @@ def test_cut_lines_return_a_warning(trained: Path) -> None:
         (rb'{"text": ["one", "\udc00\ud800"]}', 400, r"line 2: '\udc00'"),
         (rb'{"text": "one", "\ud800\n": 1}', 400, "unknown field"),
         (b'{"text": "one", "beam": 1}', 400, "unknown field 'beam'"),
+        (b'{"text": "one", "text": "two"}', 400, "two fields of the same name"),
         (b'{"text": ["", "", "", "", ""]}', 400, "5 lines, more than 4"),
         (b'{"text": ["one", "' + b"x" * 501 + b'"]}', 400, "line 2 has 501 characters, more than 500"),
         (b'{"text": "one", "nbest": 3}', 400, "from 1 to 2"),
@@ -266,7 +269,8 @@ def test_bodies_of_unknown_length_have_the_same_limit(server: Server) -> None:
 
 
 def test_other_paths_and_methods_are_rejected(server: Server) -> None:
-    for path, body, status in (("/nothing", None, 404), ("/translate", None, 405), ("/health", b"", 405)):
+    paths = ("/nothing", None, 404), ("/translate/", b"{}", 404), ("/translate", None, 405), ("/health", b"", 405)
+    for path, body, status in paths:
         code, _, answer = ask(server.url + path, body)
         assert (code, "POST /translate" in answer["error"]) == (status, True)
 

@@ -36,7 +36,7 @@ CONFIG = Config(
 
 @pytest.mark.slow
 def test_rate_decays_after_the_warm_up_and_run_stops_below_the_minimum(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Every validation counts as worse. After k validations past the warm-up, the rate is peak x factor^k."""
     monkeypatch.setattr(schedules, "val_decay", lambda scores, patience: True)
@@ -55,7 +55,9 @@ def test_rate_decays_after_the_warm_up_and_run_stops_below_the_minimum(
     assert (status["status"], status["step"]) == ("done", last)
     assert "train.min_learning_rate=0.003" in status["reason"]
 
+    assert f"step {last}: stopped early: " in capsys.readouterr().err
     loop.train(CONFIG, Workdir(tmp_path))
+    assert "this run has stopped early" in (said := capsys.readouterr().err) and "training from" not in said
     again = json.loads((tmp_path / "status.json").read_text())
     assert (again["step"], again["reason"]) == (last, status["reason"]), "a finished run must not train on"
 

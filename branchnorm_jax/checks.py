@@ -144,14 +144,13 @@ def _validate_train(config: Config) -> None:
     if train.best_metric != "loss" and not train.eval_bleu_sentences:
         needs = f"train.best_metric={train.best_metric} needs train.eval_bleu_sentences > 0"
         raise UserError(f"config: {needs}; or set best_metric=loss")
-    validated = {
+    needing = {
         f"train.patience={train.patience}": train.patience,
         f"train.min_learning_rate={train.min_learning_rate:g}": train.min_learning_rate,
         "train.schedule=val_decay": train.schedule == "val_decay",
     }
-    if not train.eval_every and any(validated.values()):
-        option = next(option for option, used in validated.items() if used)
-        raise UserError(f"config: {option} needs validations; set train.eval_every as well")
+    if not train.eval_every and (used := [option for option, value in needing.items() if value]):
+        raise UserError(f"config: {used[0]} needs validations; set train.eval_every as well")
     if train.schedule == "range_test" and not train.warmup_init:
         raise UserError("config: train.schedule=range_test multiplies a first rate; set train.warmup_init above 0")
     if train.parent_rate != 1 and not config.model.grown_from:

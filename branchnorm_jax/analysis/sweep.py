@@ -66,7 +66,8 @@ def parse_grid(text: str, baseline: str = "") -> list[Run]:
             if not equals or not all(values.split(",")):
                 raise UserError(f"sweep.grid: {word!r} is not name=value,value")
             if name not in AXES:
-                hint = configs.nearest_name(name) or next(iter(difflib.get_close_matches(name, AXES, 1)), "")
+                likely = [configs.nearest_name(name), *difflib.get_close_matches(name, AXES, 1)]
+                hint = next((each for each in likely if each in AXES), "")
                 raise UserError(f"sweep.grid: no axis {name!r}" + (f"; did you mean {hint!r}?" if hint else ""))
             for other in axes:
                 if SETS.get(name, {name}) & SETS.get(other, {other}):

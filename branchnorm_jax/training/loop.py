@@ -487,7 +487,7 @@ class Run:
             logs.say(f"this run is finished: it has made its {self.total:,} updates; to train longer, raise {option}")
             return
         if self.stop_reason:
-            logs.say(f"this run has stopped early, at step {self.step}: {self.stop_reason}; change this to train on")
+            logs.say(f"this run stopped early, at step {self.step}: {self.stop_reason}; change the option to train on")
             return
         rate = float(self.rate(self.state.step) * self.state.rate_scale)
         logs.say(f"training from step {self.step} to {self.total}; the learning rate is {rate:.2e} now")

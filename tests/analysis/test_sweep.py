@@ -88,7 +88,7 @@ def test_alpha_steps_follow_the_warmup_of_each_run_unless_set() -> None:
         ("method=post_ln | ", "give axes"),
         ("method=post_ln |", "none in 'an empty part' of"),
         ("dept=1L-1L", "did you mean 'depth'"),
-        ("sweep.grid=x", "no axis 'sweep.grid'"),
+        ("sweep.grid=x", "no axis 'sweep.grid'$"),
         ("method=post_ln method=rezero", "set the same option"),
         ("method=post_ln model.method=rezero", "method and model.method set the same option"),
         ("depth=2L-2L model.encoder_layers=3", "depth and model.encoder_layers set the same option"),
@@ -219,6 +219,7 @@ def test_sweep_records_diverged_runs_and_resumes(tmp_path: Path) -> None:
         f"--workdir={tmp_path}",
         "--config.train.steps=12",
         "--config.train.eval_every=0",
+        "--config.model.remat=auto",
         f"--config.sweep.grid={grid}",
         "--config.sweep.baseline=branchnorm",
     )
@@ -242,7 +243,7 @@ def test_sweep_records_diverged_runs_and_resumes(tmp_path: Path) -> None:
     smoother = dataclasses.replace(config, train=dataclasses.replace(config.train, label_smoothing=0.2))
     assert sweep.ended(finished, sweep.configure(smoother, run)) == ""
     # Another device may need other loops.
-    assert config.model.remat == "none"
+    assert config.model.remat == "auto"
     nested = dataclasses.replace(config, model=dataclasses.replace(config.model, remat="nested"))
     assert sweep.ended(finished, sweep.configure(nested, run)) == "done"
     for mode, advice in (("train", "add --mode=sweep"), ("evaluate", "one of its runs")):

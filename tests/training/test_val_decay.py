@@ -57,7 +57,7 @@ def test_rate_decays_after_the_warm_up_and_run_stops_below_the_minimum(
 
     assert f"step {last}: stopped early: " in capsys.readouterr().err
     loop.train(CONFIG, Workdir(tmp_path))
-    assert "this run has stopped early" in (said := capsys.readouterr().err) and "training from" not in said
+    assert "this run stopped early" in (said := capsys.readouterr().err) and "training from" not in said
     again = json.loads((tmp_path / "status.json").read_text())
     assert (again["step"], again["reason"]) == (last, status["reason"]), "a finished run must not train on"
 

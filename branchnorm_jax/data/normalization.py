@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import sentencepiece
+from sentencepiece import sentencepiece_model_pb2
 
 SHOWN, LINE = 6, 100
 """Characters of a description, and letters of its example."""
@@ -51,10 +52,15 @@ def normalizer(rule: str, model: bool = False) -> sentencepiece.SentencePieceNor
     sentencepiece.set_min_log_level(2)
     with tempfile.TemporaryDirectory() as folder:
         table = Path(folder) / "nfc.tsv"
-        table.write_text(
-            "".join(f"{_hex(text)}\t{_hex(composed)}\n" for text, composed in sorted({*compositions(), ("\t", " ")}))
-        )
+        table.write_text(_nfc_table())
         return sentencepiece.SentencePieceNormalizer(rule_tsv=str(table), **options)
+
+
+@functools.cache
+def _nfc_table() -> str:
+    """Returns the map of the rule `nfc` as SentencePiece reads it."""
+    changes = sorted({*compositions(), ("\t", " ")})
+    return "".join(f"{_hex(text)}\t{_hex(composed)}\n" for text, composed in changes)
 
 
 def with_rule(model: bytes, rule: str) -> bytes:
@@ -62,13 +68,19 @@ def with_rule(model: bytes, rule: str) -> bytes:
 
     Appending a message of protocol buffers replaces the fields that it sets.
     """
-    return model + normalizer(rule, model=True).serialized_model_proto()
+    part = sentencepiece_model_pb2.ModelProto()  # type: ignore[attr-defined]
+    part.ParseFromString(normalizer(rule, model=True).serialized_model_proto())
+    # The temporary file's name would make every vocabulary a different file.
+    part.normalizer_spec.ClearField("normalization_rule_tsv")
+    return model + part.SerializeToString()
 
 
 def compositions() -> Iterator[tuple[str, str]]:
     """Yields (text, its NFC) for every text that is one character in NFC, or one character before, and changes."""
     for code in itertools.chain(range(0xD800), range(0xE000, 0x110000)):
         character = chr(code)
+        if unicodedata.is_normalized("NFD", character):
+            continue
         letter, marks = (decomposed := unicodedata.normalize("NFD", character))[0], decomposed[1:]
         composed = _nfc(character)
         if composed != character:

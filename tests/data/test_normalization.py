@@ -47,6 +47,14 @@ def corpus(text: str) -> list[tuple[str, str]]:
     return [(f"{text} {' '.join(rng.choices(words, k=2))}", f"{rng.choice(words)} {text}") for _ in range(50)]
 
 
+def test_the_same_text_makes_the_same_bytes_in_every_process(tmp_path: Path) -> None:
+    for name in "ab":
+        normalizer.cache_clear()
+        train_tokenizer(DataConfig(vocab_size=60), corpus("é"), tmp_path / name)
+    first, second = ({file.name: file.read_bytes() for file in (tmp_path / name).iterdir()} for name in "ab")
+    assert len(first) > 2 and first == second
+
+
 @pytest.mark.parametrize("shared", [True, False])
 @pytest.mark.parametrize("rule", NORMALIZATIONS)
 def test_text_returns_as_its_rule_says(rule: str, shared: bool, tmp_path: Path) -> None:

@@ -10,14 +10,14 @@ import jax
 from jax.sharding import Mesh
 
 from branchnorm_jax.analysis import collectives, program, topologies
-from branchnorm_jax.analysis.estimate import allocated_bytes, lengths, rows_of, update_costs
+from branchnorm_jax.analysis.estimate import lengths, rows_of, update_costs
 from branchnorm_jax.analysis.topologies import Target
 from branchnorm_jax.data.packing import Shape
 from branchnorm_jax.errors import UserError
 from branchnorm_jax.model.transformer import Transformer
 from branchnorm_jax.options import Config
 from branchnorm_jax.parallel.mesh import make_mesh, row_devices
-from branchnorm_jax.training.lower import lower_update
+from branchnorm_jax.training.lower import allocated_bytes, lower_update
 from branchnorm_jax.training.optimizer import make_optimizer
 from branchnorm_jax.training.state import abstract_state
 

@@ -23,6 +23,7 @@ from branchnorm_jax.model.transformer import Transformer
 from branchnorm_jax.options import Config
 from branchnorm_jax.parallel.mesh import local_mesh
 from branchnorm_jax.tokens import UNK
+from branchnorm_jax.training.lower import allocated_bytes
 from branchnorm_jax.training.optimizer import make_optimizer
 from branchnorm_jax.training.state import Batch, TrainState, first_state
 from branchnorm_jax.training.step import make_train_step
@@ -260,18 +261,6 @@ def compiled_update_bytes(config: Config, rows: int, length: int) -> float:
     step, state, batch = update(config, rows, length)
     with jax.set_mesh(local_mesh()):
         return allocated_bytes(jax.jit(step, donate_argnums=0).lower(state, batch).compile())
-
-
-def allocated_bytes(compiled: jax.stages.Compiled) -> float:
-    """Returns the memory that a program needs on each device, as reported by its compiler.
-
-    It holds the arguments, the results that do not replace an argument, and everything in between. For TPUs, the sum of
-    these parts is more than the compiler allocates, because its size of temporary values is too large.
-    """
-    memory: Any = compiled.memory_analysis()
-    results = memory.output_size_in_bytes - memory.alias_size_in_bytes
-    parts = memory.argument_size_in_bytes + results + memory.temp_size_in_bytes
-    return float(getattr(memory, "total_allocation_bytes", 0) or parts)
 
 
 def compiled_bytes(config: Config) -> float:

@@ -191,12 +191,12 @@ def resolve_remat(config: Config, memory: float) -> Config:
     return next((choice for choice in choices if peak_bytes(choice, count) <= memory), choices[-1])
 
 
-def warning(config: Config, memory: float) -> str:
-    """Returns a warning if the predicted peak of an update exceeds `memory` bytes, or "".
+def warning(config: Config, memory: float, needed: float) -> str:
+    """Returns a warning if the compiled update needs more than `memory` bytes on a device, or "".
 
-    The warning is one line and lists the options that lower the peak.
+    The warning is one line and lists the options that lower the need.
     """
-    remat, needed = config.model.remat, peak_bytes(config, row_devices(config.parallel))
+    remat = config.model.remat
     if needed <= memory:
         return ""
     knobs = {
@@ -205,7 +205,7 @@ def warning(config: Config, memory: float) -> str:
         "a smaller train.batch_tokens or data.max_length": True,
     }
     return (
-        f"warning: an update may not fit: it needs about {needed / 1e9:,.2f} GB with model.remat={remat}, but the "
+        f"warning: an update may not fit: it needs {needed / 1e9:,.2f} GB with model.remat={remat}, but the "
         f"device has {memory / 1e9:,.2f} GB; if it fails, try in this order: "
         f"{', '.join(knob for knob in knobs if knobs[knob])}; --mode=plan shows what fits"
     )

@@ -78,11 +78,11 @@ class Transformer:
 
     def abstract_params(self) -> Params:
         """Returns the shapes and dtypes of the parameters, without allocating them."""
-        return jax.eval_shape(self.init, jax.random.key(0))
+        return nn.meta.unbox(self._declared())
 
     def logical_axes(self) -> Any:
         """Returns the parameter tree with a tuple of logical axis names at each leaf."""
-        return map_declared(lambda leaf: leaf.axes, jax.eval_shape(self._declare, jax.random.key(0)))
+        return map_declared(lambda leaf: leaf.axes, self._declared())
 
     def gather_tables(self, params: Params) -> Params:
         """Returns the parameters with embedding tables that are whole along fsdp; see `axes.gather`.
@@ -97,6 +97,9 @@ class Transformer:
 
     def _declare(self, key: jax.Array) -> Any:
         return declare_parameters(self.config, self.recipe, self.source_vocab, self.target_vocab, key)
+
+    def _declared(self) -> Any:
+        return _declaration(self).eval_shape(jax.random.key(0))
 
     # Forward
 
@@ -407,3 +410,9 @@ class Transformer:
 
 def _fold(key: jax.Array | None, index: int) -> jax.Array | None:
     return None if key is None else jax.random.fold_in(key, index)
+
+
+@functools.lru_cache
+def _declaration(model: Transformer) -> Any:
+    """Returns `model._declare` as the same object for equal models, because JAX then traces it only once."""
+    return jax.jit(model._declare)

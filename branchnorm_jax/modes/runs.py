@@ -1,6 +1,7 @@
 """Modes that train models, and modes that examine a run before or after training."""
 
 import dataclasses
+import functools
 import time
 from pathlib import Path
 
@@ -39,18 +40,16 @@ ANALYZED = 8
 
 
 def train(config: Config, workdir: Workdir) -> None:
-    """Trains a model. First warns if the available devices may have too little memory."""
+    """Trains a model. Warns before the first update if the available devices may have too little memory."""
     check_names(config)
     memory = devices.memory()
     if jax.process_count() > 1:
         hosts.agree(to_flat(config) | {"git revision": logs.git_revision()} | logs.environment()["versions"])
         memory = min(map(float, hosts.gather(str(memory))))
     fitted = planning.resolve_remat(config, memory)
-    if hosts.is_first() and (line := planning.warning(fitted, memory)):
-        logs.say(line)
     if hosts.is_first() and fitted.model.remat not in ("none", config.model.remat):
         logs.say(f"model.remat={config.model.remat} selects {fitted.model.remat} for this device")
-    loop.train(config, workdir, fitted.model)
+    loop.train(config, workdir, fitted.model, functools.partial(planning.warning, fitted, memory))
 
 
 def methods(config: Config, workdir: Workdir) -> None:

@@ -10,7 +10,7 @@ import functools
 import math
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -36,7 +36,7 @@ from branchnorm_jax.training.checkpoint import Checkpoints
 from branchnorm_jax.training.digests import sha256
 from branchnorm_jax.training.finetune import first_parameters
 from branchnorm_jax.training.loop_state import LoopState
-from branchnorm_jax.training.lower import lower_update
+from branchnorm_jax.training.lower import allocated_bytes, lower_update
 from branchnorm_jax.training.network import make_model
 from branchnorm_jax.training.optimizer import make_optimizer
 from branchnorm_jax.training.record import Recorder, write_event, write_status
@@ -49,7 +49,12 @@ from branchnorm_jax.training.watch import collapsed, vanishing
 from branchnorm_jax.workdir import Workdir
 
 
-def train(config: Config, workdir: Workdir, fitted: ModelConfig | None = None) -> None:
+def train(
+    config: Config,
+    workdir: Workdir,
+    fitted: ModelConfig | None = None,
+    warning: Callable[[float], str] = lambda needed: "",
+) -> None:
     """Trains a model in `workdir`, and resumes from the newest checkpoint if there is one.
 
     Training ends at a limit of the options `train` (steps, epochs, patience, min_learning_rate) or at a signal.
@@ -59,6 +64,7 @@ def train(config: Config, workdir: Workdir, fitted: ModelConfig | None = None) -
       workdir: its folder.
       fitted: the options of the model with `remat`, `group` and `unroll` for these devices; None means `config.model`.
         They are not saved, because the run may go on with other devices.
+      warning: returns what to say about the memory in bytes that an update needs on each device; "" is nothing.
 
     Raises:
       UserError: if the config, the data or the workdir is unsuitable.
@@ -74,7 +80,7 @@ def train(config: Config, workdir: Workdir, fitted: ModelConfig | None = None) -
         corpus = shared_corpus(config, workdir, stack)
         mesh = make_mesh(config.parallel)
         stack.enter_context(jax.set_mesh(mesh))
-        run = Run(dataclasses.replace(config, model=fitted or config.model), workdir, corpus, mesh)
+        run = Run(dataclasses.replace(config, model=fitted or config.model), workdir, corpus, mesh, warning)
         try:
             with ending.reported_to(lambda reason: run.write_status("failed", reason)), hosts.blame_lost_process():
                 signal_number = run.loop()
@@ -134,12 +140,14 @@ class Halted(Exception):
 class Run:
     """The training run in one process, from start-up to `status.json`."""
 
-    def __init__(self, config: Config, workdir: Workdir, corpus: Corpus, mesh: Mesh) -> None:
+    def __init__(
+        self, config: Config, workdir: Workdir, corpus: Corpus, mesh: Mesh, warning: Callable[[float], str]
+    ) -> None:
         """Builds the batch plans, the model and the state.
 
         The state comes from the newest intact checkpoint. Without a checkpoint it is initialised.
         """
-        self.workdir, self.corpus, self.mesh = workdir, corpus, mesh
+        self.workdir, self.corpus, self.mesh, self.warning = workdir, corpus, mesh, warning
         train = config.train
         self.rows = Rows(mesh, train.accumulation)
         self.plan, valid_plans = make_plans(config.data, corpus.train, corpus.valid, train.batch_tokens, train.seed)
@@ -388,6 +396,8 @@ class Run:
         seconds = time.perf_counter() - begin
         self.loop_state.compile_seconds, self.loop_state.compiled_shapes = seconds, len(self.compiled)
         logs.say(f"compiled {len(self.compiled)} batch shapes in {seconds:.1f} s")
+        if line := self.warning(max(map(allocated_bytes, self.compiled.values()))):
+            logs.say(line)
 
     def _replace_in_state(self, **values: jax.Array) -> None:
         """Replaces small fields of the state. Every device gets a full copy of the new values."""

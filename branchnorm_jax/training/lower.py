@@ -47,3 +47,15 @@ def lower_update(
     update = jax.jit(step, donate_argnums=0, out_shardings=(splits, whole, whole))
     with jax.set_mesh(mesh):
         return update.lower(state, tokens, integers(by_device(mesh), mesh.size))
+
+
+def allocated_bytes(compiled: jax.stages.Compiled) -> float:
+    """Returns the memory that a program needs on each device, as reported by its compiler.
+
+    It holds the arguments, the results that do not replace an argument, and everything in between. For TPUs, the sum of
+    these parts is more than the compiler allocates, because its size of temporary values is too large.
+    """
+    memory: Any = compiled.memory_analysis()
+    results = memory.output_size_in_bytes - memory.alias_size_in_bytes
+    parts = memory.argument_size_in_bytes + results + memory.temp_size_in_bytes
+    return float(getattr(memory, "total_allocation_bytes", 0) or parts)

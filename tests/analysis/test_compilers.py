@@ -14,11 +14,12 @@ import pytest
 from branchnorm_jax.analysis import costs, topologies
 from branchnorm_jax.analysis.collectives import collectives, per_iteration
 from branchnorm_jax.analysis.devices import DEVICES, platform
-from branchnorm_jax.analysis.estimate import allocated_bytes, parts, stored, update, update_costs
+from branchnorm_jax.analysis.estimate import parts, stored, update, update_costs
 from branchnorm_jax.analysis.program import cycles, parse
 from branchnorm_jax.analysis.rules import RULES, Rules
 from branchnorm_jax.model.stack import size_of
 from branchnorm_jax.options import Config, DataConfig, ModelConfig, ParallelConfig
+from branchnorm_jax.training.lower import allocated_bytes
 from tests.conftest import TINY, run_main
 
 TPU = importlib.util.find_spec("libtpu") is not None

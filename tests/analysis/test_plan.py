@@ -10,7 +10,7 @@ import jax
 import pytest
 
 from branchnorm_jax import config as configs
-from branchnorm_jax.analysis import estimate
+from branchnorm_jax.analysis import devices, estimate
 from branchnorm_jax.analysis.devices import find, host_memory, memory
 from branchnorm_jax.analysis.estimate import (
     calibrate,
@@ -30,6 +30,7 @@ from branchnorm_jax.analysis.report import draw_curves
 from branchnorm_jax.errors import UserError
 from branchnorm_jax.model.stack import REMAT
 from branchnorm_jax.model.transformer import Transformer
+from branchnorm_jax.modes import runs
 from branchnorm_jax.options import Config, ParallelConfig, PlanConfig
 from branchnorm_jax.workdir import Workdir
 
@@ -171,22 +172,39 @@ def test_calibration_is_exact_at_the_measured_depths(monkeypatch: pytest.MonkeyP
         assert on_device(seconds(shallow, device, update_costs(shallow, 8, 32))) == pytest.approx(expected, rel=1e-3)
 
 
+def test_warning_lists_what_lowers_the_memory() -> None:
+    run = config("2L-2L", model__remat="none")
+    assert warning(run, 1e9, needed=1e9) == ""
+    message = warning(run, 1e9, needed=1.01e9)
+    assert re.search(r"1.01 GB with model.remat=none, .*model.remat=nested.*accumulation.*batch", message), message
+    message = warning(with_remat(run, "nested"), 1e9, needed=2e9)
+    assert re.search(r"model.remat=nested, .* in this order: a larger train.accumulation", message), message
+
+
 @pytest.mark.slow
-def test_runs_that_may_not_fit_start_with_a_warning() -> None:
-    run = config(
-        "100L-100L", model__width=64, model__ffn_width=256, model__heads=2, data__vocab_size=400, model__remat="none"
-    )
+def test_training_warns_before_the_first_update(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tiny = {"model__width": 16, "model__ffn_width": 24, "model__heads": 2, "data__vocab_size": 300}
+    brief = {"train__steps": 1, "train__batch_tokens": 512, "train__eval_every": 1, "train__eval_bleu_sentences": 0}
+    run = config("1L-1L", model__remat="none", data__numerals_pairs=200, train__best_metric="loss", **tiny, **brief)
+    monkeypatch.setattr(devices, "memory", lambda: 1.1 * estimate.held_bytes(run))
+    runs.train(run, Workdir(tmp_path))
+    said = capsys.readouterr().err
+    assert 0 < said.index("warning: an update may not fit") < said.index("step 1:"), said
+    assert json.loads((tmp_path / "status.json").read_text())["status"] == "done"
+
+
+@pytest.mark.slow
+def test_auto_takes_the_first_choice_that_fits() -> None:
+    run = config("100L-100L", model__width=64, model__ffn_width=256, model__heads=2, data__vocab_size=400)
     peaks = {remat: peak_bytes(with_remat(run, remat), 1) for remat in REMAT}
-    assert warning(run, 1.01 * peaks["none"]) == ""
-    assert resolve_remat(run, 0.99 * peaks["none"]) == run
-    message = warning(run, 0.99 * peaks["none"])
-    assert re.search(r"with model.remat=none, .*model.remat=nested.*accumulation.*batch", message), message
     auto = with_remat(run, "auto")
     for remat in ("none", "full", "nested"):
         assert resolve_remat(auto, 1.01 * peaks[remat]) == with_remat(run, remat)
     assert resolve_remat(auto, 0.99 * peaks["nested"]) == with_remat(run, "nested")
-    message = warning(with_remat(run, "nested"), 0.99 * peaks["nested"])
-    assert re.search(r"model.remat=nested, .* in this order: a larger train.accumulation", message), message
+    explicit = with_remat(run, "none")
+    assert resolve_remat(explicit, 0.99 * peaks["none"]) == explicit
 
 
 @pytest.mark.parametrize(

@@ -170,7 +170,8 @@ def test_validation_and_restored_models_use_the_average(uninterrupted: Workdir) 
 @pytest.mark.slow
 def test_translation_needs_only_the_average(uninterrupted: Workdir) -> None:
     """The run computes BLEU from its own translations, which equal the translations of the restored model."""
-    run = loop.Run(RUN, uninterrupted, prepare(RUN.data, uninterrupted.path, logs.say), make_mesh(RUN.parallel))
+    corpus = prepare(RUN.data, uninterrupted.path, logs.say)
+    run = loop.Run(RUN, uninterrupted, corpus, make_mesh(RUN.parallel), lambda needed: "")
     run.state = dataclasses.replace(run.state, params={})
     (scores,) = run.validator.scores(run.state, 2).values()
     assert all(np.isfinite(score) for score in scores.values())

@@ -112,7 +112,7 @@ def errors(name: dict[str, Any], found_by: Callable[[Types], dict[str, np.ndarra
 
 def untrained(method: str, layers: int, tokens: int) -> list[dict[str, Any]]:
     """Measures untrained models of width 64 on sentences of 16 random words on each side."""
-    config = ModelConfig(method, encoder_layers=layers, decoder_layers=layers, width=64, ffn_width=128, heads=2)
+    config = ModelConfig(method=method, encoder_layers=layers, decoder_layers=layers, width=64, ffn_width=128, heads=2)
     model = Transformer(config, VOCABULARY, VOCABULARY)
     params, rows = jax.device_get(jax.jit(model.init)(jax.random.key(0))), []
     batch = Batch(*jax.random.randint(jax.random.key(1), (2, SENTENCES, 16), 3, VOCABULARY))

@@ -30,7 +30,7 @@ def option(
     return dataclasses.field(default=default, metadata=metadata)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """Network."""
 
@@ -257,7 +257,7 @@ NORMALIZATIONS = ("nmt_nfkc", "nfkc", "nfc", "identity")
 """Rules of `data/normalization.py`."""
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class DataConfig:
     """Text, vocabulary and batches."""
 
@@ -450,7 +450,7 @@ class DataConfig:
         return self.pair, f"{self.target_lang}-{self.source_lang}"
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainConfig:
     """Training."""
 
@@ -627,7 +627,7 @@ class TrainConfig:
         return self.finetune_from or self.deepen_from
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class ParallelConfig:
     """Devices."""
 
@@ -649,7 +649,7 @@ class ParallelConfig:
     )
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class DecodeConfig:
     """Translation."""
 
@@ -803,7 +803,7 @@ TERM_CHARACTERS = 200
 """Maximum number of characters of a term, or of its translation, in a request."""
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class ServeConfig:
     """Translation over HTTP."""
 
@@ -853,7 +853,7 @@ class ServeConfig:
         return self.max_lines * (12 * self.max_characters + 16) + terms + 1000
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class EvaluateConfig:
     """Evaluation."""
 
@@ -877,7 +877,7 @@ class EvaluateConfig:
         return [name.strip() for name in self.splits.split(",")]
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class AverageConfig:
     """Averaging of checkpoints."""
 
@@ -886,7 +886,7 @@ class AverageConfig:
     )
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class CompareConfig:
     """Comparison of systems."""
 
@@ -904,7 +904,7 @@ class CompareConfig:
         return [(name or path, path) for name, _, path in parts]
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class ExportConfig:
     """Export to other engines."""
 
@@ -934,7 +934,7 @@ class ExportConfig:
         return "-".join(filter(None, (self.format, self.quantization)))
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class ImportConfig:
     """Import of models that other toolkits trained."""
 
@@ -953,7 +953,7 @@ class ImportConfig:
     )
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class CleanConfig:
     """Cleaning of a corpus."""
 
@@ -988,7 +988,7 @@ class CleanConfig:
         return [name.strip() for name in self.drop.split(",") if name.strip()]
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class AnalyzeConfig:
     """Analysis of a run, or of untrained models."""
 
@@ -1000,7 +1000,7 @@ class AnalyzeConfig:
         return list(dict.fromkeys(name for name in names if name)) or [method]
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class PlanConfig:
     """Predicted cost of a run."""
 
@@ -1026,7 +1026,7 @@ class PlanConfig:
     )
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class SweepConfig:
     """Sweeps over a grid of runs."""
 

@@ -131,11 +131,17 @@ def test_folders_of_runs_are_inside_the_workdir() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (SweepConfig("train.learning_rate=1e-3,0.001"), "learning_rate=0.001 and learning_rate=1e-3 are the same run"),
-        (SweepConfig("depth=2L-2L model.heads=7"), "sweep.grid: 2L-2L-heads=7: config: model.heads=7 does not divide"),
-        (SweepConfig("train.seed=x"), "sweep.grid: seed=x: train.seed=x: expected int"),
         (
-            SweepConfig("train.seed=1,2", "depth, nosuch"),
+            SweepConfig(grid="train.learning_rate=1e-3,0.001"),
+            "learning_rate=0.001 and learning_rate=1e-3 are the same run",
+        ),
+        (
+            SweepConfig(grid="depth=2L-2L model.heads=7"),
+            "sweep.grid: 2L-2L-heads=7: config: model.heads=7 does not divide",
+        ),
+        (SweepConfig(grid="train.seed=x"), "sweep.grid: seed=x: train.seed=x: expected int"),
+        (
+            SweepConfig(grid="train.seed=1,2", columns="depth, nosuch"),
             "sweep.columns: the grid has no axis nosuch",
         ),
     ],

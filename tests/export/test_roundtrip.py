@@ -56,7 +56,7 @@ CASES: dict[str, tuple[Callable[..., Any], dict[str, Any], str, tuple[str, str]]
 
 def imported(folder: Path, workdir: Path) -> Imported:
     """Imports a folder with the check, and returns what the import reads."""
-    import_(dataclasses.replace(Config(), import_=ImportConfig(str(folder), check_sentences=3)), Workdir(workdir))
+    import_(dataclasses.replace(Config(), import_=ImportConfig(path=str(folder), check_sentences=3)), Workdir(workdir))
     if (folder / "config.json").exists():
         assert json.loads((workdir / "import.json").read_text())["largest_difference"] < 1e-4
     return read_folder(folder)[1]

@@ -28,7 +28,7 @@ def test_average_is_the_mean_of_the_checkpoints(trained: Path, tmp_path: Path) -
     with pytest.raises(UserError, match="no average of checkpoints"):
         restore_model(config, workdir, model, "average")
     for which in (f"last:{len(steps)}", ",".join(map(str, reversed(steps)))):
-        average(dataclasses.replace(config, average=AverageConfig(which)), workdir)
+        average(dataclasses.replace(config, average=AverageConfig(checkpoints=which)), workdir)
         averaged, alpha, step = restore_model(config, workdir, model, "average")
         each = [restore_model(config, workdir, model, str(step)) for step in steps]
         expected = jax.tree.map(lambda *leaves: np.mean(np.stack(leaves, dtype=np.float64), 0), *[e[0] for e in each])

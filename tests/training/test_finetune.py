@@ -254,7 +254,7 @@ def test_parent_without_tags_rejects_language_pairs(trained: Path, tmp_path: Pat
 
 
 def test_sweep_checks_every_run_before_the_first_starts(trained: Path, tmp_path: Path) -> None:
-    config = dataclasses.replace(child_of(trained), sweep=SweepConfig("method=branchnorm,post_ln"))
+    config = dataclasses.replace(child_of(trained), sweep=SweepConfig(grid="method=branchnorm,post_ln"))
     with pytest.raises(UserError, match=r"sweep\.grid: post_ln: .* set model\.method=branchnorm here"):
         sweep(config, Workdir(tmp_path / "sweep"))
     assert not (tmp_path / "sweep").exists()

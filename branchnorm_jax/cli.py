@@ -72,7 +72,7 @@ MEMORY_ADVICE = (
     "--mode=plan predicts the memory of a run"
 )
 
-STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 """The signals that end a process."""
 
 
@@ -184,10 +184,10 @@ def end_at_once() -> None:
 
 
 def heed_signals() -> None:
-    """Makes SIGTERM and SIGUSR1 raise `Preempted` from now on, unless they are ignored."""
+    """Makes the signals of `STOPPING` raise `Preempted` from now on, unless they are ignored; not SIGINT."""
     sys.unraisablehook = send_again
-    for number in (signal.SIGTERM, signal.SIGUSR1):
-        if signal.getsignal(number) is not signal.SIG_IGN:
+    for number in STOPPING:
+        if number != signal.SIGINT and signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, stop)
 
 
@@ -401,6 +401,7 @@ def run(mode: str, config: Config, workdir: Workdir) -> None:
     if mode == "train" and config.sweep.grid:
         raise UserError("config: sweep.grid has several runs: add --mode=sweep, or --config.sweep.grid= to train one")
     hosts.start(config.parallel)
+    heed_signals()  # JAX has replaced the handler of SIGTERM if there are several processes.
     cache = os.environ.get("JAX_COMPILATION_CACHE_DIR") or str((workdir / "compile_cache").absolute())
     jax.config.update("jax_compilation_cache_dir", cache)
     if mode == "train" and hosts.is_first():

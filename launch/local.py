@@ -6,10 +6,10 @@
     python launch/local.py --hosts a,b -- python main.py ...               # one process per host; shared folder
 
 It chooses a free port for the coordinator and sets JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID. Each
-line of output begins with the number of its process. SIGTERM, SIGINT and SIGUSR1 are forwarded to process 0; the
-processes agree among themselves where to stop. After the first failure the others have `--grace` seconds to end, then
-they are killed. The exit code is that of the process that failed first: 128 + n after signal n (start again), 2 or 3
-(stop), 4 (a process was lost: start again), 5 (storage: stop).
+line of output begins with the number of its process. SIGTERM, SIGINT and SIGUSR1 are passed on (over ssh to process 0
+alone); the processes agree among themselves where to stop. After the first failure the others have `--grace` seconds to
+end, then they are killed. The exit code is that of the process that failed first: 128 + n after signal n (start again),
+2 or 3 (stop), 4 (a process was lost: start again), 5 (storage: stop).
 """
 
 import argparse
@@ -32,6 +32,9 @@ FORWARDED = {
     signal.SIGHUP: signal.SIGTERM,
 }
 """Signals to this process, and what it sends to the processes of the run."""
+SSH = ("ssh", "-o", "BatchMode=yes")
+STARTED = "launch/local.py started process "
+"""What the shell of another host prints before the number of the process that it becomes."""
 LOST = 4
 """Exit code of a process that ended because another one failed."""
 
@@ -57,16 +60,23 @@ def main() -> int:
         for command in commands
     ]
 
+    remote: dict[int, int] = {}
+
     def forward(number: int, frame: object) -> None:
+        sent = FORWARDED[signal.Signals(number)]
+        if 0 in remote:  # A signal would end ssh, and not reach the process.
+            subprocess.Popen([*SSH, hosts[0], f"kill -{sent.name.removeprefix('SIG')} {remote[0]}"])
+            return
         for process in processes:
-            process.send_signal(FORWARDED[signal.Signals(number)])
+            process.send_signal(sent)
 
     for number in FORWARDED:
         signal.signal(number, forward)
     readers = []
     for index, process in enumerate(processes):
-        show(index, f"started as process {process.pid}")
-        readers.append(threading.Thread(target=copy, args=(index, process.stdout)))
+        if not hosts:
+            show(index, f"started as process {process.pid}")
+        readers.append(threading.Thread(target=copy, args=(index, process.stdout, remote)))
         readers[-1].start()
     code = wait(processes, arguments.grace)
     for reader in readers:
@@ -130,17 +140,22 @@ def command_of(command: list[str], variables: dict[str, str], host: str) -> list
     local = ["env", *settings, *command]
     if not host:
         return local
-    # With a terminal (-tt), the remote process ends when the connection does.
-    return ["ssh", "-tt", "-o", "BatchMode=yes", host, f"cd {shlex.quote(os.getcwd())} && exec {shlex.join(local)}"]
+    # With a terminal (-tt), the remote process gets SIGHUP when the connection ends.
+    return [*SSH, "-tt", host, f"cd {shlex.quote(os.getcwd())} && echo {STARTED}$$ && exec {shlex.join(local)}"]
 
 
-def copy(index: int, stream: IO[bytes] | None) -> None:
-    """Copies the output of a process line by line. A progress line counts as a line each time it is redrawn."""
+def copy(index: int, stream: IO[bytes] | None, remote: dict[int, int]) -> None:
+    """Copies the output of a process line by line. A progress line counts as a line each time it is redrawn.
+
+    Puts the number of a process on another host into `remote`.
+    """
     assert stream is not None
     rest = b""
     while part := os.read(stream.fileno(), 65536):
         *lines, rest = (rest + part).replace(b"\r", b"\n").split(b"\n")
         for line in filter(None, lines):
+            if line.startswith(STARTED.encode()):
+                remote[index] = int(line.removeprefix(STARTED.encode()))
             show(index, line.decode(errors="replace"))
     if rest:
         show(index, rest.decode(errors="replace"))

@@ -56,23 +56,27 @@ runtime() {
   esac
 }
 
-# Prints the state of the queued resource, or nothing if it does not exist.
-state() {
-  gcloud compute tpus queued-resources describe "$TPU_NAME" --zone="$ZONE" --format='value(state.state)' 2>/dev/null ||
-    true
+# Prints a field of a queued resource or node, nothing if it does not exist, or UNKNOWN if gcloud fails otherwise.
+describe() {
+  local text
+  if text=$(gcloud compute tpus "$1" describe "$TPU_NAME" --zone="$ZONE" --format="value($2)" 2>&1); then
+    echo "$text"
+  elif [[ $text != *NOT_FOUND* ]]; then
+    say "$text"
+    echo UNKNOWN
+  fi
 }
 
-# Succeeds if the slice is still there: after a preemption the node is PREEMPTED, and the queued resource SUSPENDED.
-alive() {
-  [[ $(state) == ACTIVE ]] && [[ $(gcloud compute tpus tpu-vm describe "$TPU_NAME" --zone="$ZONE" \
-    --format='value(state)' 2>/dev/null) == READY ]]
-}
+state() { describe queued-resources state.state; }
+
+# Succeeds unless the slice is gone: after a preemption the node is PREEMPTED, and the queued resource SUSPENDED.
+alive() { [[ $(state) =~ ^(ACTIVE|UNKNOWN)$ && $(describe tpu-vm state) =~ ^(READY|UNKNOWN)$ ]]; }
 
 create() {
   local flags
   read -ra flags <<<"${CREATE_FLAGS---spot}"
   tpus queued-resources create "$TPU_NAME" --node-id="$TPU_NAME" --accelerator-type="$ACCELERATOR" \
-    --runtime-version="${RUNTIME:-$(runtime)}" ${flags[@]+"${flags[@]}"}
+    --runtime-version="${RUNTIME:-$(runtime)}" ${flags[@]+"${flags[@]}"} || return
   ((dry_run)) && return
   local now
   while true; do
@@ -90,16 +94,19 @@ create() {
 }
 
 # Copies the files of this checkout that git knows, and installs the package with the versions of the lock file.
+# (`|| return`: `train` handles a failure of these functions, and bash then ignores `set -e` in them.)
 setup() {
-  local folder=.
+  local folder=. code=0
   if ! ((dry_run)); then
-    folder=$(mktemp -d)
-    (cd "$here/.." && git ls-files -z | tar --null --files-from=- --ignore-failed-read -czf "$folder/branchnorm.tar.gz")
+    folder=$(mktemp -d) || return
+    (cd "$here/.." && git ls-files -z | tar --null --files-from=- --ignore-failed-read -czf "$folder/branchnorm.tar.gz") ||
+      return
   fi
-  tpus tpu-vm scp "$folder/branchnorm.tar.gz" "$TPU_NAME:branchnorm.tar.gz" --worker=all
+  tpus tpu-vm scp "$folder/branchnorm.tar.gz" "$TPU_NAME:branchnorm.tar.gz" --worker=all || code=$?
   if ! ((dry_run)); then rm -r "$folder"; fi
+  if ((code)); then return "$code"; fi
   if [[ -n ${SHARE:-} ]]; then
-    ssh_to all "mountpoint -q /mnt/share || { sudo mkdir -p /mnt/share && sudo mount -t nfs $SHARE /mnt/share; }"
+    ssh_to all "mountpoint -q /mnt/share || { sudo mkdir -p /mnt/share && sudo mount -t nfs $SHARE /mnt/share; }" || return
   fi
   # The slice's own Python may be older than the project needs, so uv provides one.
   ssh_to all "mkdir -p branchnorm && cd branchnorm && tar -xzf ../branchnorm.tar.gz && \
@@ -130,39 +137,62 @@ run() {
 delete() { tpus queued-resources delete "$TPU_NAME" --force --quiet; }
 
 renew() {
-  if ! ((dry_run)) && [[ -n $(state) ]]; then delete; fi
-  create
-  setup
+  if ! ((dry_run)) && [[ -n $(state) ]]; then delete || return; fi
+  create && setup
+}
+
+# Deletes the slice when `train` ends, whatever the reason, unless a signal stopped it or KEEP is set.
+# shellcheck disable=SC2329 # The trap calls it.
+leave() {
+  local code=$?
+  trap - EXIT
+  if ((stopped || ${KEEP:-0})); then
+    say "the slice $TPU_NAME may still be there (launch/tpu_vm.sh delete)"
+  else
+    delete || true
+  fi
+  exit "$code"
 }
 
 # One worker is enough: the processes agree on the update after which they stop.
 running=0 stopped=0
 # shellcheck disable=SC2329 # The traps call it.
 forward() {
+  interrupted=1 stopped=1
   if ! ((running)); then
-    say "SIG$1 before the run: the slice $TPU_NAME may exist (launch/tpu_vm.sh delete)"
+    say "SIG$1 before the run"
     exit $((128 + $(kill -l "$1")))
   fi
-  interrupted=1 stopped=1
   say "SIG$1: asking the run to save and stop"
   # shellcheck disable=SC2016
   ssh_to 0 "kill -$1"' $(cat branchnorm/pid)' || true
 }
 
 train() {
-  if ((dry_run)) || ! alive; then renew; else setup; fi
-  local code decision retries=0
+  local code decision step=setup retries=0
+  trap leave EXIT
+  if ((dry_run)) || ! alive; then step=renew; fi
   while true; do
     code=0
-    run "$@" || code=$?
-    if ((stopped)); then
-      say "stopped with exit code $code; the slice $TPU_NAME is still there (launch/tpu_vm.sh delete)"
-      exit "$code"
+    if [[ $step == run ]]; then
+      run "$@" || code=$?
+      if ((stopped)); then
+        say "stopped with exit code $code"
+        exit "$code"
+      fi
+      # 255: ssh lost a worker. 1: gcloud failed, or the program did.
+      if ((code == 255)); then code=4; fi
+    elif $step; then
+      step=run
+      continue
+    else
+      say "$step failed with exit code $?"
+      code=4
     fi
-    # 255: ssh lost a worker. 1: gcloud failed, or the program did.
-    if ((code == 255)); then code=4; fi
     decision=$(decide "$code" "$retries")
-    if ((code == 1)) || [[ $decision == again || $code == 4 || $code -gt 128 ]]; then
+    # What the run ended with may follow from a preemption. A failed step is not tried more often than MAX_RETRIES.
+    if [[ $decision == again || $decision == retry ]] ||
+      [[ $step == run && ($code == 1 || $code == 4 || $code -gt 128) ]]; then
       sleep "$DELAY" # A preemption takes a while to show.
       if ! alive; then
         say "the slice $TPU_NAME is gone: $(state)"
@@ -173,14 +203,13 @@ train() {
     case $decision in
       again) retries=0 ;;
       renew)
-        retries=0
-        renew
+        if [[ $step == run ]]; then retries=0; else ((++retries)); fi
+        step=renew
         ;;
       retry) retries=$((retries + 1)) ;;
       *) break ;;
     esac
   done
-  if ((${KEEP:-0})); then say "the slice $TPU_NAME is still there (launch/tpu_vm.sh delete)"; else delete; fi
   exit "$code"
 }
 

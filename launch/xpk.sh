@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
 # Trains in a GKE cluster that XPK manages (pip install xpk; the cluster was made by `xpk cluster create`).
 #
-#   export CLUSTER=my-cluster TPU_TYPE=v6e-16 IMAGE=us-docker.pkg.dev/project/repository/branchnorm:tpu
+#   export CLUSTER=my-cluster TPU_TYPE=v6e-16 IMAGE=us-docker.pkg.dev/project/repository/branchnorm:xpk
 #   launch/xpk.sh --config=configs/text.py:100L-100L --workdir=/shared/run --config.data.path=/shared/text
 #   launch/xpk.sh --dry-run --config=...                           # prints the command, runs nothing
 #
-# The options are those of main.py; launch/Dockerfile builds the image (PLATFORM=tpu). The workload restarts after exit
+# The options are those of main.py; launch/Dockerfile builds the image (PLATFORM=tpu, RUN_AS=0). The workload restarts after exit
 # code 4 and after signals (XPK's default: 127 ... 255), and stops after 2, 3 and 5. XPK counts every restart, so
 # MAX_RESTARTS also limits the number of preemptions. `xpk workload delete` makes the run save and stop.
 # Variables: WORKLOAD (name, branchnorm), NUM_SLICES (1), MAX_RESTARTS (50), XPK_FLAGS (more flags: --project, --zone,

@@ -30,8 +30,8 @@ from branchnorm_jax.parallel.relay import start_relay
 
 T = TypeVar("T")
 
-# Environment variables set by launchers that jax.distributed detects automatically.
-LAUNCHERS = ("SLURM_JOB_NUM_NODES", "OMPI_MCA_orte_hnp_uri", "JAX_COORDINATOR_ADDRESS", "MEGASCALE_COORDINATOR_ADDRESS")
+# Environment variables of a run of several processes. Slurm's also exists in a step of one process.
+LAUNCHERS = ("JAX_COORDINATOR_ADDRESS", "MEGASCALE_COORDINATOR_ADDRESS", "OMPI_MCA_orte_hnp_uri", "SLURM_STEP_NODELIST")
 
 NEVER = 24 * 60 * 60
 """Seconds for time limits of JAX that must not expire. The monitor notices a lost process long before."""
@@ -50,10 +50,10 @@ def start(parallel: ParallelConfig) -> None:
       UserError: if the numbers of the processes contradict each other.
     """
     global _monitor
-    force = parallel.distributed
-    if not force and not any(name in os.environ for name in LAUNCHERS):
-        return
-    if os.environ.get("SLURM_JOB_NUM_NODES") and os.environ.get("SLURM_NTASKS", "1") == "1" and not force:
+    described = [name for name in LAUNCHERS if name in os.environ]
+    if described == ["SLURM_STEP_NODELIST"] and os.environ.get("SLURM_NTASKS", "1") == "1":
+        described = []
+    if not described and not parallel.distributed:
         return
     try:
         address, count, index, devices = _place(parallel.start_timeout)
@@ -233,13 +233,13 @@ def leave(code: int) -> None:
 
 
 class Preemption:
-    """Context manager that turns SIGTERM, SIGINT and SIGUSR1 into a request to stop after the current update.
+    """Context manager that turns `SIGNALS` into a request to stop after the current update.
 
     A second SIGINT raises `KeyboardInterrupt` at once. Ignored signals stay ignored: a shell starts jobs in the
     background so that Ctrl-C spares them.
     """
 
-    SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+    SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 
     def __init__(self) -> None:
         self.signal: int = 0

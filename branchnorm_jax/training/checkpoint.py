@@ -16,10 +16,13 @@ import contextlib
 import dataclasses
 import errno
 import functools
+import json
 import logging
 import math
 import re
+import socket
 import sys
+import time
 import traceback
 import zlib
 from collections.abc import Callable
@@ -62,6 +65,9 @@ _UNREACHABLE = re.compile(
 
 They are the status codes of the storage library and of the operating system.
 """
+
+LATE = 60.0
+"""Seconds within which a shared folder must show the checkpoints that process 0 sees."""
 
 SavedLoopState = dict[str, Any]
 """`LoopState` as JSON."""
@@ -137,6 +143,26 @@ class Checkpoints:
     def steps(self) -> list[int]:
         """Returns the steps of the finished checkpoints, oldest first."""
         return sorted(self._manager.all_steps())
+
+    def _of_first(self, steps: list[int]) -> list[int]:
+        """Returns the steps that process 0 gives, once this process sees these checkpoints, too.
+
+        All processes must call it. Network file systems may show a new checkpoint late.
+
+        Raises:
+          StorageError: if this process does not see them within `LATE` seconds.
+        """
+        shared: list[int] = json.loads(hosts.gather(json.dumps(steps))[0])
+        deadline = time.monotonic() + LATE
+        while unseen := set(shared) - set(self.steps()):
+            if time.monotonic() > deadline:
+                raise StorageError(
+                    f"{self._directory}: {socket.gethostname()} does not see the checkpoints {sorted(unseen)}, which "
+                    "process 0 sees"
+                )
+            time.sleep(1)
+            self._manager.reload()
+        return shared
 
     def best_step(self) -> int | None:
         """Returns the step of the checkpoint with the best validation score, or None if none has a score."""
@@ -285,7 +311,7 @@ class Checkpoints:
           UserError: if there are checkpoints but all of them are damaged.
           StorageError: if a checkpoint may be intact but cannot be read.
         """
-        steps = [step for step in self.steps() if step <= until]
+        steps = self._of_first([step for step in self.steps() if step <= until])
         whole = {
             "params": ocp.args.StandardRestore(abstract.eval_params),
             "training": ocp.args.StandardRestore(_rest(abstract)),
@@ -329,7 +355,7 @@ class Checkpoints:
           UserError: if there is no such checkpoint, or if it is damaged and there is no other one to fall back to.
           StorageError: if it may be intact but cannot be read.
         """
-        for place, step in enumerate(self.named(which)):
+        for place, step in enumerate(self._of_first(self.named(which))):
             restored, fault = self._restore(step, params=ocp.args.StandardRestore(abstract))
             if fault:
                 self._warn(f"checkpoint {step} in {self._directory} is damaged ({fault})")
@@ -378,6 +404,7 @@ class Checkpoints:
                     _check(CONTENTS[name], restored[name], restored["memory"]["checksums"][name])
             except Exception as error:  # The memory, too, may contain anything.
                 fault = _summary(error)
+            fault = next(filter(None, hosts.gather(fault)), "")
         return restored, fault
 
     def _fault(self, step: int, error: Exception) -> str:

@@ -26,7 +26,7 @@ for pattern, answers in json.loads((path.parent / "answers").read_text()):
         sys.exit(code)
 """
 
-Answer = int | str | tuple[int, float]
+Answer = int | str | tuple[int, float | str]
 
 
 class Stubs:
@@ -45,12 +45,16 @@ class Stubs:
     def answer(self, pattern: str, *answers: Answer) -> None:
         """Sets the answers to calls that match `pattern`, one per call; the last one repeats.
 
-        An answer is an exit code, an output, or an exit code and the seconds before it.
+        An answer is an exit code, an output, or an exit code with the output or with the seconds before it.
         """
-        full = [
-            (0, one, 0.0) if isinstance(one, str) else (one, "", 0.0) if isinstance(one, int) else (one[0], "", one[1])
-            for one in answers
-        ]
+
+        def full_answer(answer: Answer) -> tuple[int, str, float]:
+            if isinstance(answer, str):
+                return 0, answer, 0.0
+            code, rest = answer if isinstance(answer, tuple) else (answer, "")
+            return (code, rest, 0.0) if isinstance(rest, str) else (code, "", rest)
+
+        full = [full_answer(answer) for answer in answers]
         self.answers.insert(0, (pattern, full))
         (self.folder / "answers").write_text(json.dumps(self.answers))
 

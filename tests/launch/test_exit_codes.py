@@ -37,7 +37,7 @@ def test_decisions_agree_with_the_exit_codes_of_errors() -> None:
         assert decided[kind.exit_code] == ("retry" if kind is HostError else "stop"), kind
     for number in Preemption.SIGNALS:
         assert decided[Preempted("", number).exit_code] == "again"
-    for killed in (signal.SIGKILL, signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS, signal.SIGHUP):
+    for killed in (signal.SIGKILL, signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS, signal.SIGQUIT):
         assert decided[128 + killed] == "retry"
     assert {decided[code] for code in (*range(160, 256), 127, 128)} == {"stop"}
 

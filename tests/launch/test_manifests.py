@@ -26,6 +26,7 @@ CONTAINER = {
     "volumeMounts": [{"name": str, "mountPath": str}],
 }  # fmt: skip
 POD = {
+    "securityContext": {"fsGroup": int},
     "restartPolicy": str, "terminationGracePeriodSeconds": int, "nodeSelector": dict, "containers": [CONTAINER],
     "volumes": [{"name": str, "emptyDir": {"medium": str}, "persistentVolumeClaim": {"claimName": str}}],
 }  # fmt: skip
@@ -117,13 +118,14 @@ def test_gpu_variant() -> None:
     values = {one["name"]: one.get("value") or one["valueFrom"]["fieldRef"]["fieldPath"] for one in container["env"]}
     port = container["ports"][0]["containerPort"]
     assert values == {
+        "JAX_PLATFORMS": "cuda,cpu",
         "COORDINATOR": "metadata.annotations['jobset.sigs.k8s.io/coordinator']",
         "JAX_COORDINATOR_ADDRESS": f"$(COORDINATOR):{port}",
         "JAX_NUM_PROCESSES": str(job["parallelism"]),
         "JAX_PROCESS_ID": "metadata.annotations['batch.kubernetes.io/job-completion-index']",
     }
     hosts = (ROOT / "branchnorm_jax" / "parallel" / "hosts.py").read_text()
-    assert all(f'"{name}"' in hosts for name in values if name.startswith("JAX_"))
+    assert all(f'"{name}"' in hosts for name in values.keys() - {"COORDINATOR", "JAX_PLATFORMS"})
 
 
 DOCKERFILE = (LAUNCH / "Dockerfile").read_text()
@@ -141,7 +143,7 @@ def test_dockerfile_copies_files_that_exist_and_that_docker_may_read() -> None:
 
 
 def test_dockerfile_runs_the_quickstart_without_root() -> None:
-    assert re.search(r"^USER 1000$", DOCKERFILE, re.M)
+    assert re.search(r"^ARG RUN_AS=1000$", DOCKERFILE, re.M) and re.search(r"^USER \${RUN_AS}$", DOCKERFILE, re.M)
     assert DOCKERFILE.rstrip().endswith('CMD ["python", "launch/quickstart.py", "runs/quickstart"]')
 
 

@@ -115,6 +115,37 @@ def test_train_creates_a_slice_that_does_not_exist_and_keeps_it(stubs: Stubs) ->
     assert order == ["create", "scp", "ssh", "ssh"]
 
 
+NOT_FOUND = (1, "ERROR: NOT_FOUND: Resource 'projects/p/locations/z/queuedResources/bn' was not found")
+
+
+def test_train_tries_a_failed_setup_again_and_deletes_the_slice_at_the_end(stubs: Stubs) -> None:
+    stubs.answer("tpu-vm scp", 1, 0)
+    assert tpu_vm(stubs, "train", *OPTIONS).returncode == 0
+    assert [kind for kind in kinds(stubs.calls) if kind != "describe"] == ["scp", "scp", "ssh", "ssh", "delete"]
+    stubs.forget()
+    stubs.answer("tpu-vm scp", 0)
+    stubs.answer("pip install", 1)
+    assert tpu_vm(stubs, "train", *OPTIONS, MAX_RETRIES="2").returncode == 4
+    assert [kind for kind in kinds(stubs.calls) if kind != "describe"] == ["scp", "ssh"] * 3 + ["delete"]
+
+
+def test_train_makes_a_new_slice_if_one_is_taken_away_during_the_setup(stubs: Stubs) -> None:
+    stubs.answer(STATE, NOT_FOUND, NOT_FOUND, "ACTIVE", "SUSPENDED", "SUSPENDED", "SUSPENDED", "ACTIVE")
+    stubs.answer("tpu-vm scp", 255, 0)
+    done = tpu_vm(stubs, "train", *OPTIONS)
+    assert done.returncode == 0, done.stderr
+    order = [kind for kind in kinds(stubs.calls) if kind != "describe"]
+    assert order == ["create", "scp", "delete", "create", "scp", "ssh", "ssh", "delete"]
+
+
+def test_a_failure_of_gcloud_is_no_reason_to_delete_the_slice(stubs: Stubs) -> None:
+    stubs.answer(STATE, "ACTIVE", (1, "ERROR: There was a problem refreshing your current auth tokens"), "ACTIVE")
+    stubs.answer(RUN, 4, 0)
+    done = tpu_vm(stubs, "train", *OPTIONS, KEEP="1")
+    assert done.returncode == 0 and "auth tokens" in done.stderr
+    assert [kind for kind in kinds(stubs.calls) if kind != "describe"] == ["scp", "ssh", "ssh", "ssh"]
+
+
 def test_a_signal_stops_the_run_and_keeps_the_slice(stubs: Stubs) -> None:
     stubs.answer(RUN, (143, 3.0))
     process = stubs.start("launch/tpu_vm.sh", "train", *OPTIONS, **SLICE)

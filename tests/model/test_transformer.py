@@ -147,11 +147,11 @@ def test_branchnorm_at_alpha_zero_normalises_embeddings_and_has_no_branch_gradie
     memory, real = encode(model, params, SOURCE, jnp.float32(0.0)), np.asarray(SOURCE != 0)
     np.testing.assert_allclose(memory[real], expected[real], atol=41 * 1e-5 * np.abs(expected).max())
 
-    def loss(params: Any) -> jax.Array:
-        x = model.hidden(params, SOURCE, TARGET, jnp.float32(0.0))[0]
+    def loss(params: Any, alpha: jax.Array) -> jax.Array:
+        x = model.hidden(params, SOURCE, TARGET, alpha)[0]
         return smoothed_cross_entropy(x, model.output(params), TARGET, TARGET != 0, 0.1).loss
 
-    gradient = jax.grad(loss)(params)
+    gradient = jax.jit(jax.grad(loss))(params, jnp.float32(0.0))
     for stack, sublayers in (("encoder", ("self", "ffn")), ("decoder", ("self", "cross", "ffn"))):
         for sublayer in sublayers:
             assert all(float(jnp.abs(leaf).max()) == 0 for leaf in jax.tree.leaves(gradient[stack][sublayer]))

@@ -1,6 +1,7 @@
 """Runs of several processes on this machine, started by launch/local.py with the unmodified main.py."""
 
 import json
+import os
 import re
 import signal
 import subprocess
@@ -8,9 +9,12 @@ import sys
 import time
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 
+from branchnorm_jax.options import ParallelConfig
+from branchnorm_jax.parallel import hosts
 from tests.conftest import HASTY, ROOT, read_metrics, read_status, run_main
 from tests.parallel.processes import losses, run_hosts, start_hosts
 
@@ -252,6 +256,48 @@ def test_processes_save_and_stop_when_the_launcher_dies(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_a_signal_before_the_first_update_stops_all_processes(tmp_path: Path) -> None:
+    """JAX installs a handler of its own for SIGTERM when the processes connect."""
+    process = start_hosts(*HASTY, f"--workdir={tmp_path}", "--config.data.numerals_pairs=300000", devices=1)
+    assert process.stdout is not None
+    pids: dict[str, int] = {}
+    while "training a vocabulary" not in (line := process.stdout.readline()):
+        if started := re.search(r"\[(\d)\] started as process (\d+)", line):
+            pids[started[1]] = int(started[2])
+    os.kill(pids["0"], signal.SIGTERM)
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 143, output
+    assert "Preempted: stopped by signal 15" in output
+
+
+def test_only_a_described_run_has_several_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An allocation of Slurm is no run: neither its shell nor a step of one process."""
+    joined: list[int] = []
+
+    def place(timeout: int) -> tuple[str, int, int, None]:
+        joined.append(timeout)
+        return "a:1", 1, 0, None
+
+    monkeypatch.setattr(hosts, "_place", place)
+    monkeypatch.setattr(jax.distributed, "initialize", lambda *arguments, **options: None)
+    allocation = {"SLURM_JOB_NUM_NODES": "1", "SLURM_NTASKS": "8"}
+    for variables, expected in (
+        ({}, 0),
+        (allocation, 0),
+        (allocation | {"SLURM_NTASKS": "1", "SLURM_STEP_NODELIST": "a"}, 0),
+        (allocation | {"SLURM_STEP_NODELIST": "a"}, 1),
+        ({"SLURM_NTASKS": "1", "SLURM_STEP_NODELIST": "a", "JAX_COORDINATOR_ADDRESS": "a:1"}, 1),
+    ):
+        for name in ("SLURM_NTASKS", *hosts.LAUNCHERS):
+            monkeypatch.delenv(name, raising=False)
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+        joined.clear()
+        hosts.start(ParallelConfig())
+        assert len(joined) == expected, variables
+
+
+@pytest.mark.slow
 def test_workdirs_that_are_not_shared_are_rejected(tmp_path: Path) -> None:
     code, output = run_hosts(*OPTIONS, flags=f"--workdir={tmp_path}/$JAX_PROCESS_ID")
     assert code == 2, output
@@ -288,8 +334,35 @@ def test_local_launcher_prints_its_commands() -> None:
         cwd=ROOT, text=True, capture_output=True, check=True,
     )  # fmt: skip
     assert [line.split()[:5] for line in done.stdout.splitlines()] == [
-        ["ssh", "-tt", "-o", "BatchMode=yes", host] for host in "xy"
+        ["ssh", "-o", "BatchMode=yes", "-tt", host] for host in "xy"
     ]
+
+
+SSH = """#!/bin/sh
+# Like ssh, it leaves signals to itself, and ends with the code of its command.
+while case $1 in -o) shift ;; -tt) ;; *) false ;; esac; do shift; done
+shift
+setsid sh -c "$1"
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+def test_local_launcher_passes_signals_on_to_another_host(tmp_path: Path, number: signal.Signals) -> None:
+    (tmp_path / "ssh").write_text(SSH)
+    (tmp_path / "ssh").chmod(0o755)
+    program = f"trap 'echo saved; exit {128 + number}' {number}; echo waits; while :; do sleep 0.05; done"
+    process = subprocess.Popen(
+        [sys.executable, "launch/local.py", "--hosts", "x,x", "--", "sh", "-c",
+         f"test $JAX_PROCESS_ID = 0 || exit 0; {program}"],
+        cwd=ROOT, text=True, stdout=subprocess.PIPE, env=os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"},
+    )  # fmt: skip
+    assert process.stdout is not None
+    while "[0] waits" not in process.stdout.readline():
+        pass
+    process.send_signal(number)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 128 + number
+    assert "[0] saved" in output
 
 
 @pytest.mark.parametrize(

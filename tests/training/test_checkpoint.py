@@ -1,6 +1,7 @@
 """Retention of checkpoints, selection of the best one, and checkpoints of older revisions."""
 
 import dataclasses
+import threading
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,6 +15,7 @@ from branchnorm_jax.errors import StorageError
 from branchnorm_jax.model.recipe import STACKS
 from branchnorm_jax.model.transformer import Transformer
 from branchnorm_jax.options import ModelConfig, TrainConfig
+from branchnorm_jax.training import checkpoint
 from branchnorm_jax.training.checkpoint import Checkpoints
 from branchnorm_jax.training.digests import checksums
 from branchnorm_jax.training.loop_state import LoopState
@@ -180,3 +182,25 @@ def test_checkpoints_that_cannot_be_read_are_not_given_up(
     with pytest.raises(StorageError, match="checkpoint 2 cannot be read"):
         checkpoints.restore_params("last", MODEL.abstract_params())
     assert checkpoints.steps() == [1, 2]
+
+
+def test_a_process_waits_for_the_checkpoint_that_process_0_restores(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its view of the shared folder is late, as that of a network file system can be."""
+    save(opened(tmp_path), {4: None, 8: None})
+    (tmp_path / "8").rename(tmp_path / "late")
+    checkpoints = opened(tmp_path)
+    assert checkpoints.steps() == [4]
+    monkeypatch.setattr(checkpoint.hosts, "gather", lambda text: ["[4, 8]" if text == "[4]" else text, text])
+
+    appears = threading.Timer(0.5, lambda: (tmp_path / "late").rename(tmp_path / "8"))
+    appears.start()
+    restored = checkpoints.restore_latest(jax.eval_shape(lambda: state(0)))
+    assert restored is not None and int(restored[0].step) == 8
+
+    (tmp_path / "8").rename(tmp_path / "late")
+    checkpoints = opened(tmp_path)
+    monkeypatch.setattr(checkpoint, "LATE", 0.0)
+    with pytest.raises(StorageError, match=r"does not see the checkpoints \[8\], which process 0 sees"):
+        checkpoints.restore_latest(jax.eval_shape(lambda: state(0)))

@@ -91,6 +91,7 @@ def _validate_family(config: Config) -> None:
         "train.eval_bleu_sentences": (0,),
         "train.best_metric": ("loss",),
         "train.encoder_rate": (1,),
+        "train.encoder_rate_steps": (0,),
     }
     by_name = sections(config)
     for full, allowed in fitting.items():
@@ -158,10 +159,6 @@ def _validate_train(config: Config) -> None:
             f"config: train.parent_rate={train.parent_rate:g} is for deepened models; set model.grown_from, or "
             "train.learning_rate for fine-tuning"
         )
-    if train.encoder_rate_steps and train.encoder_rate == 1:
-        raise UserError(
-            f"config: train.encoder_rate_steps={train.encoder_rate_steps} has no effect; set train.encoder_rate"
-        )
     if train.best_metric == "comet" and not config.evaluate.comet:
         raise UserError("config: train.best_metric=comet needs evaluate.comet, a model such as Unbabel/wmt22-comet-da")
     if data.row_multiple % train.accumulation:
@@ -175,10 +172,14 @@ def _validate_decode(config: Config) -> None:
     decode, depth = config.decode, config.model.decoder_layers
     if decode.nbest > decode.beam_size:
         raise UserError(f"config: decode.nbest={decode.nbest} is more than decode.beam_size={decode.beam_size}")
-    if not decode.max_length_a and decode.min_length > decode.max_length_b:
+    if config.model.family == "decoder":
+        bounded, longest = True, "max_new_tokens"
+    else:
+        bounded, longest = not decode.max_length_a, "max_length_b"
+    if bounded and decode.min_length > getattr(decode, longest):
         raise UserError(
             f"config: decode.min_length={decode.min_length} is more than the maximum length, "
-            f"decode.max_length_b={decode.max_length_b}"
+            f"decode.{longest}={getattr(decode, longest)}"
         )
     if decode.constraints and decode.target_prefix:
         raise UserError(

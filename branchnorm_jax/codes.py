@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from babel.core import Locale, get_global
+from babel.localedata import exists as locale_exists
 
 
 @functools.cache
@@ -41,6 +42,27 @@ def names(codes: Iterable[str]) -> dict[str, str]:
     forms = {code: _forms(code) for code in codes}
     uses = Counter(form for each in forms.values() for form in set(each))
     return {code: next(form for form in each if uses[form] == 1) for code, each in forms.items()}
+
+
+def named(text: str, codes: Iterable[str]) -> str:
+    """Returns the only code whose language a text names, or else the text.
+
+    The name is in English or in the language itself, or the code of ISO 639 with three letters.
+
+    >>> print(*(named(text, ["en", "de", "pt", "pt_BR"]) for text in ("English", "Deutsch", "deu", "Portuguese", "id")))
+    en de de Portuguese id
+    """
+    plain = text.lower()
+    other = base(plain) if len(plain) == 3 else ""
+    meant = [code for code in codes if other == base(code) or plain in _called(code)]
+    return meant[0] if len(meant) == 1 else text
+
+
+def _called(code: str) -> set[str]:
+    """Returns the English name of a language and its own, in lower case, as far as the Unicode CLDR knows them."""
+    language = base(code)
+    known = {locale: Locale(locale) for locale in ("en", language) if locale_exists(locale)}
+    return {locale.languages[language].lower() for locale in known.values() if language in locale.languages}
 
 
 def _forms(code: str) -> tuple[str, str, str]:

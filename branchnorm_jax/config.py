@@ -212,7 +212,8 @@ def _checked(name: str, field: dataclasses.Field[Any], value: Any) -> Any:
     if meta["minimum"] is not None and not value >= meta["minimum"]:
         raise UserError(f"config: {name}={value} is below its minimum {meta['minimum']}")
     if meta["maximum"] is not None and not value <= meta["maximum"]:
-        raise UserError(f"config: {name}={value} is above its maximum {meta['maximum']}")
+        maximum = int(meta["maximum"]) if isinstance(value, int) else meta["maximum"]
+        raise UserError(f"config: {name}={value} is above its maximum {maximum}")
     return value
 
 

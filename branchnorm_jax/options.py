@@ -899,9 +899,10 @@ class CompareConfig:
     split: str = option("test", "split to compare, for systems that are workdirs", free=True)
 
     def named(self) -> list[tuple[str, str]]:
-        """Returns `systems` as (name, path)."""
-        parts = (part.strip().rpartition("=") for part in self.systems.split(",") if part.strip())
-        return [(name or path, path) for name, _, path in parts]
+        """Returns `systems` as (name, path). A name has no slash; the path of a sweep's run may contain "="."""
+        parts = (part.strip() for part in self.systems.split(",") if part.strip())
+        found = (re.fullmatch("(?:([^/=]*)=)?(.*)", part, re.DOTALL) for part in parts)
+        return [(one[1] or one[2], one[2]) for one in found if one]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -166,6 +166,15 @@ class Workdir:
                     f"choose another --workdir or go back to the old values"
                 )
 
+    def check_resumes(self, config: Config) -> None:
+        """Raises `UserError` if the run cannot go on with the config: it differs, or the run is past `train.steps`."""
+        self.check_config(config)
+        if 0 < config.train.steps < self.last_step:
+            raise UserError(
+                f"{self.path}: this run is at step {self.last_step}, past train.steps={config.train.steps}; "
+                "raise train.steps or choose another --workdir"
+            )
+
     def agree_on_config(self, config: Config) -> None:
         """Checks the config against the saved config of the run.
 
@@ -177,7 +186,12 @@ class Workdir:
         """
         if not self.has_checkpoints:
             path = self / "config.json"
-            if path.exists() and configs.difference(configs.load(path), config, free=False):
+            saved = configs.load(path) if path.exists() else config
+            if saved.sweep.grid and not config.sweep.grid:
+                raise UserError(
+                    f"{self.path}: this is the folder of a sweep; add --mode=sweep or choose another --workdir"
+                )
+            if configs.difference(saved, config, free=False):
                 (self / "events.jsonl").unlink(missing_ok=True)
             for name in ("data.json", "metrics.jsonl", "layers.jsonl", "validation.jsonl"):
                 (self / name).unlink(missing_ok=True)
@@ -187,12 +201,7 @@ class Workdir:
                     f"{self.path}: this model was imported and has no optimiser state; fine-tune it in another "
                     f"--workdir with --config.train.finetune_from={self.path}"
                 )
-            self.check_config(config)
-            if 0 < config.train.steps < self.last_step:
-                raise UserError(
-                    f"{self.path}: this run is at step {self.last_step}, past train.steps={config.train.steps}; "
-                    "raise train.steps or choose another --workdir"
-                )
+            self.check_resumes(config)
             return
         write_atomically(self / "config.json", configs.to_json(config))
 

@@ -66,9 +66,11 @@ def parse_grid(text: str, baseline: str = "") -> list[Run]:
             if not equals or not all(values.split(",")):
                 raise UserError(f"sweep.grid: {word!r} is not name=value,value")
             if name not in AXES:
-                likely = [configs.nearest_name(name), *difflib.get_close_matches(name, AXES, 1)]
-                hint = next((each for each in likely if each in AXES), "")
-                raise UserError(f"sweep.grid: no axis {name!r}" + (f"; did you mean {hint!r}?" if hint else ""))
+                own = name.rpartition(".")[2]
+                likely = [own, configs.nearest_name(name), *difflib.get_close_matches(name, AXES, 1)]
+                hint = next((f"did you mean {each!r}?" for each in likely if each in AXES), "")
+                axes_are = "axes are method, depth and the options of model, data, train and decode"
+                raise UserError(f"sweep.grid: no axis {name!r}; {hint or axes_are}")
             for other in axes:
                 if SETS.get(name, {name}) & SETS.get(other, {other}):
                     raise UserError(

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from upath import UPath
 
-from branchnorm_jax.codes import names
+from branchnorm_jax.codes import named
 from branchnorm_jax.data import tmx
 from branchnorm_jax.data.lines import COMPRESSED, text_lines, unique_names
 from branchnorm_jax.errors import OneLineWarning, UserError
@@ -103,15 +103,16 @@ def _plain(code: str) -> str:
 def _tsv(path: Path | UPath, languages: Pair) -> Iterator[Mapping[str, str]]:
     """Yields the lines of a file with tab-separated columns. Quotation marks are ordinary characters.
 
-    The first line names the languages of the columns, by code or in English; there may be further columns. A file
+    The first line names the languages of the columns (see `codes.named`); there may be further columns. A file
     without such a line has two columns, in the order of the pair in its path, such as train.en-de.tsv.
     """
     columns: list[str] = []
-    by_name = {name.lower(): code for code, name in names(languages).items()}
     for number, line in enumerate(text_lines(path), start=1):
         fields = line.split("\t")
         if number == 1:
-            header = [by_name.get(name.lower(), name) for name in map(str.strip, fields)]
+            header = [name.strip().strip('"') for name in fields]
+            rest = [language for language in languages if code_of(language, tuple(header)) is None]
+            header = [named(name, rest) for name in header]
             found = {code_of(language, tuple(header)) for language in languages} - {None}
             columns = header if len(found) == 2 else _named_order(path, languages)
             if columns is header:

@@ -67,11 +67,16 @@ def sized_lines(path: Path | UPath) -> Iterator[tuple[str, int]]:
         ) from error
 
 
+class RepeatedNameError(ValueError):
+    """A JSON object has two fields of the same name."""
+
+
 def unique_names(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-    """Makes a JSON object. Raises `ValueError` for a name that occurs twice: one of its values would be lost."""
+    """Makes a JSON object. Raises `RepeatedNameError` for a name that occurs twice: one of its values would be lost."""
     made = dict(pairs)
     if len(made) < len(pairs):
-        raise ValueError("it has two fields of the same name")
+        twice = next(name for name, _ in pairs if sum(other == name for other, _ in pairs) > 1)
+        raise RepeatedNameError(f"two fields are called {twice[:40]!r}")
     return made
 
 

@@ -19,9 +19,9 @@ from branchnorm_jax.workdir import Workdir
 def compare(config: Config, workdir: Workdir) -> None:
     """Compares the systems of `compare.systems`; prints a table, writes compare.json and compare.html."""
     split, reference = config.compare.split, config.compare.reference
-    if not config.compare.systems:
-        raise UserError("compare: nothing to compare; give compare.systems=runs/a,runs/b, or files of translations")
     names = [name for name, _ in config.compare.named()]
+    if len(names) < 2:
+        raise UserError("compare: needs two systems; give compare.systems=runs/a,runs/b, or files of translations")
     if twice := next((name for name in names if names.count(name) > 1), ""):
         raise UserError(f"compare: two systems are called {twice!r}; write name=path")
     if losses := losses_of(config.compare):

@@ -51,6 +51,8 @@ def check_files(source: Path, target: Path) -> None:
     """
     if not source.is_file():
         raise UserError("config: decode.output needs a regular file as decode.input, because a restart reads it again")
+    with opened(str(source)):
+        pass
     if not target.absolute().parent.is_dir():
         raise UserError(f"decode.output={target}: its folder does not exist; the output cannot be a URL")
     if target.exists() and not target.is_file():
@@ -70,7 +72,7 @@ def opened(path: str) -> Iterator[tuple[BinaryIO | None, str]]:
     if not path:
         yield (sys.stdin.buffer if sys.stdin else None), "stdin"
         return
-    if Path(path).suffix in COMPRESSED:
+    if Path(path).suffix in COMPRESSED and Path(path).is_file():
         raise UserError(f"{path}: compressed; decompress it, or give its text through a pipe")
     with contextlib.ExitStack() as stack:
         try:

@@ -202,7 +202,9 @@ def sweep(config: Config, workdir: Workdir) -> None:
     for name, (run, chosen) in sweeping.plan_runs(config).items():
         check_names(chosen)
         folder = workdir.child(name)
-        if chosen.train.parent and not folder.has_checkpoints:
+        if folder.has_checkpoints:
+            folder.check_resumes(chosen)
+        elif chosen.train.parent:
             try:
                 parent_of(chosen, folder)
             except UserError as error:

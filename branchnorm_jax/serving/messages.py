@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from branchnorm_jax.data.lines import unique_names
+from branchnorm_jax.data.lines import RepeatedNameError, unique_names
 from branchnorm_jax.data.tokenizer import Tags, Tokenizer
 from branchnorm_jax.decoding.glossary import NO_TERMS, Glossary, make_glossary
 from branchnorm_jax.decoding.languages import Languages
@@ -70,6 +70,8 @@ def parse(
         given = json.loads(body.decode("utf-8"), object_pairs_hook=unique_names)
     except UnicodeDecodeError as error:
         raise UserError(f"the body is not UTF-8 ({error.reason} at byte {error.start})") from error
+    except RepeatedNameError as error:
+        raise UserError(f"the body is wrong: {error}") from error
     except (ValueError, RecursionError) as error:
         raise UserError(f"the body is not JSON ({error})") from error
     if not isinstance(given, dict) or "text" not in given:

@@ -168,7 +168,7 @@ class Run:
         self.state, self.loop_state = self._restored(math.inf)
         self.step = int(self.state.step)
         self.watchdog = Watchdog(train.step_timeout, hosts.end_stuck)
-        self.stop_reason = self._reason_to_stop() if self.loop_state.evaluated == self.step else ""
+        self.stop_reason = self._reason_to_stop() if self.loop_state.evaluated == self.step < self.total else ""
         """Reason to stop before the last update; "" means that the run continues."""
         if self.step > self.total:
             raise UserError(

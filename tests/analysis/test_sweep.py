@@ -88,7 +88,8 @@ def test_alpha_steps_follow_the_warmup_of_each_run_unless_set() -> None:
         ("method=post_ln | ", "give axes"),
         ("method=post_ln |", "none in 'an empty part' of"),
         ("dept=1L-1L", "did you mean 'depth'"),
-        ("sweep.grid=x", "no axis 'sweep.grid'$"),
+        ("sweep.grid=x", "no axis 'sweep.grid'; axes are method, depth and the options of"),
+        ("model.depth=2L-2L", "no axis 'model.depth'; did you mean 'depth'"),
         ("method=post_ln method=rezero", "set the same option"),
         ("method=post_ln model.method=rezero", "method and model.method set the same option"),
         ("depth=2L-2L model.encoder_layers=3", "depth and model.encoder_layers set the same option"),
@@ -256,6 +257,15 @@ def test_sweep_records_diverged_runs_and_resumes(tmp_path: Path) -> None:
         refused = run_main(f"--workdir={tmp_path}", f"--mode={mode}")
         assert (refused.returncode, refused.stderr.count("\n")) == (2, 1)
         assert advice in refused.stderr
+    saved = (tmp_path / "config.json").read_text()
+    for change, reason in (
+        (("--mode=train", "--config.sweep.grid="), "this is the folder of a sweep"),
+        (("--mode=sweep", "--config.train.label_smoothing=0.3"), "made with another config"),
+        (("--mode=sweep", "--config.train.steps=2"), "past train.steps=2"),
+    ):
+        refused = run_main(f"--workdir={tmp_path}", *change)
+        assert (refused.returncode, reason in refused.stderr) == (2, True), refused.stderr
+        assert (tmp_path / "config.json").read_text() == saved
     # A run with unreadable or inconsistent files is evaluated again.
     hypothesis, results = finished / "evaluation" / "test.hypothesis", finished / "results.json"
     for path, damage in ((results, "[]"), (results, '{"test": {"bleu": 3}}'), (results, "{"), (hypothesis, "x\n")):

@@ -163,7 +163,10 @@ def test_the_path_tells_the_order_of_columns_without_a_first_line(
     assert next(pairs_in(path, ("de", "en"))) == (first["de"], first["en"])
 
 
-@pytest.mark.parametrize("header", ["English\tGerman\tNotes", " en \tde\tnotes", "EN-gb\tgerman\tnotes"])
+@pytest.mark.parametrize(
+    "header",
+    ["English\tGerman\tNotes", " en \tde\tnotes", "EN-gb\tgerman\tnotes", 'eng\t"Deutsch"\tx', "en\tde\tGerman"],
+)
 def test_the_first_line_may_name_languages_in_english(tmp_path: Path, header: str) -> None:
     path = tmp_path / "train.de-en.tsv"
     path.write_text(f"{header}\none\teins\t\nEnglish\tEnglisch\t\n")
@@ -214,7 +217,7 @@ def test_tmx_segments_are_read_without_formatting_codes(tmp_path: Path, encoding
         ("a.jsonl", '{"en": "\\ud800", "de": "b"}\n', [", line 1: not an object such as", "surrogates"]),
         ("a.jsonl", '{"x": "a", "tgt": "b"}\n', [": none of 1 units has both en and de", "x, tgt", "data.source_lang"]),
         ("a.jsonl", "\n", [", line 1: not an object"]),
-        ("a.jsonl", '{"en": "a", "en": "b", "de": "c"}', [", line 1: not an object", "two fields of the same name"]),
+        ("a.jsonl", '{"en": "a", "en": "b", "de": "c"}', [", line 1: not an object", "two fields are called 'en'"]),
         (
             "a.jsonl",
             '{"en": "a", "de": "b"}\n{"en": 5, "de": "b", "x": 5}',

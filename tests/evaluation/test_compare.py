@@ -236,9 +236,19 @@ def test_page_and_table_name_the_language(comparison: dict[str, Any], tmp_path: 
     assert "60 lines, scored as de." in write(comparison, tmp_path)[1].read_text(encoding="utf-8")
 
 
+def test_names_of_systems() -> None:
+    systems = "runs/s/post_ln-learning_rate=1e-3, b=runs/s/seed=1-6L,plain ,=x"
+    assert CompareConfig(systems=systems).named() == [
+        ("runs/s/post_ln-learning_rate=1e-3", "runs/s/post_ln-learning_rate=1e-3"),
+        ("b", "runs/s/seed=1-6L"),
+        ("plain", "plain"),
+        ("x", "x"),
+    ]
+
+
 def test_invalid_input_is_rejected() -> None:
-    with pytest.raises(UserError, match="at least two systems"):
-        compare({"a": BASE}, REFERENCE, "de")
+    with pytest.raises(UserError, match="needs two systems"):
+        mode_compare(Config(compare=CompareConfig(systems="runs/a")), Workdir(Path("x")))
     with pytest.raises(UserError, match="the reference is empty"):
         compare({"a": BASE, "b": BASE}, [], "de")
     with pytest.raises(UserError, match="b has 1 lines but the reference has 60"):

@@ -184,5 +184,12 @@ def test_target_prefixes_are_kept(trained: Path, tmp_path: Path) -> None:
 def test_missing_input_is_reported(trained: Path) -> None:
     with pytest.raises(UserError, match="cannot be read"):
         lines.translate(options(trained, input=str(trained / "nothing")), Workdir(trained))
-    with pytest.raises(UserError, match="compressed; decompress it"):
+    with pytest.raises(UserError, match=r"text\.gz: cannot be read"):
         lines.translate(options(trained, input=str(trained / "text.gz")), Workdir(trained))
+
+
+def test_compressed_input_is_refused_before_the_model_is_loaded(tmp_path: Path) -> None:
+    (tmp_path / "text.gz").write_bytes(b"")
+    with pytest.raises(UserError, match="compressed; decompress it"):
+        lines.check_files(tmp_path / "text.gz", tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["text.gz"]

@@ -231,7 +231,7 @@ def test_cut_lines_return_a_warning(trained: Path) -> None:
         (rb'{"text": ["one", "\udc00\ud800"]}', 400, r"line 2: '\udc00'"),
         (rb'{"text": "one", "\ud800\n": 1}', 400, "unknown field"),
         (b'{"text": "one", "beam": 1}', 400, "unknown field 'beam'"),
-        (b'{"text": "one", "text": "two"}', 400, "two fields of the same name"),
+        (b'{"text": "one", "text": "two"}', 400, "two fields are called 'text'"),
         (b'{"text": ["", "", "", "", ""]}', 400, "5 lines, more than 4"),
         (b'{"text": ["one", "' + b"x" * 501 + b'"]}', 400, "line 2 has 501 characters, more than 500"),
         (b'{"text": "one", "nbest": 3}', 400, "from 1 to 2"),

@@ -12,7 +12,7 @@ from branchnorm_jax.data import numerals
 from branchnorm_jax.data.numerals import Item
 from branchnorm_jax.errors import UserError
 
-COUNTS = {"train": 20_000, "valid": 2_000, "test": 2_000}
+COUNTS = {"train": 10_000, "valid": 2_000, "test": 2_000}
 CARRIERS = {"cardinal": 6, "ordinal": 5, "year": 5, "quantity": 6, "money": 7, "date": 6, "time": 5, "sum": 3}
 EXAMPLES = {
     "cardinal": (4312,),

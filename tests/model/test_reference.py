@@ -11,7 +11,6 @@ from branchnorm_jax.model import streams
 from branchnorm_jax.model.methods import METHODS
 from branchnorm_jax.model.transformer import Transformer
 from branchnorm_jax.options import ModelConfig
-from tests.cases import quick_and_slow
 from tests.reference import streams as reference_streams
 from tests.reference import transformer as reference
 from tests.reference.algebra import every_method
@@ -21,7 +20,7 @@ SOURCE = np.array([[5, 6, 7, 1, 0, 0], [9, 8, 7, 6, 5, 1]])
 TARGET = np.array([[1, 4, 5, 6, 3], [1, 7, 8, 9, 3]])
 ALPHA = 0.3
 # A quarter of the encoder contains at least one layer, and the two stacks differ in depth.
-SIZES: dict[str, Any] = dict(encoder_layers=5, decoder_layers=2, width=8, ffn_width=12, heads=2, dropout=0.0)
+SIZES: dict[str, Any] = dict(encoder_layers=4, decoder_layers=2, width=8, ffn_width=12, heads=2, dropout=0.0)
 
 
 def random_params(model: Transformer, dtype: str) -> Any:
@@ -65,7 +64,7 @@ def errors(method: str, dtype: str, kind: str = "layer_norm", **options: Any) ->
     weight_memory = rng.normal(size=(2, 6, 8)) * real[..., None]
     weight_out = rng.normal(size=(2, 5, 8))
     with jax.enable_x64(dtype == "float64"):
-        options |= SIZES
+        options = SIZES | options
         model = Transformer(ModelConfig(method=method, norm=kind, dtype=dtype, carry_dtype=dtype, **options), 12, 12)
         params = random_params(model, dtype)
 
@@ -108,18 +107,20 @@ def test_forward_and_gradient_with_other_norms(kind: str, dtype: str) -> None:
     assert {name: error for name, error in measured.items() if not error <= TOLERANCE[dtype]} == {}
 
 
+@pytest.mark.slow
 def test_blocks_of_several_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     """The five layers of the encoder form blocks of three and two layers."""
     monkeypatch.setattr(streams, "BLOCKS", 2)
     monkeypatch.setattr(reference_streams, "BLOCKS", 2)
-    assert max(errors("block_attnres", "float64").values()) <= TOLERANCE["float64"]
+    assert max(errors("block_attnres", "float64", encoder_layers=5).values()) <= TOLERANCE["float64"]
 
 
 def test_forward_and_gradient_with_value_residual() -> None:
     assert max(errors("pre_ln", "float64", value_residual=True).values()) <= TOLERANCE["float64"]
 
 
-@pytest.mark.parametrize("method", quick_and_slow(["post_ln", "pre_ln", "branchnorm"], ["pre_ln"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["post_ln", "pre_ln", "branchnorm"])
 def test_forward_and_gradient_in_float32(method: str) -> None:
     assert max(errors(method, "float32").values()) <= TOLERANCE["float32"]
 

@@ -1,5 +1,6 @@
 """A parameter is declared once. Everything else about it follows from the declaration."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import flax.linen as nn
@@ -9,7 +10,7 @@ import numpy as np
 import optax
 import pytest
 
-from branchnorm_jax.model import blocks
+from branchnorm_jax.model import blocks, transformer
 from branchnorm_jax.model.declared import declared
 from branchnorm_jax.model.feedforward import FeedForward
 from branchnorm_jax.model.recipe import Depth, PerStack
@@ -37,13 +38,16 @@ class Slopes(FeedForward):
 
 
 @pytest.fixture
-def models(monkeypatch: pytest.MonkeyPatch) -> tuple[Transformer, int]:
+def models(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Transformer, int]]:
     """Returns a model with the new parameter, and the number of parameters without it."""
     config = ModelConfig(encoder_layers=LAYERS, decoder_layers=LAYERS, width=WIDTH, ffn_width=FFN_WIDTH, heads=1)
     model = Transformer(config, 8, 8)
     plain = sum(leaf.size for leaf in jax.tree.leaves(model.abstract_params()))
     monkeypatch.setattr(blocks, "FeedForward", Slopes)
-    return model, plain
+    # A model is declared once, and the declaration of these would change.
+    transformer._declaration.cache_clear()
+    yield model, plain
+    transformer._declaration.cache_clear()
 
 
 def test_new_parameters_need_only_one_declaration(models: tuple[Transformer, int], tmp_path: Path) -> None:

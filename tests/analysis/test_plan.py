@@ -187,10 +187,12 @@ def test_training_warns_before_the_first_update(
 ) -> None:
     tiny = {"model__width": 16, "model__ffn_width": 24, "model__heads": 2, "data__vocab_size": 300}
     brief = {"train__steps": 1, "train__batch_tokens": 512, "train__eval_every": 1, "train__eval_bleu_sentences": 0}
-    run = config("1L-1L", model__remat="none", data__numerals_pairs=200, train__best_metric="loss", **tiny, **brief)
+    few = {"data__numerals_pairs": 200, "model__alpha_steps": 10, "train__best_metric": "loss"}
+    run = config("1L-1L", model__remat="none", **tiny, **brief, **few)
     monkeypatch.setattr(devices, "memory", lambda: 1.1 * estimate.held_bytes(run))
     runs.train(run, Workdir(tmp_path))
     said = capsys.readouterr().err
+    assert "model.alpha_steps=10 is less than train.warmup_steps=4000" in said
     assert 0 < said.index("warning: an update may not fit") < said.index("step 1:"), said
     assert json.loads((tmp_path / "status.json").read_text())["status"] == "done"
 

@@ -172,11 +172,9 @@ def _validate_decode(config: Config) -> None:
     decode, depth = config.decode, config.model.decoder_layers
     if decode.nbest > decode.beam_size:
         raise UserError(f"config: decode.nbest={decode.nbest} is more than decode.beam_size={decode.beam_size}")
-    if config.model.family == "decoder":
-        bounded, longest = True, "max_new_tokens"
-    else:
-        bounded, longest = not decode.max_length_a, "max_length_b"
-    if bounded and decode.min_length > getattr(decode, longest):
+    decoder = config.model.family == "decoder"
+    longest = "max_new_tokens" if decoder else "" if decode.max_length_a else "max_length_b"
+    if longest and decode.min_length > getattr(decode, longest):
         raise UserError(
             f"config: decode.min_length={decode.min_length} is more than the maximum length, "
             f"decode.{longest}={getattr(decode, longest)}"

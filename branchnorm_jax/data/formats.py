@@ -103,8 +103,9 @@ def _plain(code: str) -> str:
 def _tsv(path: Path | UPath, languages: Pair) -> Iterator[Mapping[str, str]]:
     """Yields the lines of a file with tab-separated columns. Quotation marks are ordinary characters.
 
-    The first line names the languages of the columns (see `codes.named`); there may be further columns. A file
-    without such a line has two columns, in the order of the pair in its path, such as train.en-de.tsv.
+    The first line names the languages of the columns (see `codes.named`), in quotation marks or without; there may be
+    further columns. A file without such a line has two columns, in the order of the pair in its path, such as
+    train.en-de.tsv.
     """
     columns: list[str] = []
     for number, line in enumerate(text_lines(path), start=1):

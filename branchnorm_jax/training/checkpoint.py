@@ -100,6 +100,11 @@ def _sum(score: float) -> int:
     return zlib.crc32(repr(float(score)).encode())
 
 
+def _of_all(fault: str) -> str:
+    """Returns the first fault that a process of the run has found, or "". All processes must call it."""
+    return next(filter(None, hosts.gather(fault)), "")
+
+
 class Checkpoints:
     """The checkpoints of one workdir."""
 
@@ -397,14 +402,14 @@ class Checkpoints:
                 restored = reader.restore(step, args=ocp.args.Composite(**items, memory=ocp.args.JsonRestore()))
         except Exception as error:
             fault = self._fault(step, error)
-        fault = next(filter(None, hosts.gather(fault)), "")
+        fault = _of_all(fault)
         if not fault:
             try:
                 for name in items:
                     _check(CONTENTS[name], restored[name], restored["memory"]["checksums"][name])
             except Exception as error:  # The memory, too, may contain anything.
                 fault = _summary(error)
-            fault = next(filter(None, hosts.gather(fault)), "")
+            fault = _of_all(fault)
         return restored, fault
 
     def _fault(self, step: int, error: Exception) -> str:

@@ -47,22 +47,27 @@ def names(codes: Iterable[str]) -> dict[str, str]:
 def named(text: str, codes: Iterable[str]) -> str:
     """Returns the only code whose language a text names, or else the text.
 
-    The name is in English or in the language itself, or the code of ISO 639 with three letters.
+    The name is in English or in the language itself, or another code of the language.
 
-    >>> print(*(named(text, ["en", "de", "pt", "pt_BR"]) for text in ("English", "Deutsch", "deu", "Portuguese", "id")))
-    en de de Portuguese id
+    >>> texts = ("English", "Deutsch", "deu", "eng_Latn", "Portuguese", "id", "eng_words")
+    >>> print(*(named(text, ["en", "de", "pt", "pt_BR"]) for text in texts))
+    en de de en Portuguese id eng_words
     """
     plain = text.lower()
-    other = base(plain) if len(plain) == 3 else ""
+    other = base(plain) if CODE.fullmatch(plain) else ""
     meant = [code for code in codes if other == base(code) or plain in _called(code)]
     return meant[0] if len(meant) == 1 else text
 
 
+CODE = re.compile(r"[a-z]{2,3}([-_]([a-z]{2}|[a-z]{4}|\d{3}))*")
+"""A code in lower case: a language of ISO 639, then scripts and regions."""
+
+
 def _called(code: str) -> set[str]:
     """Returns the English name of a language and its own, in lower case, as far as the Unicode CLDR knows them."""
-    language = base(code)
-    known = {locale: Locale(locale) for locale in ("en", language) if locale_exists(locale)}
-    return {locale.languages[language].lower() for locale in known.values() if language in locale.languages}
+    languages = {base(code), re.split("[-_]", code)[0].lower()}
+    known = [Locale(language) for language in ("en", *languages) if len(language) < 4 and locale_exists(language)]
+    return {locale.languages[each].lower() for locale in known for each in languages if each in locale.languages}
 
 
 def _forms(code: str) -> tuple[str, str, str]:

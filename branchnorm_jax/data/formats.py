@@ -21,6 +21,10 @@ class UnpairedWarning(OneLineWarning):
     """Units of a file are no pairs."""
 
 
+class NoHeaderWarning(OneLineWarning):
+    """The first line of a file looks like the names of its columns, but is read as a pair."""
+
+
 def pairs_in(path: Path | UPath, languages: Pair) -> Iterator[Pair]:
     """Streams the sentence pairs of a file, in constant memory.
 
@@ -112,25 +116,30 @@ def _tsv(path: Path | UPath, languages: Pair) -> Iterator[Mapping[str, str]]:
         fields = line.split("\t")
         if number == 1:
             header = [name.strip().strip('"') for name in fields]
-            rest = [language for language in languages if code_of(language, tuple(header)) is None]
-            header = [named(name, rest) for name in header]
-            found = {code_of(language, tuple(header)) for language in languages} - {None}
-            columns = header if len(found) == 2 else _named_order(path, languages)
+            if None in codes_of(languages, tuple(header)):
+                codes = {name for name in header if any(code_of(language, (name,)) for language in languages)}
+                header = [name if name in codes else named(name, languages) for name in header]
+            found = {*codes_of(languages, tuple(header))} - {None}
+            columns = header if len(found) == 2 else _named_order(path, languages, line)
             if columns is header:
-                if twice := [name for name in header if name in found and header.count(name) > 1]:
+                plain = [_plain(name) for name in header]
+                if twice := [name for name in header if name in found and plain.count(_plain(name)) > 1]:
                     raise UserError(f"{path}, line 1: two columns are called {twice[0]}; rename the unused one")
                 continue
+            if all(re.fullmatch(r"[^\W\d_]+([-_]\w+)*", name) for name in header):
+                what = f"{line[:60]!r} is read as a pair of sentences, because it does not name the languages"
+                warnings.warn(f"{path}, line 1: {what}", NoHeaderWarning, stacklevel=2)
         if not line.strip():
             fields = [""] * len(columns)
         if len(fields) != len(columns):
             raise UserError(
                 f"{path}, line {number}: {len(fields)} columns instead of {len(columns)}; a tab separates "
-                f"{' and '.join(columns)}, and no text may contain one"
+                f"{' and '.join(filter(None, columns))}, and no text may contain one"
             )
         yield dict(zip(columns, fields, strict=True))
 
 
-def _named_order(path: Path | UPath, languages: Pair) -> list[str]:
+def _named_order(path: Path | UPath, languages: Pair, line: str) -> list[str]:
     """Returns the languages in the order of the pair in the path.
 
     To take the first column as the source would swap the languages when a file is read in the other direction.
@@ -140,8 +149,9 @@ def _named_order(path: Path | UPath, languages: Pair) -> list[str]:
     if not found:
         names = "<TAB>".join(languages)
         raise UserError(
-            f"{path}, line 1: which column is which language is unknown; make {names} (or the reverse) the first line, "
-            f"or name the file such as train.{'-'.join(languages)}.tsv, with data.files={{split}}.{{pair}}.tsv"
+            f"{path}, line 1 ({line[:60]!r}): which column is which language is unknown; make {names} (or the reverse) "
+            f"the first line, or name the file such as train.{'-'.join(languages)}.tsv, with "
+            "data.files={split}.{pair}.tsv"
         )
     return [code for code in found[-1] if code]
 

@@ -3,6 +3,7 @@
 import dataclasses
 import gzip
 import json
+import re
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from branchnorm_jax.data.corpus import Pair, corpus_key, read_pairs
-from branchnorm_jax.data.formats import UnpairedWarning, format_of, pairs_in
+from branchnorm_jax.data.formats import NoHeaderWarning, UnpairedWarning, format_of, pairs_in
 from branchnorm_jax.errors import UserError
 from branchnorm_jax.options import DataConfig
 from tests.data.test_corpus import COMPRESS
@@ -157,20 +158,73 @@ def test_the_path_tells_the_order_of_columns_without_a_first_line(
 ) -> None:
     path = tmp_path / name
     path.parent.mkdir(exist_ok=True)
-    path.write_text("one\ttwo\n\t\n\n")
-    first = dict(zip(columns, ("one", "two"), strict=True))
+    path.write_text("One.\tTwo.\n\t\n\n")
+    first = dict(zip(columns, ("One.", "Two."), strict=True))
     assert list(pairs_in(path, ("en", "de"))) == [(first["en"], first["de"]), ("", ""), ("", "")]
     assert next(pairs_in(path, ("de", "en"))) == (first["de"], first["en"])
 
 
 @pytest.mark.parametrize(
     "header",
-    ["English\tGerman\tNotes", " en \tde\tnotes", "EN-gb\tgerman\tnotes", 'eng\t"Deutsch"\tx', "en\tde\tGerman"],
+    [
+        "English\tGerman\tNotes",
+        " en \tde\tnotes",
+        "EN-gb\tgerman\tnotes",
+        'eng\t"Deutsch"\tx',
+        "en\tde\tGerman",
+        "eng_Latn\tdeu_Latn\tid",
+    ],
 )
 def test_the_first_line_may_name_languages_in_english(tmp_path: Path, header: str) -> None:
     path = tmp_path / "train.de-en.tsv"
     path.write_text(f"{header}\none\teins\t\nEnglish\tEnglisch\t\n")
     assert list(pairs_in(path, ("en", "de"))) == [("one", "eins"), ("English", "Englisch")]
+
+
+@pytest.mark.parametrize(
+    ("languages", "header"),
+    [
+        (("eng", "deu"), "en\tde"),
+        (("en", "tl"), "English\tTagalog"),
+        (("en", "tl"), "English\tFilipino"),
+        (("en", "sh"), "English\tSerbo-Croatian"),
+        (("en", "no"), "English\tNorwegian"),
+        (("en", "nb"), "English\tnorsk bokmål"),
+        (("pt", "pt_BR"), "pt-PT\tpt-BR"),
+        (("gaa", "ga"), "gaa\tga"),
+    ],
+)
+def test_the_first_line_may_name_any_language(tmp_path: Path, languages: tuple[str, str], header: str) -> None:
+    path = tmp_path / f"train.{'-'.join(languages)}.tsv"
+    path.write_text(f"{header}\none\teins\n")
+    assert list(pairs_in(path, languages)) == [("one", "eins")]
+
+
+@pytest.mark.parametrize(
+    ("languages", "header"),
+    [
+        (("en", "id"), "id\tEnglish\tIndonesian"),
+        (("en", "id"), "id\teng\tind"),
+        (("en", "no"), "No\tEnglish\tNorwegian"),
+        (("en", "de"), "en\tEnglish\tGerman"),
+    ],
+)
+def test_a_code_and_a_name_of_one_language_are_ambiguous(
+    tmp_path: Path, languages: tuple[str, str], header: str
+) -> None:
+    """The column "id" has the numbers of the lines."""
+    path = tmp_path / f"train.{'-'.join(languages)}.tsv"
+    path.write_text(f"{header}\n1\tone\tsatu\n")
+    with pytest.raises(UserError, match=r"line 1: two columns are called \w\w; rename the unused one"):
+        list(pairs_in(path, languages))
+
+
+@pytest.mark.parametrize("header", ["source\ttarget", "Englisch\tDeutsch"])
+def test_names_that_are_read_as_sentences_are_reported(tmp_path: Path, header: str) -> None:
+    path = tmp_path / "train.en-de.tsv"
+    path.write_text(f"{header}\none\teins\n")
+    with pytest.warns(NoHeaderWarning, match=f"line 1: {re.escape(repr(header))} is read as a pair of sentences"):
+        assert list(pairs_in(path, ("en", "de"))) == [tuple(header.split("\t")), ("one", "eins")]
 
 
 # From the TMX 1.4b specification: inline elements, other attributes of languages, and units without a language.
@@ -206,7 +260,7 @@ def test_tmx_segments_are_read_without_formatting_codes(tmp_path: Path, encoding
 @pytest.mark.parametrize(
     ("name", "content", "parts"),
     [
-        ("a.tsv", "one\teins\n", [", line 1: which column is which", "en<TAB>de", "{split}.{pair}.tsv"]),
+        ("a.tsv", "one\teins\n", [", line 1 ('one\\teins'): which column is which", "en<TAB>de", "{split}.{pair}.tsv"]),
         ("a.tsv", "en\tde\none\teins\ntwo\n", [", line 3: 1 columns instead of 2", "en and de"]),
         ("a.tsv", "en\tde\tde\none\teins\tuno\n", [", line 1: two columns are called de; rename the unused one"]),
         ("a.en-de.tsv", "one\teins\nx\ty\tz\n", [", line 2: 3 columns instead of 2"]),

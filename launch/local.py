@@ -71,7 +71,8 @@ def main() -> int:
             process.send_signal(sent)
 
     for number in FORWARDED:
-        signal.signal(number, forward)
+        if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
+            signal.signal(number, forward)
     readers = []
     for index, process in enumerate(processes):
         if not hosts:

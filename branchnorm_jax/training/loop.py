@@ -501,14 +501,8 @@ class Run:
             return
         rate = float(self.rate(self.state.step) * self.state.rate_scale)
         logs.say(f"training from step {self.step} to {self.total}; the learning rate is {rate:.2e} now")
-        if 0 < self.total < self.config.train.warmup_steps:
-            logs.say(f"the run ends before its warm-up: train.warmup_steps={self.config.train.warmup_steps}")
-        model, grows = self.config.model, self.model.recipe.branch.end is not None
-        if grows and model.alpha_order == "equal" and model.alpha_steps < self.config.train.warmup_steps:
-            logs.say(
-                f"alpha grows faster than the learning rate (model.alpha_steps={model.alpha_steps} is less than "
-                f"train.warmup_steps={self.config.train.warmup_steps}): deep encoders may collapse, see docs/depth.md"
-            )
+        for line in schedules.doubts(self.config, self.total, int(self.state.clock)):
+            logs.say(line)
 
 
 # One program: the sums of sharded leaves, dispatched one by one, can overlap and wait for each other across processes.

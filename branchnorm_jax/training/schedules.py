@@ -186,6 +186,35 @@ def peak(train: TrainConfig, width: int) -> float:
     return train.learning_rate * factor
 
 
+def doubts(config: Config, updates: int, clock: int) -> list[str]:
+    """Returns lines for the user about schedules that may be wrong for a run of `updates` updates.
+
+    `clock` is the number of updates in which alpha has grown already.
+    """
+    train, model, lines = config.train, config.model, []
+    warmup, schedule = train.warmup_steps, learning_rate(train, model.width)
+
+    def share(update: int) -> float:
+        """Returns which part of the peak the learning rate has reached; 1 after a warm-up, or without one."""
+        rate, peak = (float(schedule(jnp.int32(each))) for each in (update, warmup))
+        return rate / peak if update < warmup and rate < peak else 1.0
+
+    if 0 < updates < warmup and share(updates) < 1:
+        lines.append(
+            f"the run ends in its warm-up: at the end, the learning rate has reached {share(updates):.1%} of its peak; "
+            f"lower train.warmup_steps={warmup}, for example to a tenth of the {updates:,} updates"
+        )
+    grows = get_recipe(model.method).grows and model.alpha_order == "equal" and "encoder" in model.stacks
+    if grows and clock < model.alpha_steps < warmup and share(model.alpha_steps) < 1:
+        start, end = (growth.alpha(model)(jnp.int32(each))["encoder"] for each in (0, model.alpha_steps))
+        if (start < end).any():
+            lines.append(
+                f"alpha grows faster than the learning rate (model.alpha_steps={model.alpha_steps} is less than "
+                f"train.warmup_steps={warmup}): deep encoders may collapse, see docs/depth.md"
+            )
+    return lines
+
+
 def rates(config: Config) -> Callable[[jax.Array, Alpha, jax.Array], dict[str, jax.Array]]:
     """Returns a function (step, alpha, rate) -> learning rates by part of the parameters.
 

@@ -1,6 +1,7 @@
 """Compares learning rates and alpha with the values from the papers' code."""
 
 import dataclasses
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -294,3 +295,33 @@ def test_without_decay_steps_the_decay_ends_with_the_run() -> None:
     options = schedules.with_end(TrainConfig(schedule="polynomial", warmup_steps=10, decay_steps=0), 50)
     rate = schedules.learning_rate(options, 512)
     assert [float(rate(jnp.int32(step))) == 0 for step in (30, 49, 50)] == [False, False, True]
+
+
+SHORT = {"train": {"warmup_steps": 100, "decay_steps": 1000}, "model": {"alpha_steps": 50}}
+"""Alpha has grown when half of the warm-up is over."""
+
+
+@pytest.mark.parametrize(
+    ("train", "model", "updates", "clock", "found"),
+    [
+        ({}, {}, 1000, 0, ["alpha grows faster"]),
+        ({}, {}, 1000, 49, ["alpha grows faster"]),
+        ({}, {}, 1000, 50, []),
+        ({}, {"alpha_steps": 100}, 1000, 0, []),
+        ({}, {"alpha_start": "1", "alpha_end": "1"}, 1000, 0, []),
+        ({}, {"alpha_order": "linear"}, 1000, 0, []),
+        ({}, {"method": "pre_ln"}, 1000, 0, []),
+        ({}, {"family": "decoder"}, 1000, 0, []),
+        ({"schedule": "inverse_sqrt_nowarmup"}, {}, 50, 0, []),
+        ({"warmup_init": 0.0}, {"method": "pre_ln"}, 25, 0, ["in its warm-up: at the end.* reached 25.0% of its peak"]),
+        ({}, {"method": "pre_ln"}, 100, 0, []),
+    ],
+)
+def test_doubts(train: dict[str, Any], model: dict[str, Any], updates: int, clock: int, found: list[str]) -> None:
+    options = Config(
+        train=TrainConfig(**{**SHORT["train"], "learning_rate": 1e-3, **train}),
+        model=ModelConfig(**{**SHORT["model"], **model}),
+    )
+    lines = schedules.doubts(options, updates, clock)
+    assert len(lines) == len(found)
+    assert all(re.search(*pair) for pair in zip(found, lines, strict=True)), lines

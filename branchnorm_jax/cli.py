@@ -46,6 +46,9 @@ MODES = {
     "help": "list every option with its default and unit",
 }
 
+SHARED = {"train", "evaluate", "sweep"}
+"""Modes that several processes run together."""
+
 TRANSLATION = {"translate", "serve", "score", "clean", "import"}
 """Modes that need a model for translation."""
 
@@ -399,9 +402,14 @@ def run(mode: str, config: Config, workdir: Workdir) -> None:
     if mode in TRANSLATION and config.model.family == "decoder":
         raise UserError(f"--mode={mode} needs a translation model; {workdir.path} has a language model")
     if mode == "train" and config.sweep.grid:
-        raise UserError("config: sweep.grid has several runs: add --mode=sweep, or --config.sweep.grid= to train one")
+        raise UserError(
+            "config: sweep.grid has several runs: add --mode=sweep, or train one run in another --workdir with "
+            "--config.sweep.grid="
+        )
     hosts.start(config.parallel)
     heed_signals()  # JAX has replaced the handler of SIGTERM if there are several processes.
+    if jax.process_count() > 1 and mode not in SHARED:
+        raise UserError(f"--mode={mode} runs in a single process, but there are {jax.process_count()}")
     cache = os.environ.get("JAX_COMPILATION_CACHE_DIR") or str((workdir / "compile_cache").absolute())
     jax.config.update("jax_compilation_cache_dir", cache)
     if mode == "train" and hosts.is_first():

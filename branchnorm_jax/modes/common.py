@@ -23,7 +23,7 @@ from branchnorm_jax.errors import MismatchError, MissingExtraError, UserError
 from branchnorm_jax.model.coefficients import Alpha
 from branchnorm_jax.model.parameters import Params
 from branchnorm_jax.model.transformer import Transformer
-from branchnorm_jax.options import Config, DecodeConfig
+from branchnorm_jax.options import Config, DataConfig, DecodeConfig
 from branchnorm_jax.tokens import EOS, UNK
 from branchnorm_jax.training import logs
 from branchnorm_jax.training.digests import checksums
@@ -109,6 +109,11 @@ def member(path: str, tokenizer: Tokenizer, config: Config) -> Member:
         )
     params, alpha, _ = restore_model(theirs, workdir, model, which)
     return Member(model, params, alpha)
+
+
+def text_options(data: DataConfig) -> dict[str, str]:
+    """Returns the options that tell which text is evaluated."""
+    return {name: getattr(data, name) for name in ("path", "files", "valid_split", "test_split")}
 
 
 def count_split(results: Iterable[Sequence[Translation]]) -> int:

@@ -1,21 +1,26 @@
 """--mode=evaluate: translates the test splits and scores them."""
 
 import itertools
+from collections.abc import Sequence
 
 from branchnorm_jax.data.corpus import check_texts, read_pairs
+from branchnorm_jax.data.tokenizer import Tags
 from branchnorm_jax.evaluation.bleu import Score, mean_of
 from branchnorm_jax.evaluation.comet import load_comet
 from branchnorm_jax.evaluation.evaluate import format_table, score_split, write_results
 from branchnorm_jax.evaluation.language import right_language
-from branchnorm_jax.modes.common import count_split, load, say_split
+from branchnorm_jax.modes.common import load, say_split, text_options
 from branchnorm_jax.modes.language import evaluate_text
 from branchnorm_jax.options import Config
+from branchnorm_jax.parallel import hosts
 from branchnorm_jax.training import logs
 from branchnorm_jax.workdir import Workdir
 
 
 def evaluate(config: Config, workdir: Workdir) -> None:
     """Translates the splits of `evaluate.splits`, scores them, and writes results.json and evaluation/.
+
+    Of several processes each translates its share, and the first one scores and writes.
 
     A run with several language pairs evaluates all of them, or those of `evaluate.pairs`, which may include pairs that
     were never trained. The score "test" is then the mean over "test.en-de", "test.fr-de" and so on.
@@ -32,12 +37,13 @@ def evaluate(config: Config, workdir: Workdir) -> None:
         # Read a line of every file before the first translation, so that a faulty file is reported at once.
         next(read_pairs(direction, split), None)
     logs.say(f"evaluating the checkpoint of step {trained.step} (decode.checkpoint={config.decode.checkpoint})")
-    comet = [load_comet(config.evaluate.comet)] if config.evaluate.comet else []
+    comet = [load_comet(config.evaluate.comet)] if config.evaluate.comet and hosts.is_first() else []
     decode = {"checkpoint": config.decode.checkpoint, "ensemble": config.decode.ensemble, **config.decode.search}
     run = {
         "step": trained.step,
         "models": trained.checksums,
         "pairs": config.evaluate.pairs or data.pairs,
+        **text_options(data),
         **decode,
     }
     results: dict[str, list[Score]] = {}
@@ -51,15 +57,24 @@ def evaluate(config: Config, workdir: Workdir) -> None:
             logs.say(
                 f"{name}: {len(empty)} pairs have an empty side, the first in line {empty[0]}; they are scored, too"
             )
-        with logs.progress_bar(len(sources), 0, "line", name) as bar:
-            nbest = trained.translator.translate(
-                trained.params, trained.alpha, sources, progress=bar.update, tags=[tag] * len(sources)
-            )
-        say_split(count_split(nbest), config.decode, trained.translator.limit)
-        texts = {"source": sources, "reference": references, "hypothesis": [best.text for best, *_ in nbest]}
+
+        def translate(share: Sequence[str], name: str = name, tag: Tags = tag) -> list[tuple[str, bool]]:
+            with logs.progress_bar(len(share), 0, "line", name) as bar:
+                found = trained.translator.translate(
+                    trained.params, trained.alpha, share, progress=bar.update, tags=[tag] * len(share)
+                )
+            return [(best.text, bool(best.parts)) for best, *_ in found]
+
+        hypotheses, split_up = zip(*hosts.in_shares(sources, translate, "which translates"), strict=True)
+        say_split(sum(split_up), config.decode, trained.translator.limit)
+        if not hosts.is_first():
+            continue
+        texts = {"source": sources, "reference": references, "hypothesis": hypotheses}
         results[name] = score_split(directory, name, texts, direction.target_lang, [*right, *comet])
         each.setdefault(split, []).append(results[name])
         write_results(workdir / "results.json", results, directory, run)
+    if not hosts.is_first():
+        return
     if data.pairs:
         results |= {split: mean_of(scores) for split, scores in each.items()}
         write_results(workdir / "results.json", results, directory, run)

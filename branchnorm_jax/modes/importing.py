@@ -50,8 +50,6 @@ def import_(config: Config, workdir: Workdir) -> None:
     """
     if not config.import_.path:
         raise UserError("config: --mode=import needs --config.import.path=<folder of the model>")
-    if jax.process_count() > 1:
-        raise UserError("--mode=import runs in one process")
     folder = Path(config.import_.path)
     if real(folder) == real(workdir.path):
         raise UserError("--workdir is the folder of the model itself; choose another --workdir")

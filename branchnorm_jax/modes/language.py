@@ -16,9 +16,10 @@ from branchnorm_jax.evaluation.evaluate import format_table, write_results
 from branchnorm_jax.evaluation.text import scores, write_lines
 from branchnorm_jax.export import fold, opt
 from branchnorm_jax.files import atomic_directory
-from branchnorm_jax.modes.common import compared, read_chunks
+from branchnorm_jax.modes.common import compared, read_chunks, text_options
 from branchnorm_jax.modes.lines import opened
 from branchnorm_jax.options import Config
+from branchnorm_jax.parallel import hosts
 from branchnorm_jax.training import logs
 from branchnorm_jax.training.digests import checksums
 from branchnorm_jax.training.trained import restore
@@ -40,7 +41,8 @@ def evaluate_text(config: Config, workdir: Workdir) -> None:
     tokenizer, model, params, alpha, step = restore(config, workdir)
     logs.say(f"evaluating the checkpoint of step {step} (decode.checkpoint={config.decode.checkpoint})")
     directory, results = workdir / "evaluation", dict[str, list[Score]]()
-    run = {"step": step, "models": [checksums((params, alpha)).tolist()], "checkpoint": config.decode.checkpoint}
+    model_of = {"step": step, "models": [checksums((params, alpha)).tolist()], "checkpoint": config.decode.checkpoint}
+    run = model_of | text_options(config.data)
     for split in config.evaluate.split_names:
         text = build_text(config.data, tokenizer, split, workdir / "corpus")
         logs.say(text.describe(split))
@@ -48,10 +50,12 @@ def evaluate_text(config: Config, workdir: Workdir) -> None:
         with logs.progress_bar(len(chosen.begin), 0, "window", split) as bar:
             nll = token_nll(model, params, alpha, text, chosen, config.decode.batch_tokens, bar.update)
         results[split] = scores(nll, text, context, stride)
-        directory.mkdir(exist_ok=True)
-        write_lines(directory / f"{split}.lines.tsv", nll, text)
-        write_results(workdir / "results.json", results, directory, run)
-    print(format_table(results))
+        if hosts.is_first():
+            directory.mkdir(exist_ok=True)
+            write_lines(directory / f"{split}.lines.tsv", nll, text)
+            write_results(workdir / "results.json", results, directory, run)
+    if hosts.is_first():
+        print(format_table(results))
 
 
 def generate(config: Config, workdir: Workdir) -> None:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import socket
 import time
 from pathlib import Path
 
@@ -45,6 +46,9 @@ def train(config: Config, workdir: Workdir) -> None:
     memory = devices.memory()
     if jax.process_count() > 1:
         hosts.agree(to_flat(config) | {"git revision": logs.git_revision()} | logs.environment()["versions"])
+        machines = hosts.gather(socket.gethostname())
+        if jax.default_backend() == "cpu":  # The processes of a machine share its memory.
+            memory /= machines.count(socket.gethostname())
         memory = min(map(float, hosts.gather(str(memory))))
     fitted = planning.resolve_remat(config, memory)
     if hosts.is_first() and fitted.model.remat not in ("none", config.model.remat):
@@ -234,6 +238,8 @@ def sweep(config: Config, workdir: Workdir) -> None:
             except DivergedError as error:
                 logs.say(f"{name}: {error}")
             jax.clear_caches()
+        if not hosts.is_first():
+            continue
         rows = sweeping.collect(folders, sweeping.main_metric(config))
         if config.sweep.baseline:
             sweeping.compare(rows, folders, config.sweep.baseline, config.data.target_lang)
@@ -243,4 +249,5 @@ def sweep(config: Config, workdir: Workdir) -> None:
         if drawing:
             draw_sweep(rows, config.sweep.column_names, workdir / "sweep.png")
             draw_runs(folders, workdir / "sweep_curves.png")
-    print(table, end="")
+    if hosts.is_first():
+        print(table, end="")

@@ -97,6 +97,26 @@ def test_processes_share_the_translation_of_a_validation(tmp_path: Path) -> None
 
 
 @pytest.mark.slow
+def test_processes_share_an_evaluation_and_a_sweep(tmp_path: Path) -> None:
+    """The first process alone writes and prints; other modes refuse several processes."""
+    short = ("--config.train.steps=2", "--config.train.eval_every=0")
+    sweep = ("--mode=sweep", *OPTIONS, *short, "--config.sweep.grid=method=branchnorm,rezero", f"--workdir={tmp_path}")
+    code, output = run_hosts(*sweep, devices=1)
+    assert code == 0, output
+    assert output.count("| test BLEU |") == 1
+    run = tmp_path / "branchnorm"
+    texts = {path.name: path.read_text() for path in (run / "evaluation").iterdir()}
+    before = json.loads((run / "results.json").read_text())
+    done = run_main("--mode=evaluate", f"--workdir={run}")
+    assert done.returncode == 0, done.stderr
+    assert {path.name: path.read_text() for path in (run / "evaluation").iterdir()} == texts
+    assert json.loads((run / "results.json").read_text()) == before
+    code, output = run_hosts("--mode=translate", f"--workdir={run}", devices=1)
+    assert code == 2
+    assert "--mode=translate runs in a single process, but there are 2" in output
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("receiver", "number"),
     [
@@ -316,6 +336,21 @@ def test_second_run_in_a_workdir_is_rejected_by_all_processes(tmp_path: Path) ->
     finally:
         first.terminate()
         first.communicate()
+
+
+def test_local_launcher_ignores_the_signals_that_nohup_ignores() -> None:
+    """Its processes must not get SIGTERM in place of SIGHUP."""
+    program = "import sys, time; print('ready', flush=True); time.sleep(1); print('alive')"
+    launcher = [sys.executable, "launch/local.py", "-n", "1", "--", sys.executable, "-c", program]
+    process = subprocess.Popen(["nohup", *launcher], cwd=ROOT, text=True, stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    for line in process.stdout:
+        if "ready" in line:
+            break
+    process.send_signal(signal.SIGHUP)
+    output, _ = process.communicate(timeout=60)
+    assert "alive" in output
+    assert process.returncode == 0
 
 
 def test_local_launcher_prints_its_commands() -> None:

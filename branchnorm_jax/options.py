@@ -898,12 +898,6 @@ class CompareConfig:
     reference: str = option("", "file of references; empty: the references in the first workdir", free=True)
     split: str = option("test", "split to compare, for systems that are workdirs", free=True)
 
-    def named(self) -> list[tuple[str, str]]:
-        """Returns `systems` as (name, path). A name has no slash; the path of a sweep's run may contain "="."""
-        parts = (part.strip() for part in self.systems.split(",") if part.strip())
-        found = (re.fullmatch("(?:([^/=]*)=)?(.*)", part, re.DOTALL) for part in parts)
-        return [(one[1] or one[2], one[2]) for one in found if one]
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ExportConfig:
@@ -1055,7 +1049,7 @@ class SweepConfig:
     @property
     def column_names(self) -> list[str]:
         """`columns` as a list."""
-        return [name.strip() for name in self.columns.split(",")]
+        return [name.strip() for name in self.columns.split(",") if name.strip()]
 
 
 @dataclasses.dataclass(frozen=True)

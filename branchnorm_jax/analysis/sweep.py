@@ -331,7 +331,8 @@ def cells(rows: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> dict[tup
 def to_markdown(rows: Sequence[Mapping[str, Any]], columns: Sequence[str], baseline: str) -> str:
     """Returns the content of sweep.md: the main score, mean over seeds and half their range.
 
-    A star marks cells in which every run differs significantly from the baseline.
+    In brackets is how many of several seeds have a score, and the status of the others. A star marks cells in which
+    every run differs significantly from the baseline.
     """
     table, metric = cells(rows, columns), metric_of(rows)
     digits, of_spread = DIGITS[metric]
@@ -340,13 +341,14 @@ def to_markdown(rows: Sequence[Mapping[str, Any]], columns: Sequence[str], basel
     def cell(found: Sequence[Mapping[str, Any]]) -> str:
         if not found:
             return ""
-        unscored = [row["status"] for row in found if row[metric] is None]
-        if unscored:
-            return ", ".join(dict.fromkeys(unscored))
-        scores = [row[metric] for row in found]
+        scores = [row[metric] for row in found if row[metric] is not None]
+        others = ", ".join(dict.fromkeys(row["status"] for row in found if row[metric] is None))
+        if not scores:
+            return others
+        note = f" ({len(scores)} of {len(found)}, {others})" if others else ""
         star = "*" if all((row.get("p_value") or 1.0) < SIGNIFICANT for row in found) else ""
         spread = f" ± {(max(scores) - min(scores)) / 2:.{of_spread}f}" if len(scores) > 1 else ""
-        return f"{statistics.mean(scores):.{digits}f}{spread}{star}"
+        return f"{statistics.mean(scores):.{digits}f}{spread}{star}{note}"
 
     text = [f"| {TITLES[metric]} | {' | '.join(across)} |", "|---|" + "---|" * len(across)]
     text += [f"| {row} | {' | '.join(cell(table.get((row, column), [])) for column in across)} |" for row in down]

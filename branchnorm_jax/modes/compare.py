@@ -1,6 +1,7 @@
 """--mode=compare: compares two or more systems on one test set."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 from branchnorm_jax.bucket import is_url
@@ -19,12 +20,13 @@ from branchnorm_jax.workdir import Workdir
 def compare(config: Config, workdir: Workdir) -> None:
     """Compares the systems of `compare.systems`; prints a table, writes compare.json and compare.html."""
     split, reference = config.compare.split, config.compare.reference
-    names = [name for name, _ in config.compare.named()]
+    given = systems_of(config.compare.systems)
+    names = [name for name, _ in given]
     if len(names) < 2:
         raise UserError("compare: needs two systems; give compare.systems=runs/a,runs/b, or files of translations")
     if twice := next((name for name in names if names.count(name) > 1), ""):
         raise UserError(f"compare: two systems are called {twice!r}; write name=path")
-    if losses := losses_of(config.compare):
+    if losses := losses_of(config.compare, given):
         compared = compare_texts(losses)
         workdir.create()
         write_atomically(workdir / "compare.json", json.dumps(compared, indent=2) + "\n")
@@ -32,7 +34,7 @@ def compare(config: Config, workdir: Workdir) -> None:
         return
     systems: dict[str, list[str]] = {}
     evaluated: list[Workdir] = []
-    for name, path in config.compare.named():
+    for name, path in given:
         if is_url(path) or Path(path).is_dir():
             evaluated.append(Workdir.open(path))
             systems[name] = written(evaluated[-1], split, "hypothesis")
@@ -65,14 +67,27 @@ def compare(config: Config, workdir: Workdir) -> None:
     print(*comparing.write(comparison, workdir.path), sep="\n")
 
 
-def losses_of(config: CompareConfig) -> dict[str, LineLosses]:
+def systems_of(text: str) -> list[tuple[str, str]]:
+    """Returns `compare.systems` as (name, path). The name is the path itself, unless the part is name=path.
+
+    A part that exists is a path, and a name has no slash, because the folders of a sweep's runs contain "=".
+    """
+    systems = []
+    for part in filter(None, map(str.strip, text.split(","))):
+        name, equals, path = part.partition("=")
+        is_path = not equals or "/" in name or Path(part).exists()
+        systems.append((part, part) if is_path else (name or path, path))
+    return systems
+
+
+def losses_of(config: CompareConfig, systems: Sequence[tuple[str, str]]) -> dict[str, LineLosses]:
     """Returns the losses of the language models to compare, by name; {} if the systems are not language models."""
-    runs = {name: Workdir.open(path) for name, path in config.named() if is_url(path) or Path(path).is_dir()}
+    runs = {name: Workdir.open(path) for name, path in systems if is_url(path) or Path(path).is_dir()}
     saved = {name: run / "config.json" for name, run in runs.items()}
     decoders = [name for name in runs if saved[name].exists() and load_config(saved[name]).model.family == "decoder"]
     if not decoders:
         return {}
-    if others := [path for name, path in config.named() if name not in decoders]:
+    if others := [path for name, path in systems if name not in decoders]:
         raise UserError(f"compare: {others[0]} is no folder of a language model, but {decoders[0]} is")
     if config.reference:
         raise UserError("compare: compare.reference is for translations; language models are compared on their text")
@@ -85,8 +100,10 @@ def written(workdir: Workdir, split: str, side: str) -> list[str]:
     Raises:
       UserError: if the split was not evaluated in this workdir.
     """
-    path = workdir / "evaluation" / f"{split}.{side}"
+    path, config = workdir / "evaluation" / f"{split}.{side}", workdir / "config.json"
     if not path.exists():
+        if config.exists() and load_config(config).sweep.grid and not workdir.has_checkpoints:
+            raise UserError(f"compare: {workdir.path} is the folder of a sweep; name the folders of its runs")
         splits = ", ".join(sorted(file.stem for file in path.parent.glob(f"*.{side}"))) or "none"
         raise UserError(
             f"{path}: no such file; evaluated splits: {splits}; change compare.split or run --mode=evaluate"

@@ -169,6 +169,9 @@ def test_table_shows_means_and_significance() -> None:
         row("post_ln", "6L-6L", "1", 32.0, 0.02),
         row("post_ln", "18L-18L", "0", None, None, "diverged"),
         row("deepnorm", "6L-6L", "0", 29.0, None),
+        row("rezero", "6L-6L", "0", 27.0, 0.01),
+        row("rezero", "6L-6L", "1", None, None, "not run"),
+        row("rezero", "6L-6L", "2", None, None, "not run"),
         row("rezero", "18L-18L", "0", 28.0, 0.5),
     ]
     assert sweep.to_markdown(rows, ["depth"], "deepnorm").splitlines()[:5] == [
@@ -176,7 +179,7 @@ def test_table_shows_means_and_significance() -> None:
         "|---|---|---|",
         "| post_ln | 31.00 ± 1.0* | diverged |",
         "| deepnorm | 29.00 |  |",
-        "| rezero |  | 28.00 |",
+        "| rezero | 27.00 (1 of 3, not run) | 28.00 |",
     ]
 
 

@@ -25,6 +25,7 @@ from branchnorm_jax.evaluation.compare import (
     write,
 )
 from branchnorm_jax.modes.compare import compare as mode_compare
+from branchnorm_jax.modes.compare import systems_of
 from branchnorm_jax.options import CompareConfig, Config, DataConfig
 from branchnorm_jax.workdir import Workdir
 from tests.conftest import run_main
@@ -236,9 +237,12 @@ def test_page_and_table_name_the_language(comparison: dict[str, Any], tmp_path: 
     assert "60 lines, scored as de." in write(comparison, tmp_path)[1].read_text(encoding="utf-8")
 
 
-def test_names_of_systems() -> None:
+def test_names_of_systems(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "seed=1").mkdir()
+    assert systems_of("seed=1,seed=2") == [("seed=1", "seed=1"), ("seed", "2")]
     systems = "runs/s/post_ln-learning_rate=1e-3, b=runs/s/seed=1-6L,plain ,=x"
-    assert CompareConfig(systems=systems).named() == [
+    assert systems_of(systems) == [
         ("runs/s/post_ln-learning_rate=1e-3", "runs/s/post_ln-learning_rate=1e-3"),
         ("b", "runs/s/seed=1-6L"),
         ("plain", "plain"),

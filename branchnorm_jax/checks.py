@@ -171,7 +171,9 @@ def _validate_decode(config: Config) -> None:
     """Checks the options of translation. Raises `UserError` if they are invalid."""
     decode, depth = config.decode, config.model.decoder_layers
     if decode.nbest > decode.beam_size:
-        raise UserError(f"config: decode.nbest={decode.nbest} is more than decode.beam_size={decode.beam_size}")
+        raise UserError(
+            f"config: decode.nbest={decode.nbest} is more than decode.beam_size={decode.beam_size}; raise that as well"
+        )
     decoder = config.model.family == "decoder"
     longest = "max_new_tokens" if decoder else "" if decode.max_length_a else "max_length_b"
     if longest and decode.min_length > getattr(decode, longest):

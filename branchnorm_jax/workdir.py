@@ -232,8 +232,8 @@ class Workdir:
         ]
         if changed:
             raise UserError(
-                f"{self.path}: the data of this run changed ({'; '.join(changed)}); restore the old files or "
-                f"choose another --workdir"
+                f"{self.path}: the data of this run changed ({'; '.join(changed)}); restore the old files, or "
+                "choose another --workdir, with train.finetune_from for this model as its start"
             )
 
     def data_identity(self) -> dict[str, str]:

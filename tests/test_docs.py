@@ -85,14 +85,20 @@ def test_translation_guide_runs_from_text_files_to_a_server(checkout: Path) -> N
             server.terminate()
             server.wait()
     assert len((checkout / "test.hypothesis").read_text(encoding="utf-8").splitlines()) == 20
-    for name in ("runs/mine/curves.png", "runs/mine/results.json", "runs/both/compare.html", "runs/many/status.json"):
+    for name in (
+        "runs/mine/curves.png",
+        "runs/mine/results.json",
+        "runs/both/compare.html",
+        "runs/many/status.json",
+        "runs/tuned/status.json",
+    ):
         assert (checkout / name).stat().st_size > 0, name
     for name in ("ctranslate2/model.bin", "ctranslate2-int8/model.bin", "huggingface/model.safetensors"):
         assert (checkout / "runs/mine/export" / name).stat().st_size > 0, name
 
 
 @pytest.mark.slow
-def test_recipes_distill_and_translate_back(checkout: Path) -> None:
+def test_recipes_distill_translate_back_and_rerank(checkout: Path) -> None:
     """Runs docs/recipes.md from top to bottom."""
     environment = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "JAX_PLATFORMS": "cpu"}
     printed = ""
@@ -108,6 +114,10 @@ def test_recipes_distill_and_translate_back(checkout: Path) -> None:
     for name in ("student", "both_kinds"):
         assert (checkout / "runs" / name / "results.json").exists()
     assert "train: 340 pairs read" in printed
+    candidates = [line.split("\t")[0] for line in (checkout / "runs/candidates").read_text().splitlines()]
+    chosen = (checkout / "runs/reranked.de").read_text().splitlines()
+    assert len(chosen) == 20
+    assert all(line in candidates[4 * number : 4 * number + 4] for number, line in enumerate(chosen))
 
 
 @pytest.mark.slow

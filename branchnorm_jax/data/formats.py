@@ -111,32 +111,43 @@ def _tsv(path: Path | UPath, languages: Pair) -> Iterator[Mapping[str, str]]:
     further columns. A file without such a line has two columns, in the order of the pair in its path, such as
     train.en-de.tsv.
     """
-    columns: list[str] = []
+    columns, hint = list[str](), ""
     for number, line in enumerate(text_lines(path), start=1):
-        fields = line.split("\t")
         if number == 1:
-            header = [name.strip().strip('"') for name in fields]
-            if None in codes_of(languages, tuple(header)):
-                codes = {name for name in header if any(code_of(language, (name,)) for language in languages)}
-                header = [name if name in codes else named(name, languages) for name in header]
-            found = {*codes_of(languages, tuple(header))} - {None}
-            columns = header if len(found) == 2 else _named_order(path, languages, line)
-            if columns is header:
-                plain = [_plain(name) for name in header]
-                if twice := [name for name in header if name in found and plain.count(_plain(name)) > 1]:
-                    raise UserError(f"{path}, line 1: two columns are called {twice[0]}; rename the unused one")
+            columns = _header(path, languages, line)
+            if columns:
                 continue
-            if all(re.fullmatch(r"[^\W\d_]+([-_]\w+)*", name) for name in header):
+            columns = _named_order(path, languages, line)
+            hint = "; a first line that names all columns allows further ones"
+            if re.fullmatch(r"[^\W\d_]+([-_]\w+)*\t[^\W\d_]+([-_]\w+)*", line):
                 what = f"{line[:60]!r} is read as a pair of sentences, because it does not name the languages"
                 warnings.warn(f"{path}, line 1: {what}", NoHeaderWarning, stacklevel=2)
-        if not line.strip():
-            fields = [""] * len(columns)
+        fields = line.split("\t") if line.strip() else [""] * len(columns)
         if len(fields) != len(columns):
             raise UserError(
                 f"{path}, line {number}: {len(fields)} columns instead of {len(columns)}; a tab separates "
-                f"{' and '.join(filter(None, columns))}, and no text may contain one"
+                f"{' and '.join(filter(None, columns))}, and no text may contain one{hint}"
             )
         yield dict(zip(columns, fields, strict=True))
+
+
+def _header(path: Path | UPath, languages: Pair, line: str) -> list[str]:
+    """Returns the columns that a first line names, with the codes of the languages; [] if it does not name both.
+
+    Raises:
+      UserError: if two columns are of one language, such as a column of numbers, "id", beside "Indonesian".
+    """
+    names = [name.strip().strip('"') for name in line.split("\t")]
+    if None in codes_of(languages, tuple(names)):
+        codes = {name for name in names if any(code_of(language, (name,)) for language in languages)}
+        names = [name if name in codes else named(name, languages) for name in names]
+    found = {*codes_of(languages, tuple(names))} - {None}
+    if len(found) < 2:
+        return []
+    plain = [*map(_plain, names)]
+    if twice := [name for name in names if name in found and plain.count(_plain(name)) > 1]:
+        raise UserError(f"{path}, line 1: two columns are called {twice[0]}; rename the unused one")
+    return names
 
 
 def _named_order(path: Path | UPath, languages: Pair, line: str) -> list[str]:

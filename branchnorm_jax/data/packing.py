@@ -110,7 +110,7 @@ def choose_shapes(
     if needed > batch_tokens // row_multiple:
         raise UserError(
             f"config: train.batch_tokens={batch_tokens} cannot hold data.row_multiple={row_multiple} rows of "
-            f"{needed} tokens; raise it to {needed * row_multiple} or lower data.max_length"
+            f"{needed} tokens; raise it to {needed * row_multiple}, or lower data.max_length or data.row_multiple"
         )
     total = np.ones(2) if powers_of_two else lengths.sum(0)
     ladder = row_lengths(

@@ -117,6 +117,7 @@ def prepare(
         return prepare_text(config, directory, say, keep, trust, check)
     if not trust:
         check_texts(config.directions(), ["train"], "data.pairs")
+        check_texts(config.validated(), ["valid"], "data.valid_pairs")
     tokenizer = vocabulary_of(config, directory / "vocabulary", say, keep)
     wanted = list(wanted_stores(config, tokenizer, directory / "corpus"))
     if check is not None:
@@ -138,7 +139,7 @@ def prepare(
     reports: dict[str, Any] = {}
     # The built-in corpus is clean, and its splits have no pair in common.
     for direction in config.directions() if not trust and config.source != "numerals" else ():
-        held_out = ["valid", "test"] if direction.pair in pairs else ["test"]
+        held_out = ["valid"] * (direction.pair in pairs) + ["test"] * bool(config.test_split)
         folder, label = folder_of(config, direction, directory / "corpus"), f" {direction.pair}" if config.pairs else ""
         reports[direction.pair] = report(direction, folder, held_out, label, say)
     validated = [direction for direction in config.directions() if direction.pair in pairs]
@@ -225,11 +226,15 @@ def prepare_text(
     check: Callable[[dict[str, str]], None] | None,
 ) -> Corpus:
     """Prepares the vocabulary and the texts of a language model. The arguments are those of `prepare`."""
-    tokenizer, splits = vocabulary_of(config, directory / "vocabulary", say, keep), ("train", "valid")
+    splits = ("train", "valid")
+    if not trust:
+        for split in splits:
+            next(read_documents(config, split))
+    tokenizer = vocabulary_of(config, directory / "vocabulary", say, keep)
     if check is not None:
         texts = {split: text_fingerprint(config, tokenizer, split) for split in splits}
         check(identity_of(tokenizer, {split: [rows_fingerprint(texts[split], config)] for split in splits}))
-    if not trust:
+    if not trust and config.test_split:
         try:
             next(read_documents(config, "test"))
         except UserError as error:

@@ -88,6 +88,8 @@ def _files(config: DataConfig, split: str) -> list[tuple[Path | UPath, ...]]:
             f"config: data.files={config.files!r}, here {named!r}, must contain {{split}} and {{lang}}; without "
             f"{{lang}}, a file contains both sides, and its name ends in one of {', '.join(FORMATS)}"
         )
+    if not split:
+        raise UserError("config: the split has no name; set data.valid_split or data.test_split")
     folder = _folder(config.path)
     patterns = [named.replace("{pair}", pair) for pair in config.either_pair]
     languages = config.source_lang, config.target_lang

@@ -114,9 +114,9 @@ def test_memory_does_not_grow_with_the_file(tmp_path: Path, name: str) -> None:
 
 def test_several_files_and_the_pair_in_names(tmp_path: Path) -> None:
     for name, text in (("b", "one"), ("a", "two"), ("c", "three")):
-        (tmp_path / f"{name}-train.de-en.tsv").write_text(f"{text.upper()}\t{text}\n")
+        (tmp_path / f"{name}-train.de-en.tsv").write_text(f"{text.upper()}.\t{text}.\n")
     config = config_of(tmp_path, "*-{split}.{pair}.tsv")
-    assert list(read_pairs(config, "train")) == [("two", "TWO"), ("one", "ONE"), ("three", "THREE")]
+    assert list(read_pairs(config, "train")) == [("two.", "TWO."), ("one.", "ONE."), ("three.", "THREE.")]
     key = corpus_key(config, "train")
     assert len(key["files"]) == 3
     (tmp_path / "a-train.de-en.tsv").write_text("FOUR\tfour\n")
@@ -263,7 +263,7 @@ def test_tmx_segments_are_read_without_formatting_codes(tmp_path: Path, encoding
         ("a.tsv", "one\teins\n", [", line 1 ('one\\teins'): which column is which", "en<TAB>de", "{split}.{pair}.tsv"]),
         ("a.tsv", "en\tde\none\teins\ntwo\n", [", line 3: 1 columns instead of 2", "en and de"]),
         ("a.tsv", "en\tde\tde\none\teins\tuno\n", [", line 1: two columns are called de; rename the unused one"]),
-        ("a.en-de.tsv", "one\teins\nx\ty\tz\n", [", line 2: 3 columns instead of 2"]),
+        ("a.en-de.tsv", "One.\tEins.\nx\ty\tz\n", [", line 2: 3 columns instead of 2", "names all columns allows"]),
         ("a.tsv", b"en\tde\n\xff\tx\n", [", line 2: not valid UTF-8"]),
         ("a.jsonl", '{"en": "a"}\n{"en": \n', [', line 2: not an object such as {"en": "...", "de": "..."}']),
         ("a.jsonl", "[1]\n", [", line 1: not an object such as"]),

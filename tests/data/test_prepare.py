@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from branchnorm_jax.data.corpus import read_pairs
 from branchnorm_jax.data.prepare import announced, prepare
 from branchnorm_jax.data.tokenizer import ORIGIN
 from branchnorm_jax.errors import UserError
@@ -158,6 +159,24 @@ def test_missing_and_damaged_test_text_is_said(tmp_path: Path) -> None:
     (tmp_path / "text" / "test.el").write_text("μόνο μία γραμμή\n", encoding="utf-8")
     assert set(prepare(config, tmp_path / "run", said.append).reports["en-el"]) == {"train", "valid"}
     assert re.fullmatch(r"no test text: .*test.en has 2 lines but .*test.el has 1.*", said[-1])
+
+
+def test_missing_validation_text_is_an_error_before_the_vocabulary_is_trained(tmp_path: Path) -> None:
+    config = write(tmp_path / "text", {"train": sentences(200)})
+    said: list[str] = []
+    with pytest.raises(UserError, match=r"no file matches valid\.en"):
+        prepare(config, tmp_path / "run", said.append)
+    assert said == []
+
+
+def test_a_test_text_without_a_name_is_not_looked_for(tmp_path: Path) -> None:
+    config = write(tmp_path / "text", {"train": sentences(200), "valid": sentences(210)[200:]})
+    config = dataclasses.replace(config, test_split="")
+    said: list[str] = []
+    assert set(prepare(config, tmp_path / "run", said.append).reports["en-el"]) == {"train", "valid"}
+    assert not any("test text" in line for line in said)
+    with pytest.raises(UserError, match=r"the split has no name; set data\.valid_split or data\.test_split"):
+        next(read_pairs(config, "test"))
 
 
 def test_long_steps_say_that_they_go_on() -> None:

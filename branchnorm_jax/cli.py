@@ -36,7 +36,7 @@ MODES = {
     "compare": "compare two or more systems on one test set: <workdir>/compare.html, compare.json; needs no run",
     "export": "export the model to CTranslate2 or Hugging Face, and compare it with ours: <workdir>/export/",
     "import": "make a workdir of a model that another toolkit trained: see import.path",
-    "score": "print the log-probabilities of `source<TAB>target` lines",
+    "score": "print the log-probabilities of `source<TAB>target` lines, or of the lines of a language model",
     "analyze": "draw a run's curves and how signals pass through a model, trained or not: <workdir>/*.png, signal.csv",
     "methods": "list every method: equation, parameters, what depends on depth, recommended options, citation",
     "clean": "write a copy of the text without duplicates and other faulty pairs, and list those: <workdir>/clean/",
@@ -49,7 +49,7 @@ MODES = {
 SHARED = {"train", "evaluate", "sweep"}
 """Modes that several processes run together."""
 
-TRANSLATION = {"translate", "serve", "score", "clean", "import"}
+TRANSLATION = {"translate", "serve", "clean", "import"}
 """Modes that need a model for translation."""
 
 HERE = Path(__file__).resolve().parent

@@ -1,12 +1,12 @@
 """Loss of a language model on a text, with a sliding context."""
 
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
-from branchnorm_jax.data.texts import TextStore
 from branchnorm_jax.model.coefficients import Alpha
 from branchnorm_jax.model.parameters import Params
 from branchnorm_jax.model.transformer import Transformer
@@ -54,7 +54,7 @@ def token_nll(
     model: Transformer,
     params: Params,
     alpha: Alpha,
-    text: TextStore,
+    tokens: np.ndarray,
     chosen: Windows,
     batch_tokens: int,
     progress: Callable[[int], Any] = lambda count: None,
@@ -65,19 +65,12 @@ def token_nll(
       model: a language model.
       params: its parameters.
       alpha: alpha_t.
-      text: the text.
+      tokens: the text, int [n]; see `TextStore`.
       chosen: the windows.
       batch_tokens: number of tokens of a batch.
       progress: called with the number of windows of each finished batch.
     """
-
-    @jax.jit
-    def nll(params: Params, alpha: Alpha, inputs: jax.Array, targets: jax.Array) -> jax.Array:
-        x_BTD, _ = model.teacher_forced(params, inputs, targets, alpha)
-        output = model.output(params)
-        return output.nll(output.logits(x_BTD), targets)[0]
-
-    out = np.zeros(len(text.tokens) - 1, np.float32)
+    out = np.zeros(len(tokens) - 1, np.float32)
     for group, length in _batches(chosen, batch_tokens):
         begin, first, end = (values[group][:, None] for values in chosen)
         rows = max(1, batch_tokens // length)
@@ -85,13 +78,20 @@ def token_nll(
         real = places < end
         filler = ((0, rows - len(group)), (0, 0))
         inputs, targets = (
-            np.pad(np.where(real, text.tokens[np.minimum(places + shift, len(out))], PAD), filler) for shift in (0, 1)
+            np.pad(np.where(real, tokens[np.minimum(places + shift, len(out))], PAD), filler) for shift in (0, 1)
         )
-        values = np.asarray(nll(params, alpha, inputs.astype(np.int32), targets.astype(np.int32)))[: len(group)]
+        values = np.asarray(_nll(model, params, alpha, inputs.astype(np.int32), targets.astype(np.int32)))[: len(group)]
         predicted = real & (places >= first)
         out[places[predicted]] = values[predicted]
         progress(len(group))
     return out
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _nll(model: Transformer, params: Params, alpha: Alpha, inputs: jax.Array, targets: jax.Array) -> jax.Array:
+    x_BTD, _ = model.teacher_forced(params, inputs, targets, alpha)
+    output = model.output(params)
+    return output.nll(output.logits(x_BTD), targets)[0]
 
 
 def _batches(chosen: Windows, batch_tokens: int) -> Iterator[tuple[np.ndarray, int]]:

@@ -5,6 +5,7 @@ import dataclasses
 import itertools
 import os
 import stat
+import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import BinaryIO, NamedTuple
 import jax
 import numpy as np
 
-from branchnorm_jax.data.lines import unchanged
+from branchnorm_jax.data.lines import COMPRESSED, unchanged
 from branchnorm_jax.data.tokenizer import Tokenizer
 from branchnorm_jax.decoding.glossary import NO_TERMS, Glossary, read_glossary
 from branchnorm_jax.decoding.results import Translation
@@ -33,9 +34,11 @@ from branchnorm_jax.workdir import Workdir
 Sentences = list[list[int]]
 """Token ids, EOS last."""
 
+CHUNK = 2000
+"""Number of lines of a file that are sorted by length and translated together, and the most that a kill can lose."""
+
 PAUSE = 0.05
 """Seconds without a line after which the lines read from a pipe are used."""
-
 
 TOLERANCE = 1e-3
 """Largest accepted difference between the log-probabilities of a token in another library and in ours."""
@@ -181,6 +184,26 @@ def compared(
     if not largest <= tolerance:
         raise MismatchError(f"log-probabilities differ by {largest:.2e}, more than {tolerance}: nothing was {kind}")
     return largest
+
+
+@contextlib.contextmanager
+def opened(path: str) -> Iterator[tuple[BinaryIO | None, str]]:
+    """Opens a file, or stdin if `path` is empty; yields the stream and its name.
+
+    Raises:
+      UserError: if the file cannot be opened.
+    """
+    if not path:
+        yield (sys.stdin.buffer if sys.stdin else None), "stdin"
+        return
+    if Path(path).suffix in COMPRESSED and Path(path).is_file():
+        raise UserError(f"{path}: compressed; decompress it, or give its text through a pipe")
+    with contextlib.ExitStack() as stack:
+        try:
+            file = stack.enter_context(open(path, "rb"))
+        except OSError as error:
+            raise UserError(f"{path}: cannot be read: {error.strerror}") from error
+        yield file, path
 
 
 def read_chunks(stream: BinaryIO | None, name: str, most: int) -> Iterator[list[str]]:

@@ -1,6 +1,7 @@
-"""Modes of language models: --mode=generate, and --mode=evaluate and --mode=export for them."""
+"""Modes of language models: --mode=generate, and evaluate, score and export for them."""
 
 import dataclasses
+import itertools
 import json
 import sys
 from pathlib import Path
@@ -16,10 +17,11 @@ from branchnorm_jax.evaluation.evaluate import format_table, write_results
 from branchnorm_jax.evaluation.text import scores, write_lines
 from branchnorm_jax.export import fold, opt
 from branchnorm_jax.files import atomic_directory
-from branchnorm_jax.modes.common import compared, read_chunks, text_options
-from branchnorm_jax.modes.lines import opened
+from branchnorm_jax.modes.common import CHUNK, compared, opened, read_chunks, text_options
+from branchnorm_jax.modes.output import to_json
 from branchnorm_jax.options import Config
 from branchnorm_jax.parallel import hosts
+from branchnorm_jax.tokens import EOS
 from branchnorm_jax.training import logs
 from branchnorm_jax.training.digests import checksums
 from branchnorm_jax.training.trained import restore
@@ -34,10 +36,7 @@ def evaluate_text(config: Config, workdir: Workdir) -> None:
 
     Writes results.json and, for each split, evaluation/<split>.lines.tsv with the loss of every line.
     """
-    context = config.data.context
-    stride = config.evaluate.stride or max(1, context // 2)
-    if stride > context:
-        raise UserError(f"config: evaluate.stride={stride} is more than data.context={context}")
+    context, stride = config.data.context, stride_of(config)
     tokenizer, model, params, alpha, step = restore(config, workdir)
     logs.say(f"evaluating the checkpoint of step {step} (decode.checkpoint={config.decode.checkpoint})")
     directory, results = workdir / "evaluation", dict[str, list[Score]]()
@@ -48,7 +47,7 @@ def evaluate_text(config: Config, workdir: Workdir) -> None:
         logs.say(text.describe(split))
         chosen = windows(text.starts, context, stride)
         with logs.progress_bar(len(chosen.begin), 0, "window", split) as bar:
-            nll = token_nll(model, params, alpha, text, chosen, config.decode.batch_tokens, bar.update)
+            nll = token_nll(model, params, alpha, text.tokens, chosen, config.decode.batch_tokens, bar.update)
         results[split] = scores(nll, text, context, stride)
         if hosts.is_first():
             directory.mkdir(exist_ok=True)
@@ -56,6 +55,35 @@ def evaluate_text(config: Config, workdir: Workdir) -> None:
             write_results(workdir / "results.json", results, directory, run)
     if hosts.is_first():
         print(format_table(results))
+
+
+def stride_of(config: Config) -> int:
+    """Returns `evaluate.stride`, or half the context if it is 0. Raises `UserError` if it exceeds the context."""
+    stride, context = config.evaluate.stride, config.data.context
+    if stride > context:
+        raise UserError(f"config: evaluate.stride={stride} is more than data.context={context}")
+    return stride or max(1, context // 2)
+
+
+def score_text(config: Config, workdir: Workdir) -> None:
+    """Prints "log-probability<TAB>tokens", or an object, for each line of the input, as a document of its own.
+
+    The logarithm is natural. Both numbers include EOS.
+    """
+    stride = stride_of(config)
+    tokenizer, model, params, alpha, _ = restore(config, workdir)
+    with opened(config.decode.input) as (stream, name):
+        for lines in read_chunks(stream, name, CHUNK):
+            encoded = tokenizer.encode_target(lines)
+            starts = np.cumsum([0, *map(len, encoded)])
+            tokens = np.array([EOS, *itertools.chain(*encoded)])
+            chosen = windows(starts, config.data.context, stride)
+            nll = token_nll(model, params, alpha, tokens, chosen, config.decode.batch_tokens)
+            sums = np.add.reduceat(nll.astype(np.float64), starts[:-1])
+            for line, log_prob, count in zip(lines, (-sums).tolist(), np.diff(starts).tolist(), strict=True):
+                values = {"text": line, "log_prob": round(log_prob, 6), "tokens": count}
+                print(to_json(values) if config.decode.format == "jsonl" else f"{log_prob:.6f}\t{count}")
+            sys.stdout.flush()
 
 
 def generate(config: Config, workdir: Workdir) -> None:
@@ -116,7 +144,7 @@ def export_text(config: Config, workdir: Workdir, folder: Path) -> None:
             texts = [text.tokens[begin : end + 1] for begin, end in zip(rows.begin, rows.end, strict=True)]
 
             def ours() -> list[np.ndarray]:
-                nll = token_nll(exact, params, alpha, text, rows, config.decode.batch_tokens)
+                nll = token_nll(exact, params, alpha, text.tokens, rows, config.decode.batch_tokens)
                 return [-nll[first:end] for first, end in zip(rows.first, rows.end, strict=True)]
 
             def theirs() -> list[np.ndarray]:

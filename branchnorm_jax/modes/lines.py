@@ -3,26 +3,22 @@
 import contextlib
 import json
 import os
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from branchnorm_jax.data.lines import COMPRESSED
 from branchnorm_jax.decoding.languages import Languages
 from branchnorm_jax.decoding.parts import has_several_sentences
 from branchnorm_jax.decoding.results import Translation
 from branchnorm_jax.decoding.sentences import Required
 from branchnorm_jax.errors import UserError
 from branchnorm_jax.files import lock, real, write_atomically
-from branchnorm_jax.modes.common import Trained, count_split, lines_ahead, load, read_chunks, say_split
+from branchnorm_jax.modes.common import CHUNK, Trained, count_split, lines_ahead, load, opened, read_chunks, say_split
+from branchnorm_jax.modes.language import score_text
 from branchnorm_jax.modes.output import json_line, plain_lines, to_json
 from branchnorm_jax.options import Config
 from branchnorm_jax.training import logs
 from branchnorm_jax.workdir import Workdir
-
-CHUNK = 2000
-"""Number of lines of a file that are sorted by length and translated together, and the most that a kill can lose."""
 
 
 def translate(config: Config, workdir: Workdir) -> None:
@@ -60,26 +56,6 @@ def check_files(source: Path, target: Path) -> None:
         raise UserError(f"decode.output={target}: not a regular file; leave decode.output empty to write to stdout")
     if target.exists() and target.samefile(source):
         raise UserError(f"decode.output={target}: this is also decode.input; choose another file")
-
-
-@contextlib.contextmanager
-def opened(path: str) -> Iterator[tuple[BinaryIO | None, str]]:
-    """Opens a file, or stdin if `path` is empty; yields the stream and its name.
-
-    Raises:
-      UserError: if the file cannot be opened.
-    """
-    if not path:
-        yield (sys.stdin.buffer if sys.stdin else None), "stdin"
-        return
-    if Path(path).suffix in COMPRESSED and Path(path).is_file():
-        raise UserError(f"{path}: compressed; decompress it, or give its text through a pipe")
-    with contextlib.ExitStack() as stack:
-        try:
-            file = stack.enter_context(open(path, "rb"))
-        except OSError as error:
-            raise UserError(f"{path}: cannot be read: {error.strerror}") from error
-        yield file, path
 
 
 def translated(
@@ -265,11 +241,13 @@ def pairs_of(lines: list[str], done: int, second: str, name: str) -> list[tuple[
 def score(config: Config, workdir: Workdir) -> None:
     """Prints "log-probability<TAB>tokens", or an object, for each line "source<TAB>target".
 
-    The logarithm is natural. Both numbers include EOS.
+    The logarithm is natural. Both numbers include EOS. A language model scores lines of text.
     """
     if config.decode.output:
         raise UserError("decode.output: --mode=score writes to stdout; redirect it with > file")
     workdir.check_config(config)
+    if config.model.family == "decoder":
+        return score_text(config, workdir)
     trained = load(config, workdir)
     with opened(config.decode.input) as (stream, name):
         for lines in scored(config, trained, read_chunks(stream, name, CHUNK), name):

@@ -72,6 +72,20 @@ def test_language_models_from_training_to_comparison(text: str, tmp_path: Path) 
         )
         assert (refused.returncode, reason in refused.stderr) == (2, True)
 
+    # Documents of one line each have the same losses as the lines alone.
+    documents = [(tmp_path / f"test.{number}.txt").read_text().replace("\n", " ") for number in (0, 1)]
+    (tmp_path / "lines").mkdir()
+    for number, line in enumerate(documents):
+        (tmp_path / "lines" / f"test.{number}.txt").write_text(line, encoding="utf-8")
+    evaluated = run_main("--mode=evaluate", f"--workdir={runs[0]}", f"--config.data.path={tmp_path / 'lines'}")
+    assert evaluated.returncode == 0, evaluated.stderr
+    table = [line.split("\t") for line in (runs[0] / "evaluation" / "test.lines.tsv").read_text().splitlines()[1:]]
+    scored = run_main("--mode=score", f"--workdir={runs[0]}", stdin="".join(f"{line}\n" for line in documents))
+    assert scored.returncode == 0, scored.stderr
+    log_probs, tokens = zip(*(line.split("\t") for line in scored.stdout.splitlines()), strict=True)
+    assert [-float(value) for value in log_probs] == pytest.approx([float(row[3]) for row in table], rel=1e-5)
+    assert list(tokens) == [row[2] for row in table]
+
     prompts = "The \n\n"
     generated = run_main("--mode=generate", f"--workdir={runs[0]}", "--config.decode.format=jsonl", stdin=prompts)
     assert generated.returncode == 0, generated.stderr
@@ -86,7 +100,7 @@ def test_language_models_from_training_to_comparison(text: str, tmp_path: Path) 
     assert exported.returncode == 0, exported.stderr
     assert "largest difference of a token's log-probability" in exported.stderr
 
-    for mode in ("translate", "serve", "score"):
+    for mode in ("translate", "serve"):
         refused = run_main(f"--mode={mode}", f"--workdir={runs[0]}")
         assert (refused.returncode, refused.stderr.count("\n")) == (2, 1)
         assert "needs a translation model" in refused.stderr

@@ -666,7 +666,7 @@ class DecodeConfig:
     target_lang: str = option(
         "", "pairs: target language of lines that do not begin with a tag such as >>de<<", free=True
     )
-    input: str = option("", "translate, score, generate: file to read; empty: stdin", free=True)
+    input: str = option("", "translate, score, generate: file to read, plain or compressed; empty: stdin", free=True)
     output: str = option("", "translate: file to write; a restart continues it; empty: stdout", free=True)
     format: str = option(
         "text",

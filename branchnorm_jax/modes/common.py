@@ -6,6 +6,7 @@ import itertools
 import os
 import stat
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -15,7 +16,7 @@ from typing import BinaryIO, NamedTuple
 import jax
 import numpy as np
 
-from branchnorm_jax.data.lines import COMPRESSED, unchanged
+from branchnorm_jax.data.lines import COMPRESSED, chunks, readable, unchanged
 from branchnorm_jax.data.tokenizer import Tokenizer
 from branchnorm_jax.decoding.glossary import NO_TERMS, Glossary, read_glossary
 from branchnorm_jax.decoding.results import Translation
@@ -190,19 +191,24 @@ def compared(
 def opened(path: str) -> Iterator[tuple[BinaryIO | None, str]]:
     """Opens a file, or stdin if `path` is empty; yields the stream and its name.
 
+    The text of a compressed file is in a temporary file, which can be read twice.
+
     Raises:
-      UserError: if the file cannot be opened.
+      UserError: if the file cannot be opened, or if it is compressed and damaged.
     """
     if not path:
         yield (sys.stdin.buffer if sys.stdin else None), "stdin"
         return
-    if Path(path).suffix in COMPRESSED and Path(path).is_file():
-        raise UserError(f"{path}: compressed; decompress it, or give its text through a pipe")
     with contextlib.ExitStack() as stack:
         try:
-            file = stack.enter_context(open(path, "rb"))
+            file: BinaryIO = stack.enter_context(open(path, "rb"))
         except OSError as error:
             raise UserError(f"{path}: cannot be read: {error.strerror}") from error
+        if Path(path).suffix in COMPRESSED:
+            file = stack.enter_context(tempfile.TemporaryFile())
+            with readable(Path(path)):
+                file.writelines(chunks(Path(path)))
+            file.seek(0)
         yield file, path
 
 

@@ -1,6 +1,7 @@
 """Translation of files: no line is lost or repeated, whatever it contains and whenever the process dies."""
 
 import dataclasses
+import gzip
 import os
 from pathlib import Path
 from typing import Any
@@ -188,8 +189,21 @@ def test_missing_input_is_reported(trained: Path) -> None:
         lines.translate(options(trained, input=str(trained / "text.gz")), Workdir(trained))
 
 
-def test_compressed_input_is_refused_before_the_model_is_loaded(tmp_path: Path) -> None:
-    (tmp_path / "text.gz").write_bytes(b"")
-    with pytest.raises(UserError, match="compressed; decompress it"):
+def test_compressed_input_is_translated_like_its_text(trained: Path, tmp_path: Path) -> None:
+    text = b"twenty-one\n\ntwo"
+    plain, packed, target = tmp_path / "in", tmp_path / "in.gz", tmp_path / "out"
+    plain.write_bytes(text)
+    packed.write_bytes(gzip.compress(text))
+    outputs = []
+    for source in (plain, packed):
+        lines.translate(options(trained, input=str(source), output=str(target)), Workdir(trained))
+        outputs.append(target.read_bytes())
+    assert outputs[0] == outputs[1]
+    assert outputs[0].count(b"\n") == 3
+
+
+def test_damaged_compressed_input_is_refused_before_the_model_is_loaded(tmp_path: Path) -> None:
+    (tmp_path / "text.gz").write_bytes(gzip.compress(b"twenty-one\n")[:-3])
+    with pytest.raises(UserError, match=r"text\.gz: cannot be read \(the compressed file is truncated\)"):
         lines.check_files(tmp_path / "text.gz", tmp_path / "out")
     assert [path.name for path in tmp_path.iterdir()] == ["text.gz"]

@@ -99,7 +99,9 @@ class Transformer:
         return declare_parameters(self.config, self.recipe, self.source_vocab, self.target_vocab, key)
 
     def _declared(self) -> Any:
-        return _declaration(self).eval_shape(jax.random.key(0))
+        # Models that differ only in what the parameters do not depend on share a declaration.
+        config = dataclasses.replace(self.config, remat="none", kernels="plain")
+        return _declaration(Transformer(config, self.source_vocab, self.target_vocab))
 
     # Forward
 
@@ -414,5 +416,5 @@ def _fold(key: jax.Array | None, index: int) -> jax.Array | None:
 
 @functools.lru_cache
 def _declaration(model: Transformer) -> Any:
-    """Returns `model._declare` as the same object for equal models, because JAX then traces it only once."""
-    return jax.jit(model._declare)
+    """Returns the shapes and axes of a model's parameters. JAX alone would trace them again for every mesh."""
+    return jax.eval_shape(model._declare, jax.random.key(0))

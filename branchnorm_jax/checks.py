@@ -172,7 +172,7 @@ def _validate_decode(config: Config) -> None:
     decode, depth = config.decode, config.model.decoder_layers
     if decode.nbest > decode.beam_size:
         raise UserError(
-            f"config: decode.nbest={decode.nbest} is more than decode.beam_size={decode.beam_size}; raise that as well"
+            f"config: decode.nbest={decode.nbest} is more than decode.beam_size={decode.beam_size}; raise the beam size"
         )
     decoder = config.model.family == "decoder"
     longest = "max_new_tokens" if decoder else "" if decode.max_length_a else "max_length_b"

@@ -409,7 +409,9 @@ def run(mode: str, config: Config, workdir: Workdir) -> None:
     hosts.start(config.parallel)
     heed_signals()  # JAX has replaced the handler of SIGTERM if there are several processes.
     if jax.process_count() > 1 and mode not in SHARED:
-        raise UserError(f"--mode={mode} runs in a single process, but there are {jax.process_count()}")
+        raise UserError(
+            f"--mode={mode} runs in one process, but there are {jax.process_count()}; start it without the launcher"
+        )
     cache = os.environ.get("JAX_COMPILATION_CACHE_DIR") or str((workdir / "compile_cache").absolute())
     jax.config.update("jax_compilation_cache_dir", cache)
     if mode == "train" and hosts.is_first():

@@ -47,20 +47,23 @@ def names(codes: Iterable[str]) -> dict[str, str]:
 def named(text: str, codes: Iterable[str]) -> str:
     """Returns the only code whose language a text names, or else the text.
 
-    The name is in English or in the language itself, or another code of the language.
+    The name is in English or in the language itself, or another code of the language: with its script or region, if the
+    code has none, or without them.
 
-    >>> texts = ("English", "Deutsch", "deu", "eng_Latn", "Portuguese", "id", "eng_words")
-    >>> print(*(named(text, ["en", "de", "pt", "pt_BR"]) for text in texts))
-    en de de en Portuguese id eng_words
+    >>> texts = ("English", "Deutsch", "deu", "eng_Latn", "zho_Hant", "Portuguese", "id", "eng_words")
+    >>> print(*(named(text, ["en", "de", "zh_Hans", "pt", "pt_BR"]) for text in texts))
+    en de de en zho_Hant Portuguese id eng_words
     """
-    plain = text.lower()
-    other = base(plain) if CODE.fullmatch(plain) else ""
-    meant = [code for code in codes if other == base(code) or plain in _called(code)]
+    meant = [code for code in codes if _is_code_of(text, code) or text.lower() in _called(code)]
     return meant[0] if len(meant) == 1 else text
 
 
-CODE = re.compile(r"[a-z]{2,3}([-_]([a-z]{2}|[a-z]{4}|\d{3}))*")
-"""A code in lower case: a language of ISO 639, then scripts and regions."""
+def _is_code_of(text: str, code: str) -> bool:
+    """Returns whether a text is a code of the language of `code`, and not of another script or region."""
+    english, (language, *parts) = Locale("en"), re.split("[-_]", text.lower())
+    known = all(part.title() in english.scripts or part.upper() in english.territories for part in parts)
+    own = re.split("[-_]", code.lower())[1:]
+    return len(language) in (2, 3) and known and base(language) == base(code) and (not parts or not own or parts == own)
 
 
 def _called(code: str) -> set[str]:

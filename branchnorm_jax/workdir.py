@@ -233,7 +233,7 @@ class Workdir:
         if changed:
             raise UserError(
                 f"{self.path}: the data of this run changed ({'; '.join(changed)}); restore the old files, or "
-                "choose another --workdir, with train.finetune_from for this model as its start"
+                f"start a new run in another --workdir with --config.train.finetune_from={self.path}"
             )
 
     def data_identity(self) -> dict[str, str]:

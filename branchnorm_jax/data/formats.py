@@ -135,19 +135,22 @@ def _header(path: Path | UPath, languages: Pair, line: str) -> list[str]:
     """Returns the columns that a first line names, with the codes of the languages; [] if it does not name both.
 
     Raises:
-      UserError: if two columns are of one language, such as a column of numbers, "id", beside "Indonesian".
+      UserError: if two columns may be of one language, such as a column of numbers, "id", beside "Indonesian".
     """
     names = [name.strip().strip('"') for name in line.split("\t")]
-    if None in codes_of(languages, tuple(names)):
-        codes = {name for name in names if any(code_of(language, (name,)) for language in languages)}
-        names = [name if name in codes else named(name, languages) for name in names]
-    found = {*codes_of(languages, tuple(names))} - {None}
-    if len(found) < 2:
+    is_code = [any(code_of(language, (name,)) for language in languages) for name in names]
+    columns = [name if code else named(name, languages) for name, code in zip(names, is_code, strict=True)]
+    chosen = codes_of(languages, tuple(columns))
+    if None in chosen:
         return []
-    plain = [*map(_plain, names)]
-    if twice := [name for name in names if name in found and plain.count(_plain(name)) > 1]:
-        raise UserError(f"{path}, line 1: two columns are called {twice[0]}; rename the unused one")
-    return names
+    for language, own in zip(languages, chosen, strict=True):
+        same = [number for number, column in enumerate(columns) if code_of(language, (column,))]
+        by_name = [number for number in same if columns[number] != names[number]]
+        equal = [number for number in same if _plain(columns[number]) == _plain(str(own))]
+        if (len(same) > 1 and by_name) or len(equal) > 1:
+            both = " and ".join(names[number] for number in (same if by_name else equal)[:2])
+            raise UserError(f"{path}, line 1: two columns are of {language}: {both}; rename the unused one")
+    return columns
 
 
 def _named_order(path: Path | UPath, languages: Pair, line: str) -> list[str]:

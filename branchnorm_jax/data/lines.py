@@ -102,6 +102,12 @@ def chunks(path: Path | UPath) -> Iterator[bytes]:
         yield from _frames(raw, path.suffix) if path.suffix in COMPRESSED else iter(lambda: raw.read(_CHUNK_BYTES), b"")
 
 
+def decompressed(path: Path) -> Iterator[bytes]:
+    """Yields the chunks of a file. Raises `UserError` during iteration if it cannot be read."""
+    with readable(path):
+        yield from chunks(path)
+
+
 @contextlib.contextmanager
 def unchanged(file: IO[bytes], name: str) -> Iterator[None]:
     """Raises `UserError` if a local file changes inside the context: what was read of it is from two versions."""

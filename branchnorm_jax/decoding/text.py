@@ -56,6 +56,7 @@ def token_nll(
     alpha: Alpha,
     tokens: np.ndarray,
     chosen: Windows,
+    context: int,
     batch_tokens: int,
     progress: Callable[[int], Any] = lambda count: None,
 ) -> np.ndarray:
@@ -67,11 +68,12 @@ def token_nll(
       alpha: alpha_t.
       tokens: the text, int [n]; see `TextStore`.
       chosen: the windows.
+      context: length of the longest possible window.
       batch_tokens: number of tokens of a batch.
       progress: called with the number of windows of each finished batch.
     """
     out = np.zeros(len(tokens) - 1, np.float32)
-    for group, length in _batches(chosen, batch_tokens):
+    for group, length in _batches(chosen, context, batch_tokens):
         begin, first, end = (values[group][:, None] for values in chosen)
         rows = max(1, batch_tokens // length)
         places = begin + np.arange(length)
@@ -94,11 +96,11 @@ def _nll(model: Transformer, params: Params, alpha: Alpha, inputs: jax.Array, ta
     return output.nll(output.logits(x_BTD), targets)[0]
 
 
-def _batches(chosen: Windows, batch_tokens: int) -> Iterator[tuple[np.ndarray, int]]:
+def _batches(chosen: Windows, context: int, batch_tokens: int) -> Iterator[tuple[np.ndarray, int]]:
     """Yields the windows of each batch, and the row length."""
     sizes = chosen.end - chosen.begin
     powers = np.maximum(_SHORTEST, 1 << np.ceil(np.log2(np.maximum(sizes, 1))).astype(np.int64))
-    lengths = np.minimum(powers, max(int(sizes.max()), _SHORTEST))
+    lengths = np.minimum(powers, max(context, _SHORTEST))
     for length in np.unique(lengths).tolist():
         group, rows = np.flatnonzero(lengths == length), max(1, batch_tokens // length)
         yield from ((group[start : start + rows], length) for start in range(0, len(group), rows))

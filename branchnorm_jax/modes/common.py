@@ -16,7 +16,8 @@ from typing import BinaryIO, NamedTuple
 import jax
 import numpy as np
 
-from branchnorm_jax.data.lines import COMPRESSED, chunks, readable, unchanged
+from branchnorm_jax.config import to_flat
+from branchnorm_jax.data.lines import COMPRESSED, decompressed, unchanged
 from branchnorm_jax.data.tokenizer import Tokenizer
 from branchnorm_jax.decoding.glossary import NO_TERMS, Glossary, read_glossary
 from branchnorm_jax.decoding.results import Translation
@@ -26,6 +27,7 @@ from branchnorm_jax.model.coefficients import Alpha
 from branchnorm_jax.model.parameters import Params
 from branchnorm_jax.model.transformer import Transformer
 from branchnorm_jax.options import Config, DataConfig, DecodeConfig
+from branchnorm_jax.parallel import hosts
 from branchnorm_jax.tokens import EOS, UNK
 from branchnorm_jax.training import logs
 from branchnorm_jax.training.digests import checksums
@@ -113,6 +115,17 @@ def member(path: str, tokenizer: Tokenizer, config: Config) -> Member:
         )
     params, alpha, _ = restore_model(theirs, workdir, model, which)
     return Member(model, params, alpha)
+
+
+def agree(config: Config, **facts: object) -> None:
+    """Checks that all processes have the same options, code and packages, and the same `facts`. All must call it.
+
+    Raises:
+      UserError: if they differ.
+    """
+    if jax.process_count() > 1:
+        code = {"git revision": logs.git_revision(), **logs.environment()["versions"]}
+        hosts.agree(to_flat(config) | code | facts)
 
 
 def text_options(data: DataConfig) -> dict[str, str]:
@@ -206,8 +219,7 @@ def opened(path: str) -> Iterator[tuple[BinaryIO | None, str]]:
             raise UserError(f"{path}: cannot be read: {error.strerror}") from error
         if Path(path).suffix in COMPRESSED:
             file = stack.enter_context(tempfile.TemporaryFile())
-            with readable(Path(path)):
-                file.writelines(chunks(Path(path)))
+            file.writelines(decompressed(Path(path)))
             file.seek(0)
         yield file, path
 

@@ -1,7 +1,7 @@
 """--mode=compare: compares two or more systems on one test set."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from branchnorm_jax.bucket import is_url
@@ -26,24 +26,21 @@ def compare(config: Config, workdir: Workdir) -> None:
         raise UserError("compare: needs two systems; give compare.systems=runs/a,runs/b, or files of translations")
     if twice := next((name for name in names if names.count(name) > 1), ""):
         raise UserError(f"compare: two systems are called {twice!r}; write name=path")
-    if losses := losses_of(config.compare, given):
+    runs = runs_of(given)
+    if losses := losses_of(config.compare, names, runs):
         compared = compare_texts(losses)
         workdir.create()
         write_atomically(workdir / "compare.json", json.dumps(compared, indent=2) + "\n")
         print(format_comparison(compared), workdir / "compare.json", sep="\n")
         return
-    systems: dict[str, list[str]] = {}
-    evaluated: list[Workdir] = []
-    for name, path in given:
-        if is_url(path) or Path(path).is_dir():
-            evaluated.append(Workdir.open(path))
-            systems[name] = written(evaluated[-1], split, "hypothesis")
-        else:
-            systems[name] = list(text_lines(Path(path)))
+    systems = {
+        name: written(runs[name], split, "hypothesis") if name in runs else list(text_lines(Path(path)))
+        for name, path in given
+    }
     references = list(text_lines(Path(reference))) if reference else None
     language, frequencies, sources = config.data.target_lang, None, None
-    if evaluated:
-        first, *others = evaluated
+    if runs:
+        first, *others = runs.values()
         theirs, sources = written(first, split, "reference"), written(first, split, "source")
         for other in others:
             if written(other, split, "reference") != theirs:
@@ -80,14 +77,23 @@ def systems_of(text: str) -> list[tuple[str, str]]:
     return systems
 
 
-def losses_of(config: CompareConfig, systems: Sequence[tuple[str, str]]) -> dict[str, LineLosses]:
-    """Returns the losses of the language models to compare, by name; {} if the systems are not language models."""
+def runs_of(systems: Sequence[tuple[str, str]]) -> dict[str, Workdir]:
+    """Returns the systems that are workdirs, by name. Raises `UserError` if one is the folder of a sweep."""
     runs = {name: Workdir.open(path) for name, path in systems if is_url(path) or Path(path).is_dir()}
+    for run in runs.values():
+        config = run / "config.json"
+        if config.exists() and load_config(config).sweep.grid and not run.has_checkpoints:
+            raise UserError(f"compare: {run.path} is the folder of a sweep; name the folders of its runs")
+    return runs
+
+
+def losses_of(config: CompareConfig, names: Sequence[str], runs: Mapping[str, Workdir]) -> dict[str, LineLosses]:
+    """Returns the losses of the language models to compare, by name; {} if the systems are not language models."""
     saved = {name: run / "config.json" for name, run in runs.items()}
     decoders = [name for name in runs if saved[name].exists() and load_config(saved[name]).model.family == "decoder"]
     if not decoders:
         return {}
-    if others := [path for name, path in systems if name not in decoders]:
+    if others := [name for name in names if name not in decoders]:
         raise UserError(f"compare: {others[0]} is no folder of a language model, but {decoders[0]} is")
     if config.reference:
         raise UserError("compare: compare.reference is for translations; language models are compared on their text")
@@ -100,10 +106,8 @@ def written(workdir: Workdir, split: str, side: str) -> list[str]:
     Raises:
       UserError: if the split was not evaluated in this workdir.
     """
-    path, config = workdir / "evaluation" / f"{split}.{side}", workdir / "config.json"
+    path = workdir / "evaluation" / f"{split}.{side}"
     if not path.exists():
-        if config.exists() and load_config(config).sweep.grid and not workdir.has_checkpoints:
-            raise UserError(f"compare: {workdir.path} is the folder of a sweep; name the folders of its runs")
         splits = ", ".join(sorted(file.stem for file in path.parent.glob(f"*.{side}"))) or "none"
         raise UserError(
             f"{path}: no such file; evaluated splits: {splits}; change compare.split or run --mode=evaluate"

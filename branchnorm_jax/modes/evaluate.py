@@ -1,15 +1,15 @@
 """--mode=evaluate: translates the test splits and scores them."""
 
+import hashlib
 import itertools
-from collections.abc import Sequence
+import json
 
 from branchnorm_jax.data.corpus import check_texts, read_pairs
-from branchnorm_jax.data.tokenizer import Tags
-from branchnorm_jax.evaluation.bleu import Score, mean_of
+from branchnorm_jax.evaluation.bleu import Measure, Score, mean_of
 from branchnorm_jax.evaluation.comet import load_comet
 from branchnorm_jax.evaluation.evaluate import format_table, score_split, write_results
 from branchnorm_jax.evaluation.language import right_language
-from branchnorm_jax.modes.common import load, say_split, text_options
+from branchnorm_jax.modes.common import agree, count_split, load, say_split, text_options
 from branchnorm_jax.modes.language import evaluate_text
 from branchnorm_jax.options import Config
 from branchnorm_jax.parallel import hosts
@@ -20,7 +20,8 @@ from branchnorm_jax.workdir import Workdir
 def evaluate(config: Config, workdir: Workdir) -> None:
     """Translates the splits of `evaluate.splits`, scores them, and writes results.json and evaluation/.
 
-    Of several processes each translates its share, and the first one scores and writes.
+    Several processes all translate everything, with the parameters spread over their devices as `parallel.model` says.
+    The first one scores and writes.
 
     A run with several language pairs evaluates all of them, or those of `evaluate.pairs`, which may include pairs that
     were never trained. The score "test" is then the mean over "test.en-de", "test.fr-de" and so on.
@@ -36,8 +37,11 @@ def evaluate(config: Config, workdir: Workdir) -> None:
     for split, direction in test_sets:
         # Read a line of every file before the first translation, so that a faulty file is reported at once.
         next(read_pairs(direction, split), None)
+    agree(config, step=trained.step, models=trained.checksums)
     logs.say(f"evaluating the checkpoint of step {trained.step} (decode.checkpoint={config.decode.checkpoint})")
-    comet = [load_comet(config.evaluate.comet)] if config.evaluate.comet and hosts.is_first() else []
+    comet: list[Measure] = []
+    if config.evaluate.comet:
+        comet = hosts.first_then_others(lambda: [load_comet(config.evaluate.comet)], list, "which loads COMET")
     decode = {"checkpoint": config.decode.checkpoint, "ensemble": config.decode.ensemble, **config.decode.search}
     run = {
         "step": trained.step,
@@ -58,18 +62,15 @@ def evaluate(config: Config, workdir: Workdir) -> None:
                 f"{name}: {len(empty)} pairs have an empty side, the first in line {empty[0]}; they are scored, too"
             )
 
-        def translate(share: Sequence[str], name: str = name, tag: Tags = tag) -> list[tuple[str, bool]]:
-            with logs.progress_bar(len(share), 0, "line", name) as bar:
-                found = trained.translator.translate(
-                    trained.params, trained.alpha, share, progress=bar.update, tags=[tag] * len(share)
-                )
-            return [(best.text, bool(best.parts)) for best, *_ in found]
-
-        hypotheses, split_up = zip(*hosts.in_shares(sources, translate, "which translates"), strict=True)
-        say_split(sum(split_up), config.decode, trained.translator.limit)
+        agree(config, **{f"the text of {name}": hashlib.sha256(json.dumps([sources, references]).encode()).hexdigest()})
+        with logs.progress_bar(len(sources), 0, "line", name) as bar:
+            nbest = trained.translator.translate(
+                trained.params, trained.alpha, sources, progress=bar.update, tags=[tag] * len(sources)
+            )
+        say_split(count_split(nbest), config.decode, trained.translator.limit)
         if not hosts.is_first():
             continue
-        texts = {"source": sources, "reference": references, "hypothesis": hypotheses}
+        texts = {"source": sources, "reference": references, "hypothesis": [best.text for best, *_ in nbest]}
         results[name] = score_split(directory, name, texts, direction.target_lang, [*right, *comet])
         each.setdefault(split, []).append(results[name])
         write_results(workdir / "results.json", results, directory, run)

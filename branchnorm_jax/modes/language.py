@@ -17,7 +17,7 @@ from branchnorm_jax.evaluation.evaluate import format_table, write_results
 from branchnorm_jax.evaluation.text import scores, write_lines
 from branchnorm_jax.export import fold, opt
 from branchnorm_jax.files import atomic_directory
-from branchnorm_jax.modes.common import CHUNK, compared, opened, read_chunks, text_options
+from branchnorm_jax.modes.common import CHUNK, agree, compared, opened, read_chunks, text_options
 from branchnorm_jax.modes.output import to_json
 from branchnorm_jax.options import Config
 from branchnorm_jax.parallel import hosts
@@ -38,16 +38,18 @@ def evaluate_text(config: Config, workdir: Workdir) -> None:
     """
     context, stride = config.data.context, stride_of(config)
     tokenizer, model, params, alpha, step = restore(config, workdir)
+    models = [checksums((params, alpha)).tolist()]
+    agree(config, step=step, models=models)
     logs.say(f"evaluating the checkpoint of step {step} (decode.checkpoint={config.decode.checkpoint})")
     directory, results = workdir / "evaluation", dict[str, list[Score]]()
-    model_of = {"step": step, "models": [checksums((params, alpha)).tolist()], "checkpoint": config.decode.checkpoint}
-    run = model_of | text_options(config.data)
+    run = {"step": step, "models": models, "checkpoint": config.decode.checkpoint, **text_options(config.data)}
     for split in config.evaluate.split_names:
         text = build_text(config.data, tokenizer, split, workdir / "corpus")
+        agree(config, **{f"the text of {split}": text.fingerprint})
         logs.say(text.describe(split))
         chosen = windows(text.starts, context, stride)
         with logs.progress_bar(len(chosen.begin), 0, "window", split) as bar:
-            nll = token_nll(model, params, alpha, text.tokens, chosen, config.decode.batch_tokens, bar.update)
+            nll = token_nll(model, params, alpha, text.tokens, chosen, context, config.decode.batch_tokens, bar.update)
         results[split] = scores(nll, text, context, stride)
         if hosts.is_first():
             directory.mkdir(exist_ok=True)
@@ -70,15 +72,15 @@ def score_text(config: Config, workdir: Workdir) -> None:
 
     The logarithm is natural. Both numbers include EOS.
     """
-    stride = stride_of(config)
+    context, stride = config.data.context, stride_of(config)
     tokenizer, model, params, alpha, _ = restore(config, workdir)
     with opened(config.decode.input) as (stream, name):
         for lines in read_chunks(stream, name, CHUNK):
             encoded = tokenizer.encode_target(lines)
             starts = np.cumsum([0, *map(len, encoded)])
             tokens = np.array([EOS, *itertools.chain(*encoded)])
-            chosen = windows(starts, config.data.context, stride)
-            nll = token_nll(model, params, alpha, tokens, chosen, config.decode.batch_tokens)
+            chosen = windows(starts, context, stride)
+            nll = token_nll(model, params, alpha, tokens, chosen, context, config.decode.batch_tokens)
             sums = np.add.reduceat(nll.astype(np.float64), starts[:-1])
             for line, log_prob, count in zip(lines, (-sums).tolist(), np.diff(starts).tolist(), strict=True):
                 values = {"text": line, "log_prob": round(log_prob, 6), "tokens": count}
@@ -144,7 +146,7 @@ def export_text(config: Config, workdir: Workdir, folder: Path) -> None:
             texts = [text.tokens[begin : end + 1] for begin, end in zip(rows.begin, rows.end, strict=True)]
 
             def ours() -> list[np.ndarray]:
-                nll = token_nll(exact, params, alpha, text.tokens, rows, config.decode.batch_tokens)
+                nll = token_nll(exact, params, alpha, text.tokens, rows, context, config.decode.batch_tokens)
                 return [-nll[first:end] for first, end in zip(rows.first, rows.end, strict=True)]
 
             def theirs() -> list[np.ndarray]:

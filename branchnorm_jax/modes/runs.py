@@ -16,7 +16,7 @@ from branchnorm_jax.analysis import sweep as sweeping
 from branchnorm_jax.analysis.report import draw_curves, draw_factors, draw_layers
 from branchnorm_jax.analysis.sweep_curves import draw as draw_runs
 from branchnorm_jax.analysis.sweep_figure import draw as draw_sweep
-from branchnorm_jax.config import to_flat, to_json
+from branchnorm_jax.config import to_json
 from branchnorm_jax.data.batches import make_plans
 from branchnorm_jax.data.corpus import read_pairs
 from branchnorm_jax.data.documents import read_documents
@@ -24,6 +24,7 @@ from branchnorm_jax.errors import DivergedError, UserError
 from branchnorm_jax.files import write_atomically
 from branchnorm_jax.model import growth
 from branchnorm_jax.model.methods import get_recipe
+from branchnorm_jax.modes.common import agree
 from branchnorm_jax.modes.evaluate import evaluate
 from branchnorm_jax.options import Config, DataConfig
 from branchnorm_jax.parallel import hosts
@@ -43,17 +44,22 @@ ANALYZED = 8
 def train(config: Config, workdir: Workdir) -> None:
     """Trains a model. Warns before the first update if the available devices may have too little memory."""
     check_names(config)
-    memory = devices.memory()
-    if jax.process_count() > 1:
-        hosts.agree(to_flat(config) | {"git revision": logs.git_revision()} | logs.environment()["versions"])
-        machines = hosts.gather(socket.gethostname())
-        if jax.default_backend() == "cpu":  # The processes of a machine share its memory.
-            memory /= machines.count(socket.gethostname())
-        memory = min(map(float, hosts.gather(str(memory))))
+    agree(config)
+    memory = least_memory()
     fitted = planning.resolve_remat(config, memory)
     if hosts.is_first() and fitted.model.remat not in ("none", config.model.remat):
         logs.say(f"model.remat={config.model.remat} selects {fitted.model.remat} for this device")
     loop.train(config, workdir, fitted.model, functools.partial(planning.warning, fitted, memory))
+
+
+def least_memory() -> float:
+    """Returns the usable memory of each device in bytes; of several processes that of the one with the least.
+
+    The processes of a machine share the memory of its CPU.
+    """
+    machine = socket.gethostname()
+    sharing = hosts.gather(machine).count(machine) if jax.default_backend() == "cpu" else 1
+    return min(map(float, hosts.gather(str(devices.memory() / sharing))))
 
 
 def methods(config: Config, workdir: Workdir) -> None:
@@ -202,7 +208,7 @@ def sweep(config: Config, workdir: Workdir) -> None:
             f"{workdir.path}: this is the workdir of a training run; choose another --workdir for the sweep"
         )
     # Check all runs before the first one starts, so that a mistake in the last run is reported at once.
-    memory, runs = devices.memory(), {}
+    memory, runs = least_memory(), {}
     for name, (run, chosen) in sweeping.plan_runs(config).items():
         check_names(chosen)
         folder = workdir.child(name)
@@ -225,7 +231,7 @@ def sweep(config: Config, workdir: Workdir) -> None:
     folders = {name: (run, workdir.child(name)) for name, (run, _) in runs.items()}
     for number, (name, (run, chosen)) in enumerate(runs.items(), start=1):
         folder = folders[name][1]
-        status = sweeping.ended(folder, chosen)
+        status = hosts.gather(sweeping.ended(folder, chosen))[0]
         if status:
             logs.say(f"sweep {number}/{len(runs)}: skipping {name}, already {status}")
         else:

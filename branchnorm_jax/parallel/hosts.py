@@ -164,20 +164,6 @@ def agree(facts: Mapping[str, Any]) -> None:
                 )
 
 
-def in_shares(items: Sequence[T], function: Callable[[Sequence[T]], Sequence[Any]], what: str) -> list[Any]:
-    """Returns function(items), which has one result for each item, as JSON can store it.
-
-    Each process computes its share: every n-th item. All processes must call it, and all get all results. `what`
-    describes the work of a process for those that wait for it.
-    """
-    count = jax.process_count()
-    shares = gather(json.dumps(function(items[jax.process_index() :: count])), what)
-    results: list[Any] = [None] * len(items)
-    for process, share in enumerate(shares):
-        results[process::count] = json.loads(share)
-    return results
-
-
 def first_then_others(first: Callable[[], T], others: Callable[[], T], what: str) -> T:
     """Calls `first` in process 0, and then `others` in the other processes. Returns this process' result.
 

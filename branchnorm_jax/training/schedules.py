@@ -189,15 +189,15 @@ def peak(train: TrainConfig, width: int) -> float:
 def doubts(config: Config, updates: int, clock: int) -> list[str]:
     """Returns lines for the user about schedules that may be wrong for a run of `updates` updates.
 
-    `clock` is the number of updates in which alpha has grown already.
+    `clock` is alpha's clock: the number of updates in which alpha has grown so far.
     """
     train, model, lines = config.train, config.model, []
     warmup, schedule = train.warmup_steps, learning_rate(train, model.width)
 
     def share(update: int) -> float:
         """Returns which part of the peak the learning rate has reached; 1 after a warm-up, or without one."""
-        rate, peak = (float(schedule(jnp.int32(each))) for each in (update, warmup))
-        return rate / peak if update < warmup and rate < peak else 1.0
+        rate, highest = (float(schedule(jnp.int32(each))) for each in (update, warmup))
+        return rate / highest if update < warmup and rate < highest else 1.0
 
     if 0 < updates < warmup and share(updates) < 1:
         lines.append(

@@ -92,14 +92,14 @@ class Validator:
 
     def _scores(self, params: Params, alpha: Alpha, direction: DataConfig, count: int) -> dict[str, float]:
         pairs = [pair for pair, _ in zip(read_pairs(direction, "valid"), range(count), strict=False)]
-        sources, references = zip(*pairs, strict=True)
+        share = [source for source, _ in pairs][jax.process_index() :: jax.process_count()]
         tags = self.corpus.tokenizer.tags(self.config.data, direction.source_lang, direction.target_lang)
-
-        def translate(share: Sequence[str]) -> list[str]:
-            found = self.translator.translate(params, alpha, share, tags=[tags] * len(share))
-            return [best.text for best, *_ in found]
-
-        hypotheses = hosts.in_shares(sources, translate, "which translates")
+        results = self.translator.translate(params, alpha, share, tags=[tags] * len(share))
+        shares = hosts.gather(json.dumps([nbest[0].text for nbest in results]), "which translates")
+        hypotheses = [""] * len(pairs)
+        for process, texts in enumerate(shares):
+            hypotheses[process :: len(shares)] = json.loads(texts)
+        sources, references = zip(*pairs, strict=True)
         scores = corpus_scores(hypotheses, references, direction.target_lang)
         if self.config.train.best_metric != "comet":
             return scores

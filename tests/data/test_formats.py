@@ -171,7 +171,6 @@ def test_the_path_tells_the_order_of_columns_without_a_first_line(
         " en \tde\tnotes",
         "EN-gb\tgerman\tnotes",
         'eng\t"Deutsch"\tx',
-        "en\tde\tGerman",
         "eng_Latn\tdeu_Latn\tid",
     ],
 )
@@ -192,6 +191,7 @@ def test_the_first_line_may_name_languages_in_english(tmp_path: Path, header: st
         (("en", "nb"), "English\tnorsk bokmål"),
         (("pt", "pt_BR"), "pt-PT\tpt-BR"),
         (("gaa", "ga"), "gaa\tga"),
+        (("en", "en_GB"), "en\ten-GB"),
     ],
 )
 def test_the_first_line_may_name_any_language(tmp_path: Path, languages: tuple[str, str], header: str) -> None:
@@ -207,6 +207,10 @@ def test_the_first_line_may_name_any_language(tmp_path: Path, languages: tuple[s
         (("en", "id"), "id\teng\tind"),
         (("en", "no"), "No\tEnglish\tNorwegian"),
         (("en", "de"), "en\tEnglish\tGerman"),
+        (("en", "de"), "en\tde\tGerman"),
+        (("en", "id"), "id\ten\tIndonesian"),
+        (("en", "de"), "en-GB\tEnglish\tGerman"),
+        (("en", "de"), "en_id\tde_id\tEnglish\tGerman"),
     ],
 )
 def test_a_code_and_a_name_of_one_language_are_ambiguous(
@@ -215,8 +219,19 @@ def test_a_code_and_a_name_of_one_language_are_ambiguous(
     """The column "id" has the numbers of the lines."""
     path = tmp_path / f"train.{'-'.join(languages)}.tsv"
     path.write_text(f"{header}\n1\tone\tsatu\n")
-    with pytest.raises(UserError, match=r"line 1: two columns are called \w\w; rename the unused one"):
+    with pytest.raises(UserError, match=r"line 1: two columns are of \w\w: .* and .*; rename the unused one"):
         list(pairs_in(path, languages))
+
+
+@pytest.mark.parametrize(
+    ("languages", "header"), [(("en", "pt_BR"), "en\tpt-PT"), (("en", "sr_Latn"), "eng_Latn\tsrp_Cyrl")]
+)
+def test_other_scripts_and_regions_are_not_the_language(
+    tmp_path: Path, languages: tuple[str, str], header: str
+) -> None:
+    (tmp_path / "train.tsv").write_text(f"{header}\none\tum\n")
+    with pytest.raises(UserError, match="which column is which language is unknown"):
+        list(pairs_in(tmp_path / "train.tsv", languages))
 
 
 @pytest.mark.parametrize("header", ["source\ttarget", "Englisch\tDeutsch"])
@@ -262,7 +277,11 @@ def test_tmx_segments_are_read_without_formatting_codes(tmp_path: Path, encoding
     [
         ("a.tsv", "one\teins\n", [", line 1 ('one\\teins'): which column is which", "en<TAB>de", "{split}.{pair}.tsv"]),
         ("a.tsv", "en\tde\none\teins\ntwo\n", [", line 3: 1 columns instead of 2", "en and de"]),
-        ("a.tsv", "en\tde\tde\none\teins\tuno\n", [", line 1: two columns are called de; rename the unused one"]),
+        (
+            "a.tsv",
+            "en\tde\tde\none\teins\tuno\n",
+            [", line 1: two columns are of de: de and de; rename the unused one"],
+        ),
         ("a.en-de.tsv", "One.\tEins.\nx\ty\tz\n", [", line 2: 3 columns instead of 2", "names all columns allows"]),
         ("a.tsv", b"en\tde\n\xff\tx\n", [", line 2: not valid UTF-8"]),
         ("a.jsonl", '{"en": "a"}\n{"en": \n', [', line 2: not an object such as {"en": "...", "de": "..."}']),

@@ -50,7 +50,7 @@ def log_softmax(params: Any, inputs: jax.Array) -> jax.Array:
 def test_nll_is_that_of_each_window_alone(context: int, stride: int) -> None:
     store, params = text([3, 21, 1, 9]), MODEL.init(jax.random.key(1))
     chosen = windows(store.starts, context, stride)
-    found = token_nll(MODEL, params, jnp.float32(1), store.tokens, chosen, batch_tokens=64)
+    found = token_nll(MODEL, params, jnp.float32(1), store.tokens, chosen, context, batch_tokens=64)
     expected = np.zeros(len(store.tokens) - 1)
     for begin, first, end in zip(*chosen, strict=True):
         row = np.pad(store.tokens[begin:end], (0, 40 - (end - begin))).astype(np.int32)

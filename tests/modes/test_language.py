@@ -80,11 +80,18 @@ def test_language_models_from_training_to_comparison(text: str, tmp_path: Path) 
     evaluated = run_main("--mode=evaluate", f"--workdir={runs[0]}", f"--config.data.path={tmp_path / 'lines'}")
     assert evaluated.returncode == 0, evaluated.stderr
     table = [line.split("\t") for line in (runs[0] / "evaluation" / "test.lines.tsv").read_text().splitlines()[1:]]
-    scored = run_main("--mode=score", f"--workdir={runs[0]}", stdin="".join(f"{line}\n" for line in documents))
+    stdin = f"{documents[0]}\n\n{documents[1]}\n"
+    scored = run_main("--mode=score", f"--workdir={runs[0]}", stdin=stdin)
     assert scored.returncode == 0, scored.stderr
-    log_probs, tokens = zip(*(line.split("\t") for line in scored.stdout.splitlines()), strict=True)
+    first, blank, last = (line.split("\t") for line in scored.stdout.splitlines())
+    assert float(blank[0]) < 0 and blank[1] == "1"  # EOS
+    log_probs, tokens = zip(first, last, strict=True)
     assert [-float(value) for value in log_probs] == pytest.approx([float(row[3]) for row in table], rel=1e-5)
     assert list(tokens) == [row[2] for row in table]
+
+    objects = run_main("--mode=score", f"--workdir={runs[0]}", "--config.decode.format=jsonl", stdin="A line.\n")
+    (found,) = map(json.loads, objects.stdout.splitlines())
+    assert (found["text"], found["tokens"]) == ("A line.", 8)
 
     prompts = "The \n\n"
     generated = run_main("--mode=generate", f"--workdir={runs[0]}", "--config.decode.format=jsonl", stdin=prompts)

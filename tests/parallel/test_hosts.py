@@ -113,7 +113,7 @@ def test_processes_share_an_evaluation_and_a_sweep(tmp_path: Path) -> None:
     assert json.loads((run / "results.json").read_text()) == before
     code, output = run_hosts("--mode=translate", f"--workdir={run}", devices=1)
     assert code == 2
-    assert "--mode=translate runs in a single process, but there are 2" in output
+    assert "--mode=translate runs in one process, but there are 2" in output
 
 
 @pytest.mark.slow
@@ -338,9 +338,12 @@ def test_second_run_in_a_workdir_is_rejected_by_all_processes(tmp_path: Path) ->
         first.communicate()
 
 
-def test_local_launcher_ignores_the_signals_that_nohup_ignores() -> None:
+def test_local_launcher_ignores_the_signals_that_nohup_ignores(tmp_path: Path) -> None:
     """Its processes must not get SIGTERM in place of SIGHUP."""
-    program = "import sys, time; print('ready', flush=True); time.sleep(1); print('alive')"
+    signalled = tmp_path / "signalled"
+    program = "import pathlib, time; print('ready', flush=True)\n"
+    program += f"while not pathlib.Path({str(signalled)!r}).exists(): time.sleep(0.01)\n"
+    program += "print('alive')"
     launcher = [sys.executable, "launch/local.py", "-n", "1", "--", sys.executable, "-c", program]
     process = subprocess.Popen(["nohup", *launcher], cwd=ROOT, text=True, stdout=subprocess.PIPE)
     assert process.stdout is not None
@@ -348,6 +351,8 @@ def test_local_launcher_ignores_the_signals_that_nohup_ignores() -> None:
         if "ready" in line:
             break
     process.send_signal(signal.SIGHUP)
+    time.sleep(0.5)  # A launcher that passes the signal on would do so before the file exists.
+    signalled.touch()
     output, _ = process.communicate(timeout=60)
     assert "alive" in output
     assert process.returncode == 0

@@ -106,6 +106,8 @@ def _validate_family(config: Config) -> None:
         )
     if data.vocab_type == "bytes" and data.vocab_size != BYTE_PIECES:
         raise UserError(f"config: data.vocab_type=bytes has {BYTE_PIECES} pieces: set data.vocab_size={BYTE_PIECES}")
+    if config.evaluate.stride > data.context:
+        raise UserError(f"config: evaluate.stride={config.evaluate.stride} is more than data.context={data.context}")
     if model.longest and data.context > model.longest:
         raise UserError(
             f"config: data.context={data.context} is more than model.max_positions={model.max_positions}, the longest "

@@ -876,6 +876,10 @@ class EvaluateConfig:
         """`splits` as a list."""
         return [name.strip() for name in self.splits.split(",")]
 
+    def stride_in(self, context: int) -> int:
+        """Returns `stride`, or half of the context if it is 0."""
+        return self.stride or max(1, context // 2)
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AverageConfig:

@@ -240,6 +240,16 @@ def test_either_steps_or_epochs_is_required():
             },
             ["batch_tokens=799 cannot hold data.row_multiple=8 rows of data.context=100", "raise it to 800"],
         ),
+        (
+            {
+                "model": {"family": "decoder", "encoder_layers": 0},
+                "data": {"source": "documents", "vocab_type": "bytes", "vocab_size": 259, "context": 100},
+                "train": {"best_metric": "loss", "eval_bleu_sentences": 0},
+                "decode": {"beam_size": 1},
+                "evaluate": {"stride": 101},
+            },
+            ["evaluate.stride=101 is more than data.context=100"],
+        ),
         ({"train": {"eval_bleu_sentences": 0}}, ["best_metric=bleu", "eval_bleu_sentences"]),
         ({"train": {"eval_bleu_sentences": 0, "keep_best": 0}}, ["best_metric=bleu", "eval_bleu_sentences"]),
         ({"train": {"eval_every": 0, "patience": 3}}, ["train.patience=3", "train.eval_every"]),

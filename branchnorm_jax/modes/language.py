@@ -1,7 +1,6 @@
-"""Modes of language models: --mode=generate, and evaluate, score and export for them."""
+"""Modes of language models: --mode=generate, and evaluate and export for them."""
 
 import dataclasses
-import itertools
 import json
 import sys
 from pathlib import Path
@@ -17,11 +16,9 @@ from branchnorm_jax.evaluation.evaluate import format_table, write_results
 from branchnorm_jax.evaluation.text import scores, write_lines
 from branchnorm_jax.export import fold, opt
 from branchnorm_jax.files import atomic_directory
-from branchnorm_jax.modes.common import CHUNK, agree, compared, opened, read_chunks, text_options
-from branchnorm_jax.modes.output import to_json
+from branchnorm_jax.modes.common import agree, compared, opened, read_chunks, text_options
 from branchnorm_jax.options import Config
 from branchnorm_jax.parallel import hosts
-from branchnorm_jax.tokens import EOS
 from branchnorm_jax.training import logs
 from branchnorm_jax.training.digests import checksums
 from branchnorm_jax.training.trained import restore
@@ -36,7 +33,7 @@ def evaluate_text(config: Config, workdir: Workdir) -> None:
 
     Writes results.json and, for each split, evaluation/<split>.lines.tsv with the loss of every line.
     """
-    context, stride = config.data.context, stride_of(config)
+    context, stride = config.data.context, config.evaluate.stride_in(config.data.context)
     tokenizer, model, params, alpha, step = restore(config, workdir)
     models = [checksums((params, alpha)).tolist()]
     agree(config, step=step, models=models)
@@ -57,35 +54,6 @@ def evaluate_text(config: Config, workdir: Workdir) -> None:
             write_results(workdir / "results.json", results, directory, run)
     if hosts.is_first():
         print(format_table(results))
-
-
-def stride_of(config: Config) -> int:
-    """Returns `evaluate.stride`, or half the context if it is 0. Raises `UserError` if it exceeds the context."""
-    stride, context = config.evaluate.stride, config.data.context
-    if stride > context:
-        raise UserError(f"config: evaluate.stride={stride} is more than data.context={context}")
-    return stride or max(1, context // 2)
-
-
-def score_text(config: Config, workdir: Workdir) -> None:
-    """Prints "log-probability<TAB>tokens", or an object, for each line of the input, as a document of its own.
-
-    The logarithm is natural. Both numbers include EOS.
-    """
-    context, stride = config.data.context, stride_of(config)
-    tokenizer, model, params, alpha, _ = restore(config, workdir)
-    with opened(config.decode.input) as (stream, name):
-        for lines in read_chunks(stream, name, CHUNK):
-            encoded = tokenizer.encode_target(lines)
-            starts = np.cumsum([0, *map(len, encoded)])
-            tokens = np.array([EOS, *itertools.chain(*encoded)])
-            chosen = windows(starts, context, stride)
-            nll = token_nll(model, params, alpha, tokens, chosen, context, config.decode.batch_tokens)
-            sums = np.add.reduceat(nll.astype(np.float64), starts[:-1])
-            for line, log_prob, count in zip(lines, (-sums).tolist(), np.diff(starts).tolist(), strict=True):
-                values = {"text": line, "log_prob": round(log_prob, 6), "tokens": count}
-                print(to_json(values) if config.decode.format == "jsonl" else f"{log_prob:.6f}\t{count}")
-            sys.stdout.flush()
 
 
 def generate(config: Config, workdir: Workdir) -> None:

@@ -1,23 +1,28 @@
 """--mode=translate and --mode=score: process lines and print the results in the order of the input."""
 
 import contextlib
+import itertools
 import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
+import numpy as np
+
 from branchnorm_jax.decoding.languages import Languages
 from branchnorm_jax.decoding.parts import has_several_sentences
 from branchnorm_jax.decoding.results import Translation
 from branchnorm_jax.decoding.sentences import Required
+from branchnorm_jax.decoding.text import token_nll, windows
 from branchnorm_jax.errors import UserError
 from branchnorm_jax.files import lock, real, write_atomically
 from branchnorm_jax.modes.common import CHUNK, Trained, count_split, lines_ahead, load, opened, read_chunks, say_split
-from branchnorm_jax.modes.language import score_text
 from branchnorm_jax.modes.output import json_line, plain_lines, to_json
 from branchnorm_jax.options import Config
+from branchnorm_jax.tokens import EOS
 from branchnorm_jax.training import logs
+from branchnorm_jax.training.trained import restore
 from branchnorm_jax.workdir import Workdir
 
 
@@ -273,3 +278,25 @@ def scored(config: Config, trained: Trained, chunks: Iterator[list[str]], name: 
             printed.append(to_json(values) if config.decode.format == "jsonl" else f"{log_prob:.6f}\t{tokens}")
         yield printed
         done += len(lines)
+
+
+def score_text(config: Config, workdir: Workdir) -> None:
+    """Prints "log-probability<TAB>tokens", or an object, for each line of the input, as a document of its own.
+
+    The logarithm is natural. Both numbers include EOS.
+    """
+    context, stride = config.data.context, config.evaluate.stride_in(config.data.context)
+    tokenizer, model, params, alpha, _ = restore(config, workdir)
+    with opened(config.decode.input) as (stream, name):
+        for lines in read_chunks(stream, name, CHUNK):
+            encoded = tokenizer.encode_target(lines)
+            starts = np.cumsum([0, *map(len, encoded)])
+            tokens = np.array([EOS, *itertools.chain(*encoded)])
+            chosen = windows(starts, context, stride)
+            nll = token_nll(model, params, alpha, tokens, chosen, context, config.decode.batch_tokens)
+            sums = np.add.reduceat(nll.astype(np.float64), starts[:-1])
+            printed = []
+            for line, log_prob, count in zip(lines, (-sums).tolist(), np.diff(starts).tolist(), strict=True):
+                values = {"text": line, "log_prob": round(log_prob, 6), "tokens": count}
+                printed.append(to_json(values) if config.decode.format == "jsonl" else f"{log_prob:.6f}\t{count}")
+            print(*printed, sep="\n", flush=True)

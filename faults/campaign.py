@@ -66,6 +66,11 @@ def without(line: str, folder: Path, name: str) -> str:
     return line
 
 
+def shared(family: str, scratch: Path) -> Path:
+    """Returns the folder of what the trials of a family share. Undisturbed runs of another commit are no reference."""
+    return scratch / git_revision() / family
+
+
 def run(family: str, arguments: argparse.Namespace, until: float) -> int:
     """Runs the trials of a family that are not recorded; returns the number of those with a loss or a wrong result."""
     path = arguments.results / f"{family}.jsonl"
@@ -78,7 +83,7 @@ def run(family: str, arguments: argparse.Namespace, until: float) -> int:
     arguments.scratch.mkdir(parents=True, exist_ok=True)
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
-        trial = FAMILIES[family].prepare(arguments.scratch / family, until - time.monotonic())
+        trial = FAMILIES[family].prepare(shared(family, arguments.scratch), until - time.monotonic())
     except Unavailable as error:
         print(f"{family}: left out, because {error}", file=sys.stderr)
         return len(bad)
@@ -125,7 +130,7 @@ def main() -> None:
         family, _, number = arguments.again.partition(":")
         folder = Path(tempfile.mkdtemp(prefix=f"{family}-{number}-")) / "trial"
         try:
-            trial = FAMILIES[family].prepare(arguments.scratch / family, float("inf"))
+            trial = FAMILIES[family].prepare(shared(family, arguments.scratch), float("inf"))
         except Unavailable as error:
             raise SystemExit(f"{family}: left out, because {error}") from None
         print(json.dumps(one(trial, family, arguments.seed, int(number), folder), indent=2), folder, sep="\n")

@@ -116,6 +116,14 @@ def test_recorded_trials_survive_an_incomplete_line(tmp_path: Path) -> None:
     assert recorded(path) == {3: {"trial": 3, "lost": ""}}
 
 
+def test_undisturbed_runs_of_another_commit_are_no_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+    folders = []
+    for commit in ("a", "b", "a"):
+        monkeypatch.setattr(campaign, "git_revision", lambda commit=commit: commit)
+        folders.append(campaign.shared("kills", Path("scratch")))
+    assert folders[0] == folders[2] != folders[1]
+
+
 def test_results_name_no_folder_of_this_machine() -> None:
     scratch = Path("/srv/branchnorm/runs/faults")
     line = f'"said": "{scratch}/kills-1/trial: no space; (cannot open /srv/bra) /srv/other"'

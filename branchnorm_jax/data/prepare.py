@@ -229,7 +229,7 @@ def prepare_text(
     splits = ("train", "valid")
     if not trust:
         for split in splits:
-            next(read_documents(config, split))
+            next(read_documents(config, split), None)
     tokenizer = vocabulary_of(config, directory / "vocabulary", say, keep)
     if check is not None:
         texts = {split: text_fingerprint(config, tokenizer, split) for split in splits}

@@ -195,9 +195,9 @@ def doubts(config: Config, updates: int, clock: int) -> list[str]:
     warmup, schedule = train.warmup_steps, learning_rate(train, model.width)
 
     def share(update: int) -> float:
-        """Returns which part of the peak the learning rate has reached; 1 after a warm-up, or without one."""
+        """Returns which part of the peak the learning rate has reached; 1 if the schedule has no warm-up."""
         rate, highest = (float(schedule(jnp.int32(each))) for each in (update, warmup))
-        return rate / highest if update < warmup and rate < highest else 1.0
+        return rate / highest if rate < highest else 1.0
 
     if 0 < updates < warmup and share(updates) < 1:
         lines.append(

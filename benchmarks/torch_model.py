@@ -33,7 +33,8 @@ class Network(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
         self.encoder = nn.ModuleList(nn.TransformerEncoderLayer(**size) for _ in range(config.encoder_layers))
         self.decoder = nn.ModuleList(nn.TransformerDecoderLayer(**size) for _ in range(config.decoder_layers))
-        self.positions = torch.from_numpy(sinusoids(POSITIONS, config.width, config.positions))
+        places = torch.from_numpy(sinusoids(POSITIONS, config.width, config.positions))
+        self.register_buffer("positions", places, persistent=False)
         # These layers drop attention probabilities and hidden units at the rate of the branches.
         for module in self.modules():
             if isinstance(module, nn.MultiheadAttention):
@@ -41,16 +42,19 @@ class Network(nn.Module):
             if isinstance(module, nn.TransformerEncoderLayer | nn.TransformerDecoderLayer):
                 module.dropout = nn.Dropout(config.activation_dropout)
 
-    def forward(self, source: Tensor, target: Tensor) -> Tensor:
-        """Returns logits [B, T, V] for token ids [B, S] and [B, T], padded on the right."""
+    def forward(self, source: Tensor, target: Tensor, padded: bool = True) -> Tensor:
+        """Returns logits [B, T, V] for token ids [B, S] and [B, T], padded on the right.
+
+        `padded` says whether to look for padding, for which a GPU would have to be waited for.
+        """
         # No mask unless it is needed, because PyTorch uses its fused attention only without masks.
         padding = source == PAD
-        mask = padding if bool(padding.any()) else None
+        mask = padding if padded and bool(padding.any()) else None
         memory = self.embed(source)
         for layer in self.encoder:
             memory = layer(memory, src_key_padding_mask=mask)
         x = self.embed(torch.cat([torch.full_like(target[:, :1], EOS), target[:, :-1]], dim=1))
-        causal = nn.Transformer.generate_square_subsequent_mask(x.shape[1])
+        causal = nn.Transformer.generate_square_subsequent_mask(x.shape[1], device=x.device)
         for layer in self.decoder:
             x = layer(x, memory, tgt_mask=causal, tgt_is_causal=True, memory_key_padding_mask=mask)
         return nn.functional.linear(x, self.table.weight)
@@ -60,12 +64,12 @@ class Network(nn.Module):
         width = self.table.embedding_dim
         return self.dropout(self.table(tokens) * width**0.5 + self.positions[: tokens.shape[1]])
 
-    def loss(self, source: Tensor, target: Tensor, smoothing: float) -> Tensor:
+    def loss(self, source: Tensor, target: Tensor, smoothing: float, padded: bool = True) -> Tensor:
         """Returns the mean loss over real target tokens, in nats.
 
         PyTorch spreads eps over all V tokens, fairseq and we over V - 1, so eps is scaled by V / (V - 1).
         """
-        logits = self(source, target)
+        logits = self(source, target, padded)
         words = logits.shape[-1]
         return nn.functional.cross_entropy(
             logits.flatten(0, 1),

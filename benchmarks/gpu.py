@@ -17,11 +17,12 @@ process, so that it starts with an empty device.
 """
 
 import argparse
+import contextlib
 import dataclasses
 import functools
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import flax.linen as nn
@@ -29,7 +30,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.measure import save, seconds
+from benchmarks.measure import save, seconds, write
 from branchnorm_jax.analysis import devices, estimate, plan
 from branchnorm_jax.decoding.engine import Engine, Query
 from branchnorm_jax.model.attention import attend
@@ -49,8 +50,12 @@ from branchnorm_jax.training.state import Batch, first_state
 LENGTH, UPDATES, RATE, HEADS, COPIES, SENTENCES = 32, 30, 0.1, 8, 8, 512
 
 
+Measured = Iterator[tuple[str, Any]]
+"""Names and values, as they become known."""
+
+
 def timed(function: Callable[..., Any], *arguments: Any, repetitions: int = 20) -> float:
-    """Returns the seconds per call, the mean of consecutive calls."""
+    """Returns the seconds per call of a function, made a program by `jax.jit`: the mean of consecutive calls."""
     run = jax.jit(function)
     jax.block_until_ready(run(*arguments))
     begin = time.perf_counter()
@@ -65,26 +70,24 @@ def normal(seed: int, shape: tuple[int, ...], dtype: Any) -> jax.Array:
     return jax.random.normal(jax.random.key(seed), shape, jnp.float32).astype(dtype)
 
 
-def shapes(toy: bool) -> dict[str, Any]:
+def shapes(toy: bool) -> Measured:
     """Measures TFLOP/s of matrix products and attention and GB/s of a norm."""
-    results: dict[str, Any] = {}
     tokens = 256 if toy else 65_536
     for k, n in ((512, 512), (512, 1536), (512, 2048), (2048, 512), (512, 32_000)):
         # Several products a call, so that a call takes longer than its start.
         copies = COPIES if n <= 2048 else 1
         x, matrices = normal(0, (tokens, k), jnp.bfloat16), list(normal(1, (copies, k, n), jnp.bfloat16))
         duration = timed(lambda x, matrices: [x @ w for w in matrices], x, matrices) / copies
-        results[f"matrix {tokens}x{k}x{n}, TFLOP/s"] = 2e-12 * tokens * k * n / duration
+        yield f"matrix {tokens}x{k}x{n}, TFLOP/s", 2e-12 * tokens * k * n / duration
     x = normal(0, (tokens, 512), jnp.float16)
     norm = nn.meta.unbox(declare_norm("layer_norm", 512))
-    results[f"layer norm {tokens}x512, GB/s"] = 2e-9 * x.nbytes / timed(lambda x: apply_norm("layer_norm", norm, x), x)
+    yield f"layer norm {tokens}x512, GB/s", 2e-9 * x.nbytes / timed(lambda x: apply_norm("layer_norm", norm, x), x)
     copied = normal(0, (1024 if toy else 2**30,), jnp.bfloat16)
-    results["copy of 2 GB, GB/s"] = 2e-9 * copied.nbytes / timed(lambda x: -x, copied)
+    yield "copy of 2 GB, GB/s", 2e-9 * copied.nbytes / timed(lambda x: -x, copied)
     for length in (32, 128):
         q = normal(0, (tokens // length, length, HEADS, 64), jnp.bfloat16)
         duration = timed(lambda q: jax.nn.dot_product_attention(q, q, q), q)
-        results[f"attention {tokens} tokens of sentences of {length}, TFLOP/s"] = 4e-12 * q.size * length / duration
-    return results
+        yield f"attention {tokens} tokens of sentences of {length}, TFLOP/s", 4e-12 * q.size * length / duration
 
 
 def difference(results: Any, exact: Any) -> float:
@@ -116,25 +119,28 @@ def compare(kernel: Callable[..., Any], twin: Callable[..., Any], inputs: Any, d
         exact = jax.jit(both_ways(twin))(wide, dy.astype(jnp.float32))
     found: dict[str, Any] = {}
     for name, function in (("kernel", kernel), ("plain", twin)):
-        found[f"{name}_error"] = difference(jax.jit(both_ways(function))(inputs, dy), exact)
-        found[f"{name}_forward_ms"] = 1e3 * timed(lambda inputs, function=function: function(*inputs), inputs)
-        found[f"{name}_both_ms"] = 1e3 * timed(both_ways(function), inputs, dy)
+        run = jax.jit(both_ways(function))
+        found[f"{name}_error"] = difference(run(inputs, dy), exact)
+        found[f"{name}_both_ms"] = 1e3 * timed(run, inputs, dy)
+        found[f"{name}_forward_ms"] = 1e3 * timed(function, *inputs)
     return found
 
 
-def kernels(toy: bool) -> dict[str, Any]:
+def kernels(toy: bool) -> Measured:
     """Compares the attention and the residual kernel with plain JAX, with dropout, at 65,536 tokens."""
-    results: dict[str, Any] = {}
     tokens, key, interpret = (512 if toy else 65_536), jax.random.key(7), jax.default_backend() == "cpu"
     for length in (32, 128, 256):
         rows = tokens // length
         q_k_v, dy = (normal(seed, (rows, length, *n, HEADS, 64), jnp.bfloat16) for seed, n in ((0, (3,)), (1, ())))
         mask = causal_mask(length)
-        results[f"attention, rows of {length}"] = compare(
-            lambda x, mask=mask: fused_attend((x,), mask, RATE, key, interpret),
-            lambda x, mask=mask: attend(x[:, :, 0], x[:, :, 1], x[:, :, 2], mask, RATE, key),
-            (q_k_v,),
-            dy,
+        yield (
+            f"attention, rows of {length}",
+            compare(
+                lambda x, mask=mask: fused_attend((x,), mask, RATE, key, interpret),
+                lambda x, mask=mask: attend(x[:, :, 0], x[:, :, 1], x[:, :, 2], mask, RATE, key),
+                (q_k_v,),
+                dy,
+            ),
         )
 
     def plain(x: jax.Array, h: jax.Array, weights: Weights) -> jax.Array:
@@ -143,11 +149,10 @@ def kernels(toy: bool) -> dict[str, Any]:
 
     shape = tokens // LENGTH, LENGTH, 512
     x, h, dy = (normal(seed, shape, dtype) for seed, dtype in enumerate((jnp.float16, jnp.bfloat16, jnp.float16)))
-    weights = Weights(jnp.float32(0.7), jnp.float32(1.3), normal(3, (512,), jnp.float32), normal(4, (512,), jnp.float32))
-    results["residual addition"] = compare(
-        lambda *inputs: fused_residual(jax.default_backend(), *inputs, RATE, key), plain, (x, h, weights), dy
-    )
-    return results
+    scale, bias = normal(3, (512,), jnp.float32), normal(4, (512,), jnp.float32)
+    weights = Weights(jnp.float32(0.7), jnp.float32(1.3), scale, bias)
+    kernel = functools.partial(fused_residual, jax.default_backend(), rate=RATE, key=key)
+    yield "residual addition", compare(kernel, plain, (x, h, weights), dy)
 
 
 def base(layers: int, toy: bool, **changes: Any) -> Config:
@@ -169,8 +174,8 @@ def random_words(vocabulary: int, rows: int) -> Callable[[], np.ndarray]:
     return lambda: rng.choice(words, (2, rows, LENGTH), p=weights / weights.sum()).astype(np.int32)
 
 
-def train(config: Config, updates: int) -> dict[str, Any]:
-    """Measures updates on random words."""
+def train(config: Config, updates: int, trace: str = "") -> dict[str, Any]:
+    """Measures updates on random words. With `trace`, three more are profiled into this folder."""
     config = plan.resolve_remat(config, devices.memory())
     rows, vocabulary = estimate.rows_of(config, LENGTH, 1), config.data.vocab_size
     model, optimizer = Transformer(config.model, vocabulary, vocabulary), make_optimizer(config.train, config.model)
@@ -186,6 +191,10 @@ def train(config: Config, updates: int) -> dict[str, Any]:
             state, metrics = run(state, batch)
             losses.append(float(metrics.nll))
             times.append(time.perf_counter() - begin)
+        with jax.profiler.trace(trace) if trace else contextlib.nullcontext():
+            for _ in range(3 if trace else 0):
+                state, metrics = run(state, Batch(*jnp.asarray(draw())))
+            jax.block_until_ready(state)
     taken = statistics.median(times[min(3, updates // 2) :])
     flops = 3 * sum(estimate.forward_flops(config, LENGTH, LENGTH, vocabulary).values())
     return {
@@ -237,9 +246,8 @@ def train_in_pytorch(config: Config, updates: int, compiled: bool) -> dict[str, 
     }
 
 
-def beam(toy: bool) -> dict[str, Any]:
+def beam(toy: bool) -> Measured:
     """Measures target tokens per second of a beam of 4, on untrained models whose translations have 30 tokens."""
-    results: dict[str, Any] = {}
     vocabulary, sentences, length = (300, 4, 30) if toy else (32_000, SENTENCES, 30)
     rng = np.random.default_rng(0)
     queries = [Query([*rng.integers(UNK + 1, vocabulary, length - 1).tolist(), EOS], n) for n in range(sentences)]
@@ -250,14 +258,10 @@ def beam(toy: bool) -> dict[str, Any]:
         model = Transformer(base(layers, toy, dropout=0.0, shared_embeddings="none").model, vocabulary, vocabulary)
         weights = ((jax.jit(model.init)(jax.random.key(0)), jnp.float32(1)),)
         search = functools.partial(Engine((model,), decode).search, weights, queries)
-        times = [seconds(lambda search=search: list(search())) for _ in range(4)]
+        times = [seconds(lambda: list(search())) for _ in range(4)]  # noqa: B023 (called at once)
         taken = statistics.median(times[1:])
-        results[f"{layers}L-{layers}L"] = {
-            "seconds": times,
-            "tokens_per_second": sentences * (length + 1) / taken,
-            "peak_bytes": peak_memory_bytes(),
-        }
-    return results
+        speed = {"seconds": times, "tokens_per_second": sentences * (length + 1) / taken}
+        yield f"{layers}L-{layers}L", speed | {"peak_bytes": peak_memory_bytes()}
 
 
 def main() -> None:
@@ -270,6 +274,7 @@ def main() -> None:
     parser.add_argument("--plain", action="store_true", help="without remat, whole logits")
     parser.add_argument("--in-backward", action="store_true", help="update layers in the backward pass")
     parser.add_argument("--compile", action="store_true", help="PyTorch: with torch.compile")
+    parser.add_argument("--trace", default="", metavar="FOLDER", help="of a depth: profile three more updates")
     parser.add_argument("--toy", action="store_true", help="small, to try the code")
     arguments = parser.parse_args()
     flags = [flag for flag in ("plain", "in_backward", "compile", "toy") if getattr(arguments, flag)]
@@ -278,7 +283,12 @@ def main() -> None:
     name = "_".join((f"gpu_{arguments.part}", *flags))
     whole = {"kernels": kernels, "shapes": shapes, "beam": beam}
     if arguments.part in whole:
-        save(name, whole[arguments.part](arguments.toy))
+        results: dict[str, Any] = {}
+        for key, value in whole[arguments.part](arguments.toy):
+            results[key] = value
+            print(f"{key}: {value}", flush=True)
+            # Each is saved at once, because the time on a GPU may be limited.
+            write(name, results)
         return
     if arguments.part == "pytorch":
         config = base(2 if arguments.toy else 6, arguments.toy)
@@ -288,7 +298,7 @@ def main() -> None:
     if arguments.plain:
         config = dataclasses.replace(config, model=dataclasses.replace(config.model, remat="none", logits_mb=10**6))
     train_config = dataclasses.replace(config.train, update_in_backward=arguments.in_backward)
-    save(name, train(dataclasses.replace(config, train=train_config), arguments.updates))
+    save(name, train(dataclasses.replace(config, train=train_config), arguments.updates, arguments.trace))
 
 
 if __name__ == "__main__":

@@ -64,11 +64,17 @@ def machine() -> dict[str, str]:
     return {"machine": f"{cores} cores of {processor()}", "date": time.strftime("%Y-%m-%d %H:%M")}
 
 
-def save(name: str, results: Mapping[str, Any]) -> None:
-    """Writes benchmarks/results/<name>.json and prints one line per value, except for lists."""
+def write(name: str, results: Mapping[str, Any]) -> Path:
+    """Writes benchmarks/results/<name>.json and returns its path."""
     RESULTS.mkdir(exist_ok=True)
     path = RESULTS / f"{name}.json"
     path.write_text(json.dumps({**machine(), **environment(), **results}, indent=1) + "\n", encoding="utf-8")
+    return path
+
+
+def save(name: str, results: Mapping[str, Any]) -> None:
+    """Writes benchmarks/results/<name>.json and prints one line per value, except for lists."""
+    path = write(name, results)
     for key, value in results.items():
         if not isinstance(value, list):
             print(f"{key}: {value['ratio']:.4f}" if isinstance(value, dict) and "ratio" in value else f"{key}: {value}")

@@ -20,6 +20,9 @@ POSITIONS = 1024
 class Network(nn.Module):
     """Logits of target words given the source and the previous words, as `Transformer.__call__` with alpha = 1."""
 
+    positions: Tensor
+    """Sinusoids, [POSITIONS, D]."""
+
     def __init__(self, config: ModelConfig, vocabulary: int) -> None:
         super().__init__()
         size: dict[str, Any] = dict(

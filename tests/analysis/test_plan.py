@@ -34,6 +34,8 @@ from branchnorm_jax.modes import runs
 from branchnorm_jax.options import Config, ParallelConfig, PlanConfig
 from branchnorm_jax.workdir import Workdir
 
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
+
 
 def config(depth: str = "6L-6L", **options: object) -> Config:
     values = configs.default_config(depth)
@@ -42,6 +44,36 @@ def config(depth: str = "6L-6L", **options: object) -> Config:
             section, field = name.split("__")
             values[section][field] = value
     return configs.from_config_dict(values)
+
+
+@pytest.mark.parametrize(
+    ("depth", "kernels", "file"),
+    [
+        ("6L-6L", "auto", "6L"),
+        ("6L-6L", "plain", "6L_plain_kernels"),
+        ("100L-100L", "auto", "100L"),
+        ("500L-500L", "auto", "500L"),
+    ],
+)
+def test_seconds_of_updates_measured_on_an_h200(depth: str, kernels: str, file: str) -> None:
+    """Within 3 %, as docs/performance.md says; the fractions of `SHARES` are fitted to these four."""
+    measured = json.loads((RESULTS / f"gpu_{file}.json").read_text())
+    run = config(
+        depth,
+        model__dtype="bfloat16",
+        model__carry_dtype="float16",
+        model__kernels=kernels,
+        data__vocab_size=32_000,
+        data__power_of_two_rows=True,
+        train__batch_tokens=65_536,
+        plan__device="h200",
+        plan__devices=1,
+    )
+    run = resolve_remat(run, find("h200").memory)
+    assert {name: getattr(run.model, name) for name in ("remat", "group", "unroll")} == measured["remat"]
+    assert seconds(run, find("h200"), update_costs(run, 2048, 32)) == pytest.approx(
+        measured["seconds_per_update"], rel=0.03
+    )
 
 
 def test_forward_flops_of_a_layer() -> None:

@@ -139,6 +139,8 @@ _CONTEXT = multiprocessing.get_context("forkserver")
 PRELOADED = (
     "branchnorm_jax.cli",
     *(f"branchnorm_jax.modes.{name}" for name in ("runs", "evaluate", "lines", "export")),
+    "tensorboardX",
+    "sacremoses",
 )
 """Modules that most modes import. None of them starts the devices of JAX, or threads."""
 

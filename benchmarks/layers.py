@@ -1,7 +1,7 @@
 """Collects layer statistics of the runs of a sweep: similarity of adjacent layers and sparsity of the activations.
 
-    python main.py --mode=sweep --config=configs/sweep_collapse.py --workdir=runs/collapse
-    python -m benchmarks.layers runs/collapse
+    python main.py --mode=sweep --config=configs/sweep_methods.py --workdir=runs/methods
+    python -m benchmarks.layers runs/methods
 
 Writes benchmarks/results/layers.csv: the columns of sweep.csv, and for each stack the mean over its layers at the last
 line of layers.jsonl, of the cosine between a layer's input and output (Figure 8 of the BranchNorm paper) and of the
@@ -36,11 +36,11 @@ def collect(sweep: Path) -> list[dict[str, Any]]:
 def main() -> None:
     """Runs the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("sweep", type=Path, help="workdir of the sweep")
+    parser.add_argument("sweeps", type=Path, nargs="+", help="workdir of the sweep, or of its parts")
     parser.add_argument("--name", default="layers", help="name of the result file")
     arguments = parser.parse_args()
     path = RESULTS / f"{arguments.name}.csv"
-    path.write_text(to_csv(collect(arguments.sweep)), encoding="utf-8")
+    path.write_text(to_csv([row for sweep in arguments.sweeps for row in collect(sweep)]), encoding="utf-8")
     print(path)
 
 

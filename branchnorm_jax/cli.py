@@ -57,7 +57,7 @@ CONFIGS = HERE / "configs" if (HERE / "configs").is_dir() else HERE.parent / "co
 """Folder of the project's config files. An installed package contains it; in a checkout it is next to the package."""
 
 FLAGS = flags.FLAGS
-NEED_RUN = "evaluate", "translate", "serve", "average", "export", "score"
+NEED_RUN = "evaluate", "translate", "generate", "serve", "average", "export", "score"
 """Modes that need a trained run."""
 
 flags.DEFINE_enum("mode", "train", list(MODES), "; ".join(f"{name}: {text}" for name, text in MODES.items()))
@@ -325,12 +325,13 @@ def default_config(mode: str | None, workdir: str | None, saved: Path) -> str | 
         return str(CONFIGS / "default.py")
     if mode in ("help", "methods"):
         return None
-    where = f"and no config.json of an earlier run in {workdir}" if workdir else "and no --workdir of an earlier run"
+    where = f"and no earlier run in {workdir}" if workdir else "and no --workdir of an earlier run"
     if workdir and mode in NEED_RUN and (saved.parent / "checkpoints").is_dir():
         raise UserError(f"--workdir={workdir}: config.json is missing; restore it, or give the --config of this run")
     if workdir and mode in NEED_RUN:
         raise UserError(f"--workdir={workdir}: no training run in this folder{runs_near(saved.parent)}")
-    raise UserError(f"no --config {where}; give --config=<file or name>; {config_names()}")
+    near = runs_near(saved.parent) if workdir else ""
+    raise UserError(f"no --config {where}{near}; give --config=<file or name>; {config_names()}")
 
 
 def find_config(given: str) -> str:

@@ -433,6 +433,13 @@ def test_a_wrong_workdir_lists_the_runs_near_it(tmp_path: Path) -> None:
     for folder in (runs, runs / "germna"):
         with pytest.raises(UserError, match=re.escape(f"--workdir={folder}: {near}")):
             parse(["main.py", "--mode=translate", f"--workdir={folder}"])
+        with pytest.raises(UserError, match=re.escape(near)):
+            parse(["main.py", "--mode=generate", f"--workdir={folder}"])
+        # These modes do not need a run.
+        with pytest.raises(
+            UserError, match=f"no earlier run in {re.escape(str(folder))}; runs near it: .*; give --config="
+        ):
+            parse(["main.py", "--mode=plan", f"--workdir={folder}"])
 
 
 @pytest.mark.slow

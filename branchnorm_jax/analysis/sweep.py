@@ -83,6 +83,8 @@ def parse_grid(text: str, baseline: str = "") -> list[Run]:
             raise UserError(f"sweep.grid: give axes such as method=post_ln,branchnorm depth=6L-6L,18L-18L{where}")
         runs += [dict(zip(axes, point, strict=True)) for point in itertools.product(*axes.values())]
     methods = dict.fromkeys(run["method"] for run in runs if "method" in run)
+    for method in methods:
+        get_recipe(method)
     if baseline and baseline not in methods:
         raise UserError(
             f"sweep.baseline: {baseline!r} is not among the grid's methods ({', '.join(methods) or 'none'})"

@@ -33,7 +33,7 @@ from branchnorm_jax.training.finetune import corpus_of, parent_of
 from branchnorm_jax.training.loop import check_names
 from branchnorm_jax.training.network import make_model
 from branchnorm_jax.training.state import Batch, init_params
-from branchnorm_jax.training.trained import restore
+from branchnorm_jax.training.trained import refuse_sweep, restore
 from branchnorm_jax.workdir import Workdir
 
 DOCS = Path(__file__).parent.parent.parent / "docs"
@@ -140,6 +140,7 @@ def analyze(config: Config, workdir: Workdir) -> None:
     run; they are prepared here if they are missing.
     """
     figures.pyplot()  # Imported before the measurements, so that a missing package is reported at once.
+    refuse_sweep(config, workdir)
     trained = None
     if workdir.has_checkpoints and not config.analyze.methods:
         workdir.check_config(config)
@@ -157,7 +158,7 @@ def analyze(config: Config, workdir: Workdir) -> None:
                 print(draw(workdir))
             except UserError as error:
                 logs.say(str(error))
-    if (workdir / "status.json").exists() and not workdir.has_checkpoints:
+    if trained is None and not config.analyze.methods:
         logs.say(f"{workdir.path}: no checkpoint; measuring the untrained model")
     workdir.create()
     corpus = corpus_of(config, workdir)

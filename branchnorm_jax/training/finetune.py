@@ -56,6 +56,9 @@ def parent_of(config: Config, workdir: Workdir) -> Workdir:
         raise UserError(f"{option}: {parent.path} has language tags; set data.pairs, to a single pair if needed")
     if config.data.pairs and config.data.tags != "none" and not theirs.data.pairs:
         raise UserError(f"{option}: {parent.path} has no language tags; leave data.pairs empty or set data.tags=none")
+    if theirs.model.family != config.model.family:
+        their, our = (run.model.family.replace("_", "-") for run in (theirs, config))
+        raise UserError(f"{option}: the model of {parent.path} is {their}, that of the new run {our}; name another run")
     of_the_data = VOCABULARY_OPTIONS + (("tags",) if theirs.data.pairs else ())
     ours = {field.name for field in dataclasses.fields(ModelConfig) if not field.metadata["free"]} - TRAINING_OPTIONS
     if config.train.deepen_from:

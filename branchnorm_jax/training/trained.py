@@ -18,6 +18,12 @@ from branchnorm_jax.training.state import abstract_params
 from branchnorm_jax.workdir import Workdir, runs_near
 
 
+def refuse_sweep(config: Config, workdir: Workdir) -> None:
+    """Raises `UserError` if the workdir is the folder of a sweep, whose runs are in folders of their own."""
+    if config.sweep.grid and (workdir / "config.json").exists() and not workdir.has_checkpoints:
+        raise UserError(f"{workdir.path}: the folder of a sweep; name the folder of one of its runs")
+
+
 def network(config: Config, workdir: Workdir) -> tuple[Tokenizer, Transformer]:
     """Loads the vocabulary and builds the network of a run.
 
@@ -27,8 +33,7 @@ def network(config: Config, workdir: Workdir) -> tuple[Tokenizer, Transformer]:
     if not (workdir / "config.json").exists():
         near = runs_near(workdir.path)
         raise UserError(f"{workdir.path}: no training run in this workdir; train first (--mode=train){near}")
-    if config.sweep.grid and not workdir.has_checkpoints:
-        raise UserError(f"{workdir.path}: the folder of a sweep; name the folder of one of its runs")
+    refuse_sweep(config, workdir)
     tokenizer = load_tokenizer(workdir / "vocabulary")
     if tokenizer.sha256 != workdir.data_identity().get("vocabulary"):
         raise UserError(f"{workdir / 'vocabulary'}: not the vocabulary that this run was trained with; restore it")

@@ -93,6 +93,7 @@ def test_alpha_steps_follow_the_warmup_of_each_run_unless_set() -> None:
         ("method=post_ln method=rezero", "set the same option"),
         ("method=post_ln model.method=rezero", "method and model.method set the same option"),
         ("depth=2L-2L model.encoder_layers=3", "depth and model.encoder_layers set the same option"),
+        ("method=post_ln,rezro", "no method 'rezro'; did you mean 'rezero'"),
         ("method=post_ln,rezero", "'deepnorm' is not among the grid's methods \\(post_ln, rezero\\)"),
     ],
 )
@@ -256,7 +257,11 @@ def test_sweep_records_diverged_runs_and_resumes(tmp_path: Path) -> None:
     assert config.model.remat == "auto"
     nested = dataclasses.replace(config, model=dataclasses.replace(config.model, remat="nested"))
     assert sweep.ended(finished, sweep.configure(nested, run)) == "done"
-    for mode, advice in (("train", "add --mode=sweep"), ("evaluate", "one of its runs")):
+    for mode, advice in (
+        ("train", "add --mode=sweep"),
+        ("evaluate", "one of its runs"),
+        ("analyze", "one of its runs"),
+    ):
         refused = run_main(f"--workdir={tmp_path}", f"--mode={mode}")
         assert (refused.returncode, refused.stderr.count("\n")) == (2, 1)
         assert advice in refused.stderr

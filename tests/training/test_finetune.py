@@ -141,6 +141,7 @@ def test_child_must_keep_the_language_tags_of_the_parent(trained: Path, tmp_path
             r"has a different model; set model\.ffn_width=24 model\.method=branchnorm",
         ),
         ({"positions": "fairseq"}, r"has a different model; set model\.positions=marian"),
+        ({"family": "decoder"}, "is encoder-decoder, that of the new run decoder; name another run"),
     ],
 )
 def test_different_models_are_rejected(trained: Path, tmp_path: Path, model: dict[str, Any], message: str) -> None:

@@ -18,7 +18,7 @@ def get_config(depth: str = "") -> ml_collections.ConfigDict:
     # The rate of all but one; DeepNorm is every run's baseline, so it must not name one.
     config.train.learning_rate = 3e-3
     settings = (
-        "method=branchnorm",
+        "method=branchnorm train.branch_update_power=2",
         "method=deepnorm,admin,pre_ln",
         "method=prores_pre_ln model.alpha_order=linear model.alpha_steps=1500",
         "method=branchnorm train.branch_update_power=0 train.learning_rate=7.5e-4",

@@ -151,6 +151,21 @@ def recommended(config: Config, run: Run) -> dict[str, Any]:
     return {name: value for name, value in by_name.items() if name not in configs.assigned(options)}
 
 
+def left_out(runs: Mapping[str, tuple[Run, Config]]) -> dict[str, dict[str, Any]]:
+    """Returns the recommended options of each method that none of its runs sets, "section.name" -> value.
+
+    An option counts as set if the grid names it, or if it differs from the project's default.
+    """
+    defaults, found = configs.to_flat(Config()), dict[str, dict[str, Any]]()
+    for run, config in runs.values():
+        method, values = config.model.method, configs.to_flat(config)
+        wanted = found.get(method, get_recipe(method).recommended)
+        found[method] = {
+            name: value for name, value in wanted.items() if name not in run and values[name] == defaults[name] != value
+        }
+    return {method: options for method, options in found.items() if options}
+
+
 def _options(config: Config, run: Run) -> ml_collections.ConfigDict:
     """Returns the sweep's options with the values of a run; options set by user or grid count as assigned."""
     options = configs.default_config()

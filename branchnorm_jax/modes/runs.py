@@ -222,6 +222,9 @@ def sweep(config: Config, workdir: Workdir) -> None:
                 raise UserError(f"sweep.grid: {name}: {error}") from error
         planning.resolve_remat(chosen, memory)  # refuses a run that cannot fit
         runs[name] = run, chosen
+    for method, options in ({} if config.sweep.recommended else sweeping.left_out(runs)).items():
+        named = " ".join(f"{name}={value}" for name, value in options.items())
+        logs.say(f"{method} recommends {named}; a sweep sets this only in the grid, or with sweep.recommended=True")
     drawing = figures.can_draw("sweep.png")
     corpora = {chosen.data for _, chosen in runs.values()}
     for split in ("train", "valid", "test"):

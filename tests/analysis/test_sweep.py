@@ -34,6 +34,22 @@ def test_grid_combines_its_axes_and_names_its_runs() -> None:
     assert sweep.configure(Config(), runs[4]).train.seed == 3
 
 
+def test_recommended_options_that_no_run_sets_are_named() -> None:
+    def left_out(grid: str, **train: float) -> dict[str, dict[str, Any]]:
+        options = default_config("2L-2L")
+        options.sweep.grid = grid
+        options.train.update(train)
+        return sweep.left_out(sweep.plan_runs(from_config_dict(options)))
+
+    recommended = METHODS["branchnorm"].recommended
+    power, end = "train.branch_update_power", "model.alpha_end"
+    assert left_out("method=branchnorm,post_ln") == {"branchnorm": recommended}
+    assert left_out("method=branchnorm", branch_update_power=1.0) == {"branchnorm": {end: recommended[end]}}
+    grid = f"method=branchnorm | method=branchnorm {power}=0 train.seed=1"
+    assert left_out(grid) == {"branchnorm": {end: recommended[end]}}
+    assert not left_out(f"method=branchnorm {power}=2 {end}=1")
+
+
 def test_recommended_options_apply_on_request_to_options_that_are_not_set() -> None:
     def run_of(options: ConfigDict, method: str) -> Config:
         return sweep.configure(from_config_dict(options), {"method": method, "train.learning_rate": "0.002"})

@@ -101,8 +101,12 @@ def translate_lines(config: Config, trained: Trained, rng: random.Random, folder
     wrong = f"line {faulty} is not refused" if faulty else ""
     lost = "" if given == wanted else f"{given} lines instead of {wanted}"
     if decode.format == "jsonl" and not lost and not wrong:
-        sources = [json.loads(line)["source"] for line in printed.split("\n")[:-1]]
-        wrong = "" if sources == lines_of(content) else "the sources are not those of the input"
+        rows = [json.loads(line) for line in printed.split("\n")[:-1]]
+        sides = ("source", "target") if mode == "score" else ("source",)
+        # An empty line of a file of pairs has two empty sides.
+        expected = [[*line.split("\t"), ""][: len(sides)] for line in lines_of(content)]
+        same = [[row[side] for side in sides] for row in rows] == expected
+        wrong = "" if same else "the texts are not those of the input"
     return Outcome(f"{LINES} lines", where, lost=lost, wrong=wrong)
 
 

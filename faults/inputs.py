@@ -102,10 +102,9 @@ def translate_lines(config: Config, trained: Trained, rng: random.Random, folder
     lost = "" if given == wanted else f"{given} lines instead of {wanted}"
     if decode.format == "jsonl" and not lost and not wrong:
         rows = [json.loads(line) for line in printed.split("\n")[:-1]]
-        sides = ("source", "target") if mode == "score" else ("source",)
         # An empty line of a file of pairs has two empty sides.
-        expected = [[*line.split("\t"), ""][: len(sides)] for line in lines_of(content)]
-        same = [[row[side] for side in sides] for row in rows] == expected
+        expected = [(*line.partition("\t")[::2],) if mode == "score" else (line,) for line in lines_of(content)]
+        same = [tuple(row[side] for side in ("source", "target")[: len(expected[0])]) for row in rows] == expected
         wrong = "" if same else "the texts are not those of the input"
     return Outcome(f"{LINES} lines", where, lost=lost, wrong=wrong)
 

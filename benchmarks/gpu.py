@@ -54,9 +54,8 @@ Measured = Iterator[tuple[str, Any]]
 """Names and values, as they become known."""
 
 
-def timed(function: Callable[..., Any], *arguments: Any, repetitions: int = 20) -> float:
-    """Returns the seconds per call of a function, made a program by `jax.jit`: the mean of consecutive calls."""
-    run = jax.jit(function)
+def timed(run: Callable[..., Any], *arguments: Any, repetitions: int = 20) -> float:
+    """Returns the seconds per call of a program (`jax.jit`), the mean of consecutive calls."""
     jax.block_until_ready(run(*arguments))
     begin = time.perf_counter()
     for _ in range(repetitions):
@@ -73,20 +72,22 @@ def normal(seed: int, shape: tuple[int, ...], dtype: Any) -> jax.Array:
 def shapes(toy: bool) -> Measured:
     """Measures TFLOP/s of matrix products and attention and GB/s of a norm."""
     tokens = 256 if toy else 65_536
+    products = jax.jit(lambda x, matrices: [x @ w for w in matrices])
     for k, n in ((512, 512), (512, 1536), (512, 2048), (2048, 512), (512, 32_000)):
         # Several products a call, so that a call takes longer than its start.
         copies = COPIES if n <= 2048 else 1
         x, matrices = normal(0, (tokens, k), jnp.bfloat16), list(normal(1, (copies, k, n), jnp.bfloat16))
-        duration = timed(lambda x, matrices: [x @ w for w in matrices], x, matrices) / copies
+        duration = timed(products, x, matrices) / copies
         yield f"matrix {tokens}x{k}x{n}, TFLOP/s", 2e-12 * tokens * k * n / duration
     x = normal(0, (tokens, 512), jnp.float16)
     norm = nn.meta.unbox(declare_norm("layer_norm", 512))
-    yield f"layer norm {tokens}x512, GB/s", 2e-9 * x.nbytes / timed(lambda x: apply_norm("layer_norm", norm, x), x)
+    normalise = jax.jit(lambda x: apply_norm("layer_norm", norm, x))
+    yield f"layer norm {tokens}x512, GB/s", 2e-9 * x.nbytes / timed(normalise, x)
     copied = normal(0, (1024 if toy else 2**30,), jnp.bfloat16)
-    yield "copy of 2 GB, GB/s", 2e-9 * copied.nbytes / timed(lambda x: -x, copied)
+    yield "copy of 2 GB, GB/s", 2e-9 * copied.nbytes / timed(jax.jit(jnp.negative), copied)
     for length in (32, 128):
         q = normal(0, (tokens // length, length, HEADS, 64), jnp.bfloat16)
-        duration = timed(lambda q: jax.nn.dot_product_attention(q, q, q), q)
+        duration = timed(jax.jit(lambda q: jax.nn.dot_product_attention(q, q, q)), q)
         yield f"attention {tokens} tokens of sentences of {length}, TFLOP/s", 4e-12 * q.size * length / duration
 
 
@@ -122,7 +123,7 @@ def compare(kernel: Callable[..., Any], twin: Callable[..., Any], inputs: Any, d
         run = jax.jit(both_ways(function))
         found[f"{name}_error"] = difference(run(inputs, dy), exact)
         found[f"{name}_both_ms"] = 1e3 * timed(run, inputs, dy)
-        found[f"{name}_forward_ms"] = 1e3 * timed(function, *inputs)
+        found[f"{name}_forward_ms"] = 1e3 * timed(jax.jit(function), *inputs)
     return found
 
 
@@ -174,6 +175,18 @@ def random_words(vocabulary: int, rows: int) -> Callable[[], np.ndarray]:
     return lambda: rng.choice(words, (2, rows, LENGTH), p=weights / weights.sum()).astype(np.int32)
 
 
+def speed(config: Config, times: list[float]) -> dict[str, Any]:
+    """Returns the speed of updates that took these times; the first ones, which compile, do not count."""
+    taken, tokens = statistics.median(times[min(3, len(times) // 2) :]), config.train.batch_tokens
+    flops = 3 * sum(estimate.forward_flops(config, LENGTH, LENGTH, config.data.vocab_size).values())
+    return {
+        "seconds": times,
+        "seconds_per_update": taken,
+        "target_tokens_per_second": tokens / taken,
+        "mfu": flops * tokens / taken / devices.find("").matrix,
+    }
+
+
 def train(config: Config, updates: int, trace: str = "") -> dict[str, Any]:
     """Measures updates on random words. With `trace`, three more are profiled into this folder."""
     config = plan.resolve_remat(config, devices.memory())
@@ -195,16 +208,11 @@ def train(config: Config, updates: int, trace: str = "") -> dict[str, Any]:
             for _ in range(3 if trace else 0):
                 state, metrics = run(state, Batch(*jnp.asarray(draw())))
             jax.block_until_ready(state)
-    taken = statistics.median(times[min(3, updates // 2) :])
-    flops = 3 * sum(estimate.forward_flops(config, LENGTH, LENGTH, vocabulary).values())
     return {
         "remat": {name: getattr(config.model, name) for name in ("remat", "group", "unroll")},
         "kernels": config.model.kernels,
         "losses": losses,
-        "seconds": times,
-        "seconds_per_update": taken,
-        "target_tokens_per_second": rows * LENGTH / taken,
-        "mfu": flops * rows * LENGTH / taken / devices.find("").matrix,
+        **speed(config, times),
         "peak_bytes": peak_memory_bytes(),
         "planned_bytes": estimate.update_costs(config, rows, LENGTH).peak,
     }
@@ -232,16 +240,11 @@ def train_in_pytorch(config: Config, updates: int, compiled: bool) -> dict[str, 
         adam.step()
         losses.append(loss.item())
         times.append(time.perf_counter() - begin)
-    taken = statistics.median(times[min(3, updates // 2) :])
-    flops = 3 * sum(estimate.forward_flops(config, LENGTH, LENGTH, config.data.vocab_size).values())
     return {
         "torch": torch.__version__,
         "compiled": compiled,
         "losses": losses,
-        "seconds": times,
-        "seconds_per_update": taken,
-        "target_tokens_per_second": rows * LENGTH / taken,
-        "mfu": flops * rows * LENGTH / taken / devices.find("").matrix,
+        **speed(config, times),
         "peak_bytes": torch.cuda.max_memory_allocated() if device == "cuda" else 0,
     }
 

@@ -325,13 +325,12 @@ def default_config(mode: str | None, workdir: str | None, saved: Path) -> str | 
         return str(CONFIGS / "default.py")
     if mode in ("help", "methods"):
         return None
-    where = f"and no earlier run in {workdir}" if workdir else "and no --workdir of an earlier run"
     if workdir and mode in NEED_RUN and (saved.parent / "checkpoints").is_dir():
         raise UserError(f"--workdir={workdir}: config.json is missing; restore it, or give the --config of this run")
     if workdir and mode in NEED_RUN:
         raise UserError(f"--workdir={workdir}: no training run in this folder{runs_near(saved.parent)}")
-    near = runs_near(saved.parent) if workdir else ""
-    raise UserError(f"no --config {where}{near}; give --config=<file or name>; {config_names()}")
+    where = f"earlier run in {workdir}{runs_near(saved.parent)}" if workdir else "--workdir of an earlier run"
+    raise UserError(f"no --config and no {where}; give --config=<file or name>; {config_names()}")
 
 
 def find_config(given: str) -> str:

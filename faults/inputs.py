@@ -101,11 +101,11 @@ def translate_lines(config: Config, trained: Trained, rng: random.Random, folder
     wrong = f"line {faulty} is not refused" if faulty else ""
     lost = "" if given == wanted else f"{given} lines instead of {wanted}"
     if decode.format == "jsonl" and not lost and not wrong:
-        rows = [json.loads(line) for line in printed.split("\n")[:-1]]
+        pairs, rows = mode == "score", map(json.loads, printed.split("\n")[:-1])
+        found_texts = [(row["source"], row["target"] if pairs else "") for row in rows]
         # An empty line of a file of pairs has two empty sides.
-        expected = [(*line.partition("\t")[::2],) if mode == "score" else (line,) for line in lines_of(content)]
-        same = [tuple(row[side] for side in ("source", "target")[: len(expected[0])]) for row in rows] == expected
-        wrong = "" if same else "the texts are not those of the input"
+        expected = [line.partition("\t")[::2] if pairs else (line, "") for line in lines_of(content)]
+        wrong = "" if found_texts == expected else "the texts are not those of the input"
     return Outcome(f"{LINES} lines", where, lost=lost, wrong=wrong)
 
 

@@ -28,16 +28,13 @@ from branchnorm_jax.training.optimizer import make_optimizer
 from branchnorm_jax.training.state import Batch, TrainState, first_state
 from branchnorm_jax.training.step import make_train_step
 
-SHARES = {"gpu": (0.7, 1.0)}
-"""Fractions of the peak FLOP/s (for matrix products of width 512 and above) and of the bandwidth of a platform.
+SHARES = {"gpu": (0.7, 1.0), "tpu": (0.6, 0.8), "cpu": (0.6, 0.8)}
+"""Platform -> fractions of the peak FLOP/s (for matrix products of width 512 and above) and of the bandwidth.
 
 Those of GPUs are fitted to four updates measured on an H200, from 6L-6L to 500L-500L: the estimates are within 3 % of
 them (docs/performance.md). The second fraction also makes up for traffic that is estimated but does not occur, because
-XLA keeps values of neighbouring operations in registers.
+XLA keeps values of neighbouring operations in registers. The others are assumed.
 """
-
-ASSUMED_SHARES = 0.6, 0.8
-"""The same for other platforms, not measured."""
 
 UNROLLED, GROUP = 24, 5
 """Largest depth of stacks that are not a loop, and the size of the groups that `full` recomputes. Larger stacks
@@ -279,7 +276,7 @@ def compiled_bytes(config: Config) -> float:
 
 def seconds(config: Config, device: devices.Device, estimate: costs.Costs) -> float:
     """Estimates a time in seconds: the time of the computation plus the time of the memory traffic."""
-    of_matrix, of_bandwidth = SHARES.get(devices.platform(config.plan.device), ASSUMED_SHARES)
+    of_matrix, of_bandwidth = SHARES[devices.platform(config.plan.device)]
     matrix = device.matrix if config.model.dtype == "bfloat16" else device.matrix_float32
     return estimate.flops / (of_matrix * matrix) + estimate.traffic / (of_bandwidth * device.bandwidth)
 

@@ -4,15 +4,18 @@
     python -m faults.campaign bytes --trials 100        100 trials of one family
     python -m faults.campaign --seconds 180             as many trials of each family as fit into three minutes in all
     python -m faults.campaign --again kills:17          repeats trial 17 and keeps its folder
+    python -m faults.campaign --part 3/16 --scratch X   every 16th trial, from the third on, beside the other 15 parts
 
 Trial n of a family is determined by --seed and n. Each trial is a line of <results>/<family>.jsonl; trials that are
-there are not repeated. The exit code is 1 if anything was lost or wrong.
+there are not repeated. Parts may run at the same time if each has its own --scratch; they append to the same results.
+The exit code is 1 if anything was lost or wrong.
 """
 
 import argparse
 import dataclasses
 import json
 import random
+import re
 import shutil
 import sys
 import tempfile
@@ -76,7 +79,9 @@ def run(family: str, arguments: argparse.Namespace, until: float) -> int:
     path = arguments.results / f"{family}.jsonl"
     done = recorded(path)
     count = FAMILIES[family].trials if arguments.trials is None else arguments.trials
-    missing = [number for number in range(count) if number not in done]
+    first, parts = arguments.part
+    ours = range(first - 1, count, parts)
+    missing = [number for number in ours if number not in done]
     bad = [number for number, row in done.items() if row["lost"] or row["wrong"]]
     if not missing:
         return len(bad)
@@ -87,7 +92,8 @@ def run(family: str, arguments: argparse.Namespace, until: float) -> int:
     except Unavailable as error:
         print(f"{family}: left out, because {error}", file=sys.stderr)
         return len(bad)
-    with path.open("a", encoding="utf-8") as file, progress_bar(count, count - len(missing), "trial", family) as bar:
+    bar = progress_bar(len(ours), len(ours) - len(missing), "trial", family)
+    with path.open("a", encoding="utf-8") as file, bar:
         for place, number in enumerate(missing):
             if time.monotonic() > until:
                 print(f"{family}: the time is over; {len(missing) - place} trials are left", file=sys.stderr)
@@ -110,6 +116,15 @@ def run(family: str, arguments: argparse.Namespace, until: float) -> int:
     return len(bad)
 
 
+def part(text: str) -> tuple[int, int]:
+    """Returns the numbers of I/N. Raises `argparse.ArgumentTypeError` unless 1 <= I <= N."""
+    found = re.fullmatch("([0-9]+)/([0-9]+)", text)
+    numbers = (int(found[1]), int(found[2])) if found else (0, 0)
+    if not 1 <= numbers[0] <= numbers[1]:
+        raise argparse.ArgumentTypeError(f"{text!r} is not I/N with 1 <= I <= N")
+    return numbers
+
+
 def main() -> None:
     """Runs the campaign that the command line describes."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -118,6 +133,7 @@ def main() -> None:
         "--trials", type=int, help="number of trials of each family; by default those of the long campaign"
     )
     parser.add_argument("--seconds", type=float, help="stop after this time")
+    parser.add_argument("--part", type=part, default=(1, 1), metavar="I/N", help="only the trials I, I + N, ...")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--results", type=Path, default=RESULTS / "faults", help="folder of the results")
     parser.add_argument("--scratch", type=Path, default=Path("runs/faults"), help="folder of the runs")

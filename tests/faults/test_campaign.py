@@ -10,7 +10,7 @@ import pytest
 from branchnorm_jax.errors import UserError
 from faults import calls, campaign, configurations, damage, kills, processes, report
 from faults.processes import Finished
-from faults.trial import recorded
+from faults.trial import Family, Outcome, recorded
 
 
 def bits(a: bytes, b: bytes) -> int:
@@ -135,10 +135,36 @@ def test_a_family_that_this_machine_cannot_run_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(calls, "unavailable", lambda: "it needs Linux")
-    arguments = argparse.Namespace(results=tmp_path / "results", scratch=tmp_path / "scratch", trials=1, seed=0)
+    arguments = argparse.Namespace(
+        results=tmp_path / "results", scratch=tmp_path / "scratch", trials=1, seed=0, part=(1, 1)
+    )
     assert campaign.run("calls", arguments, until=float("inf")) == 0
     assert capsys.readouterr().err == "calls: left out, because it needs Linux\n"
     assert not recorded(tmp_path / "results/calls.jsonl")
+
+
+def test_parts_share_the_trials(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[float] = []
+
+    def trial(rng: random.Random, folder: Path) -> Outcome:
+        ran.append(rng.random())
+        return Outcome("none", "nowhere")
+
+    family = Family("A title.", "A description.", lambda folder, seconds: trial, 10)
+    monkeypatch.setattr(campaign, "FAMILIES", {"none": family})
+    for part in ("3/3", "1/3", "2/3", "1/1"):
+        scratch = tmp_path / part
+        argv = ["campaign", "--part", part, "--scratch", str(scratch), "--results", str(tmp_path)]
+        monkeypatch.setattr("sys.argv", argv)
+        campaign.main()
+    assert set(recorded(tmp_path / "none.jsonl")) == set(range(10))
+    assert sorted(ran) == sorted(random.Random(f"0 none {number}").random() for number in range(10))
+
+
+@pytest.mark.parametrize("text", ["0/3", "4/3", "3", "a/b", "-1/3"])
+def test_part_needs_two_numbers(text: str) -> None:
+    with pytest.raises(argparse.ArgumentTypeError, match="is not I/N"):
+        campaign.part(text)
 
 
 def test_page_counts_every_trial(tmp_path: Path) -> None:

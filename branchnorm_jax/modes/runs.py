@@ -21,7 +21,7 @@ from branchnorm_jax.data.batches import make_plans
 from branchnorm_jax.data.corpus import read_pairs
 from branchnorm_jax.data.documents import read_documents
 from branchnorm_jax.errors import DivergedError, UserError
-from branchnorm_jax.files import write_atomically
+from branchnorm_jax.files import delete_abandoned, write_atomically
 from branchnorm_jax.model import growth
 from branchnorm_jax.model.methods import get_recipe
 from branchnorm_jax.modes.common import agree
@@ -238,6 +238,7 @@ def sweep(config: Config, workdir: Workdir) -> None:
         status = hosts.gather(sweeping.ended(folder, chosen))[0]
         if status:
             logs.say(f"sweep {number}/{len(runs)}: skipping {name}, already {status}")
+            delete_abandoned(folder / "corpus")  # as its next start would
         else:
             logs.say(f"sweep {number}/{len(runs)}: {name}")
             for option, value in sweeping.recommended(config, run).items():

@@ -260,9 +260,13 @@ def test_sweep_records_diverged_runs_and_resumes(tmp_path: Path) -> None:
     assert "diverged" in (tmp_path / "sweep.md").read_text()
     for name in ("sweep.png", "sweep_curves.png"):
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
+    left = tmp_path / "post_ln-1L-1L" / "corpus" / f".valid.{'0' * 32}.tmp"
+    left.write_text("half of it")
+    os.utime(left, (0, 0))
     again = run_main(*options)
     assert again.returncode == 0, again.stderr
     assert again.stderr.count(": skipping ") == 3
+    assert not left.exists()
     assert again.stdout == (tmp_path / "sweep.md").read_text()
     run, finished = sweep.parse_grid(grid)[0], Workdir(tmp_path / "post_ln-1L-1L")
     config = load(finished / "config.json")

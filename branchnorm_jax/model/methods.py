@@ -5,6 +5,7 @@ suffix are variants of the method before them: ablations, or official code that 
 """
 
 import difflib
+import re
 from dataclasses import replace
 
 from branchnorm_jax.errors import UserError
@@ -477,7 +478,8 @@ def recipe_of(config: ModelConfig) -> Recipe:
 def get_recipe(method: str) -> Recipe:
     """Returns the recipe of a method. Raises `UserError`, with the nearest name, for an unknown one."""
     if method not in METHODS:
-        near = difflib.get_close_matches(method, METHODS, 1)
+        near = [name for name in METHODS if name.replace("_", "") == re.sub(r"\W|_", "", method.lower())]
+        near = near or difflib.get_close_matches(method.lower(), METHODS, 1)
         hint = f"did you mean {near[0]!r}? " if near else ""
         raise UserError(f"config: no method {method!r}; {hint}--mode=methods lists all")
     return METHODS[method]

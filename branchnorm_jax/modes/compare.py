@@ -14,7 +14,7 @@ from branchnorm_jax.evaluation.text import LineLosses, compare_texts, format_com
 from branchnorm_jax.files import write_atomically
 from branchnorm_jax.options import CompareConfig, Config
 from branchnorm_jax.training import logs
-from branchnorm_jax.workdir import Workdir
+from branchnorm_jax.workdir import Workdir, runs_near
 
 
 def compare(config: Config, workdir: Workdir) -> None:
@@ -78,7 +78,14 @@ def systems_of(text: str) -> list[tuple[str, str]]:
 
 
 def runs_of(systems: Sequence[tuple[str, str]]) -> dict[str, Workdir]:
-    """Returns the systems that are workdirs, by name. Raises `UserError` if one is the folder of a sweep."""
+    """Returns the systems that are workdirs, by name.
+
+    Raises:
+      UserError: if one is the folder of a sweep, or does not exist.
+    """
+    for _, path in systems:
+        if not is_url(path) and not Path(path).exists():
+            raise UserError(f"compare.systems: {path}: neither a workdir nor a file{runs_near(Path(path))}")
     runs = {name: Workdir.open(path) for name, path in systems if is_url(path) or Path(path).is_dir()}
     for run in runs.values():
         config = run / "config.json"

@@ -96,6 +96,11 @@ def _check_deepening(ours: ModelConfig, theirs: ModelConfig) -> None:
         raise UserError(
             f"train.deepen_from: the parent has the depth {theirs.depth}; set model.grown_from={theirs.depth}"
         )
+    if ours.depth == theirs.depth:
+        raise UserError(
+            f"train.deepen_from: the parent has this depth already ({theirs.depth}); give more layers, or use "
+            "train.finetune_from"
+        )
     if theirs.method not in deepen.METHODS.get(ours.method, ()):
         fitting = [method for method, parents in deepen.METHODS.items() if theirs.method in parents]
         hint = f"set model.method={fitting[0]}" if fitting else "only Post-LN, Pre-LN and BranchNorm can be deepened"

@@ -253,6 +253,8 @@ def test_names_of_systems(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 def test_invalid_input_is_rejected() -> None:
     with pytest.raises(UserError, match="needs two systems"):
         mode_compare(Config(compare=CompareConfig(systems="runs/a")), Workdir(Path("x")))
+    with pytest.raises(UserError, match=r"compare\.systems: runs/b: neither a workdir nor a file"):
+        mode_compare(Config(compare=CompareConfig(systems=f"{Path(__file__)},runs/b")), Workdir(Path("x")))
     with pytest.raises(UserError, match="the reference is empty"):
         compare({"a": BASE, "b": BASE}, [], "de")
     with pytest.raises(UserError, match="b has 1 lines but the reference has 60"):

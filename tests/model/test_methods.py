@@ -350,6 +350,9 @@ def test_initial_embedding_has_variance_1_over_width_and_a_zero_padding_row() ->
 def test_unknown_names_are_rejected() -> None:
     with pytest.raises(UserError, match=r"postln.*post_ln"):
         get_recipe("postln")
+    for written in ("PostLN", "Post-LN", "post ln"):
+        with pytest.raises(UserError, match="did you mean 'post_ln'"):
+            get_recipe(written)
     with pytest.raises(UserError, match="xavier_normal"):
         get_base("normal")
     assert all(recipe.equation and recipe.citation for recipe in METHODS.values())

@@ -96,7 +96,9 @@ def child_of(parent: Path, model: dict[str, Any], **train: Any) -> Config:
     config = configs.load(parent / "config.json")
     return dataclasses.replace(
         config,
-        model=dataclasses.replace(config.model, encoder_layers=4, decoder_layers=3, alpha_steps=20, **model),
+        model=dataclasses.replace(
+            config.model, **{"encoder_layers": 4, "decoder_layers": 3, "alpha_steps": 20} | model
+        ),
         train=dataclasses.replace(config.train, deepen_from=str(parent), **train),
     )
 
@@ -132,6 +134,7 @@ def test_a_trained_run_grows_and_learns(trained: Path, tmp_path: Path) -> None:
     [
         ({}, {}, "set model.grown_from=2L-2L"),
         ({"grown_from": "1L-2L"}, {}, "set model.grown_from=2L-2L"),
+        ({"grown_from": "2L-2L", "encoder_layers": 2, "decoder_layers": 2}, {}, "has this depth already"),
         ({"grown_from": "2L-2L", "method": "deepnorm"}, {}, "set model.method=branchnorm"),
         ({"grown_from": "2L-2L", "width": 8}, {}, "model.width=16"),
         ({"grown_from": "2L-2L"}, {"finetune_from": "runs/x"}, "either train.finetune_from or train.deepen_from"),

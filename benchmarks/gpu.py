@@ -49,6 +49,8 @@ from branchnorm_jax.training.state import Batch, first_state
 
 LENGTH, UPDATES, RATE, HEADS, COPIES, SENTENCES = 32, 30, 0.1, 8, 8, 512
 
+PROFILED = 3
+"""Updates of a profile."""
 
 Measured = Iterator[tuple[str, Any]]
 """Names and values, as they become known."""
@@ -188,7 +190,7 @@ def speed(config: Config, times: list[float]) -> dict[str, Any]:
 
 
 def train(config: Config, updates: int, trace: str = "") -> dict[str, Any]:
-    """Measures updates on random words. With `trace`, three more are profiled into this folder."""
+    """Measures updates on random words. With `trace`, `PROFILED` more are profiled into this folder."""
     config = plan.resolve_remat(config, devices.memory())
     rows, vocabulary = estimate.rows_of(config, LENGTH, 1), config.data.vocab_size
     model, optimizer = Transformer(config.model, vocabulary, vocabulary), make_optimizer(config.train, config.model)
@@ -205,7 +207,7 @@ def train(config: Config, updates: int, trace: str = "") -> dict[str, Any]:
             losses.append(float(metrics.nll))
             times.append(time.perf_counter() - begin)
         with jax.profiler.trace(trace) if trace else contextlib.nullcontext():
-            for _ in range(3 if trace else 0):
+            for _ in range(PROFILED if trace else 0):
                 state, metrics = run(state, Batch(*jnp.asarray(draw())))
             jax.block_until_ready(state)
     return {

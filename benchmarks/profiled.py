@@ -3,8 +3,8 @@
     python -m benchmarks.gpu --part=6L --trace=runs/trace
     python -m benchmarks.profiled runs/trace gpu_6L_profile
 
-The profile covers the three updates of `benchmarks/gpu.py`. The result, benchmarks/results/<name>.json, has times per
-update: of the whole, of the kernels, of the kernels by kind, and of the twenty kernels that take the most time.
+The result, benchmarks/results/<name>.json, has times per update: of the whole, of all kernels, of the kernels by kind,
+and of the twenty kernels that take the most time. The result of `benchmarks.gpu` names the machine and the versions.
 """
 
 import argparse
@@ -15,9 +15,10 @@ from typing import Any
 
 from jax.profiler import ProfileData
 
+from benchmarks.gpu import PROFILED
 from benchmarks.measure import RESULTS
 
-UPDATES, WORST = 3, 20
+WORST = 20
 
 KINDS = {
     "matrix products": ("nvjet", "gemm", "cutlass"),
@@ -46,15 +47,15 @@ def summary(data: ProfileData) -> dict[str, Any]:
     runs = Counter(event.name for event in kernels)
 
     def per_update(nanoseconds: float) -> float:
-        return round(1e-6 * nanoseconds / UPDATES, 3)
+        return round(1e-6 * nanoseconds / PROFILED, 3)
 
     return {
         "span_ms": per_update(span),
         "kernels_ms": per_update(by_name.total()),
-        "kernels": round(len(kernels) / UPDATES),
+        "kernels": round(len(kernels) / PROFILED),
         "by_kind_ms": {kind: per_update(duration) for kind, duration in by_kind.most_common()},
         "worst": [
-            {"name": name, "runs": round(runs[name] / UPDATES), "ms": per_update(duration)}
+            {"name": name, "runs": round(runs[name] / PROFILED), "ms": per_update(duration)}
             for name, duration in by_name.most_common(WORST)
         ],
     }
@@ -66,7 +67,12 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("name", help="of the result")
     arguments = parser.parse_args()
-    found = summary(ProfileData.from_file(str(next(arguments.folder.rglob("*.xplane.pb")))))
+    profile = next(arguments.folder.rglob("*.xplane.pb"), None)
+    if profile is None:
+        parser.error(
+            f"{arguments.folder}: no profile; make one with benchmarks.gpu --part=6L --trace={arguments.folder}"
+        )
+    found = summary(ProfileData.from_file(str(profile)))
     (RESULTS / f"{arguments.name}.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     print(json.dumps(found | {"worst": len(found["worst"])}))
 

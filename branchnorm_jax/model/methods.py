@@ -478,8 +478,9 @@ def recipe_of(config: ModelConfig) -> Recipe:
 def get_recipe(method: str) -> Recipe:
     """Returns the recipe of a method. Raises `UserError`, with the nearest name, for an unknown one."""
     if method not in METHODS:
-        near = [name for name in METHODS if name.replace("_", "") == re.sub(r"\W|_", "", method.lower())]
-        near = near or difflib.get_close_matches(method.lower(), METHODS, 1)
-        hint = f"did you mean {near[0]!r}? " if near else ""
+        # Users write PreLN or pre-ln.
+        plain = {name.replace("_", ""): name for name in METHODS}
+        near = difflib.get_close_matches(re.sub(r"\W|_", "", method.lower()), plain, 1)
+        hint = f"did you mean {plain[near[0]]!r}? " if near else ""
         raise UserError(f"config: no method {method!r}; {hint}--mode=methods lists all")
     return METHODS[method]

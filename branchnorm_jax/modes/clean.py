@@ -121,8 +121,7 @@ def clean_pair(c: CleanConfig, data: DataConfig, filters: list[Filter], folder: 
         for fault, number in removed.items():
             logs.say(f"{label}: removed {describe(fault, number)}")
         if counts["unescaped"]:
-            pairs_are = "1 pair" if counts["unescaped"] == 1 else f"{counts['unescaped']:,} pairs"
-            logs.say(f"{label}: replaced entities in {pairs_are}")
+            logs.say(f"{label}: changed {describe('entities', counts['unescaped'])}")
         logs.say(f"{label}: kept {counts['kept']:,} of {total:,} pairs")
         if not counts["kept"]:
             raise UserError(f"{label}: no pair is left; see clean.drop, clean.filters and clean.score_with")

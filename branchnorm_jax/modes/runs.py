@@ -238,7 +238,7 @@ def sweep(config: Config, workdir: Workdir) -> None:
         status = hosts.gather(sweeping.ended(folder, chosen))[0]
         if status:
             logs.say(f"sweep {number}/{len(runs)}: skipping {name}, already {status}")
-            delete_abandoned(folder / "corpus")  # as its next start would
+            delete_abandoned(folder / "corpus")  # A start does this, but a finished run is not started again.
         else:
             logs.say(f"sweep {number}/{len(runs)}: {name}")
             for option, value in sweeping.recommended(config, run).items():

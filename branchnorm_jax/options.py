@@ -958,7 +958,7 @@ class CleanConfig:
 
     path: str = option("", "folder to write, new or empty; default: <workdir>/clean, which is replaced", free=True)
     drop: str = option(
-        "empty,copy,duplicate,length,long,letters,script,language,held_out",
+        "empty,copy,duplicate,length,long,letters,script,language,characters,held_out",
         "faults of the training pairs to remove, see branchnorm_jax/data/quality.py; held_out: also in another split",
         free=True,
     )

@@ -26,6 +26,8 @@ FAULTS = {
     "script": "with a side in another script than its language",
     "language": "with a side in another language",
     "entities": "with entities such as &quot;",
+    "tags": "with tags such as <b>",
+    "characters": "with control characters, or U+FFFD in place of a lost character",
     "held_out": "also in another split",
     "held_out_source": "with a source that has another translation in another split",
 }
@@ -64,6 +66,9 @@ SHOWN = 100
 """Characters of an example that are shown."""
 
 ENTITY = re.compile(r"&(?:#\d+|#x[0-9a-fA-F]+|[A-Za-z][A-Za-z0-9]*);")
+TAG = re.compile(r"</?[A-Za-z][^<>]*>|<!--")
+UNREADABLE = re.compile("[\x00-\x08\x0e-\x1b\x7f-\x84\x86-\x9f\ufffd]")
+"""Control characters but white space, as left by text that was decoded as Latin-1 instead of windows-1252."""
 
 
 class Usual(NamedTuple):
@@ -129,6 +134,8 @@ def faults(pair: Pair, expected: Usual) -> list[str]:
         "letters": not all(any(map(str.isalpha, text)) for text in pair),
         "script": any(_foreign(text, expected.scripts[side]) for side, text in enumerate(pair)),
         "entities": "&" in source + target and bool(ENTITY.search(source) or ENTITY.search(target)),
+        "tags": "<" in source + target and bool(TAG.search(source) or TAG.search(target)),
+        "characters": bool(UNREADABLE.search(source) or UNREADABLE.search(target)),
     }
     return [name for name, is_there in found.items() if is_there]
 

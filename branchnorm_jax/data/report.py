@@ -8,10 +8,10 @@ from typing import Any
 
 from branchnorm_jax.data.corpus import corpus_key, read_pairs
 from branchnorm_jax.data.formats import Pair
-from branchnorm_jax.data.quality import SAMPLE, Report, Seen, describe, inspect, keys, overlap, usual
+from branchnorm_jax.data.quality import FAULTS, SAMPLE, Report, Seen, describe, inspect, keys, overlap, usual
 from branchnorm_jax.errors import UserError
 from branchnorm_jax.files import write_atomically
-from branchnorm_jax.options import DataConfig
+from branchnorm_jax.options import CleanConfig, DataConfig
 
 
 def report(
@@ -50,8 +50,15 @@ def report(
             first = f"first in pair {example['line']}: {example['source']} | {example['target']}"
             kind, space, corpus = split.partition(" ")
             say(f"{kind}{label}{space}{corpus}: {describe(name, example['pairs'])}, {first}")
-    if any(one.faults for split, one in found.items() if split not in held_out):
+    faulty = {name for split, one in found.items() if split not in held_out for name in one.faults}
+    default = CleanConfig()
+    if mended := faulty & {*default.dropped, "entities"}:
         say("--mode=clean lists faulty training pairs, and writes a copy without them to train on in a new workdir")
+    if kept := [name for name in FAULTS if name in faulty - mended]:
+        say(
+            f"--mode=clean keeps the pairs {', and those '.join(FAULTS[name] for name in kept)}; to remove them, too, "
+            f"set clean.drop={default.drop},{','.join(kept)}"
+        )
     splits = {split: vars(one) for split, one in found.items()}
     directory.mkdir(parents=True, exist_ok=True)
     write_atomically(path, json.dumps({"texts": texts, "splits": splits}, indent=2, ensure_ascii=False) + "\n")

@@ -61,12 +61,24 @@ PLANTED = {
         ("Tom &amp; Jerry are here", "ο Τομ &amp; ο Τζέρι είναι"),
         ("a &#39;word&#39; again", "μια λέξη ξανά τώρα"),
     ],
+    "tags": [
+        ("press <b>enter</b> to go on", "πατήστε <b>enter</b> για συνέχεια"),
+        ("the first line<br />", "η πρώτη γραμμή"),
+        ("the old house", "το παλιό <a href=x>σπίτι</a>"),
+    ],
+    "characters": [("it\x92s a red house", "είναι ένα κόκκινο σπίτι"), ("the old house", "το παλι\ufffd σπίτι")],
 }
 
 
 def test_clean_text_has_no_faults() -> None:
     assert [found for _, found in inspect(CLEAN, EXPECTED) if found] == []
-    for pair in (("10² m²", "10² μ²"), ("x² = 5³", "χ² = 5³"), ("①②③ a", "①②③ α")):
+    for pair in (
+        ("10² m²", "10² μ²"),
+        ("x² = 5³", "χ² = 5³"),
+        ("①②③ a", "①②③ α"),
+        ("I <3 you and 2 < x > 1", "α < β > γ"),
+        ("a\u200bword\tand more", "μία\u00adλέξη και άλλη"),
+    ):
         assert faults(pair, EXPECTED) == []
 
 

@@ -1,6 +1,7 @@
 """Output of a run: JSON lines, TensorBoard event files, the progress line, and the environment for status.json."""
 
 import contextlib
+import functools
 import json
 import math
 import resource
@@ -30,7 +31,10 @@ class JsonLines:
 
         The run repeats those steps and writes their lines again.
         """
-        kept = [line for line in read_lines(path) if line["step"] < first_step]
+        lines = read_lines(path)
+        kept = [line for line in lines if line["step"] < first_step]
+        self.end = max([first_step, *(line["step"] + 1 for line in lines)])
+        """Step after the last line that was dropped; `first_step` if none was."""
         write_atomically(path, "".join(json.dumps(line) + "\n" for line in kept))
         self._file = path.open("a")
 
@@ -147,8 +151,9 @@ def say(line: str) -> None:
         tqdm.write(line, file=sys.stderr)
 
 
+@functools.cache
 def environment() -> dict[str, Any]:
-    """Returns the devices, number of processes, package versions and git revision of this run."""
+    """Returns the devices, number of processes, package versions and git revision of this run at its start."""
     device = jax.devices()[0]
     return {
         "devices": f"{jax.device_count()} x {device.device_kind} ({device.platform})",

@@ -129,6 +129,10 @@ def check_names(config: Config, devices: Sequence[jax.Device] | None = None) -> 
     make_mesh(config.parallel, devices)
 
 
+UNFINISHED = "the run has not written its final status"
+"""The reason in the status of a running or killed run."""
+
+
 class Halted(Exception):
     """Raised inside the loop when a decision stops the run or rolls it back."""
 
@@ -274,7 +278,7 @@ class Run:
         """Runs the loop to its end. Raises `Halted` if a decision stops the run or rolls it back."""
         start = self.step
         self.watchdog.begin("")
-        self.write_status("running", "the run has not written its final status")
+        self.write_status("running", UNFINISHED)
         if start < self.total and not self.stop_reason and not self.compiled:
             self._compile()
         recorder = Recorder(self.workdir, self.loop_state.evaluated, start, self.total)
@@ -458,9 +462,8 @@ class Run:
         with self._tolerating(True):
             self.checkpoints.wait()
         saved = dataclasses.asdict(self.loop_state)
-        if hosts.is_first():
-            self.workdir.publish()
         with self._tolerating(not last):
+            self.write_status("running", UNFINISHED)
             self.checkpoints.save(self.state, self.alpha(self.state.clock), saved, score)
         recorder.restart_clock()
 

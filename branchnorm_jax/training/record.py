@@ -46,6 +46,10 @@ class Recorder:
             self.layers = logs.JsonLines(workdir / "layers.jsonl", start)
             self.validations = logs.JsonLines(workdir / "validation.jsonl", evaluated + 1)
             self.tensorboard = logs.TensorBoard(workdir / "tensorboard", max(start, evaluated + 1))
+            if (last := self.metrics.end - 1) >= start:
+                logs.say(
+                    f"step {start}: repeating updates {start} to {last}, which are in the logs and in no checkpoint"
+                )
             self.open_files = [self.metrics, self.layers, self.validations, self.tensorboard]
         self.recent: deque[tuple[int, float]] = deque(maxlen=20)
         self.last = time.perf_counter()

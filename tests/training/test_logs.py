@@ -17,6 +17,7 @@ def test_lines_of_repeated_updates_are_dropped(tmp_path: Path) -> None:
         for step in range(first, last):
             lines.write({"step": step, "run": first})
         lines.close()
+        assert lines.end == (5 if first else 0)
     assert [(line["step"], line["run"]) for line in read_lines(path)] == [(s, 0 if s < 3 else 3) for s in range(7)]
 
 

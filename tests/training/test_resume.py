@@ -1,6 +1,7 @@
 """Killed runs, with real processes and signals, lose nothing and end with identical results."""
 
 import random
+import re
 import resource
 import signal
 import subprocess
@@ -37,11 +38,16 @@ def test_interrupted_run_ends_bit_for_bit_the_same(uninterrupted: tuple[str, lis
         kill_when(process, logged(tmp_path, moment), signal.SIGKILL)
         process.communicate()
         assert process.returncode == -signal.SIGKILL, f"killed at {moments}"
+        status = read_status(tmp_path)
+        assert (status["status"], status["step"] % 10) == ("running", 0)
+        assert moment - 20 < status["step"] <= len(read_metrics(tmp_path)) + 1
 
     process = start_main(*options)
     kill_when(process, logged(tmp_path, 75), signal.SIGTERM)
     _, error = process.communicate()
     assert process.returncode == 128 + signal.SIGTERM, error
+    (first, last) = re.findall(r"training from step (\d+) (?:.|\n)*: repeating updates \1 to (\d+), ", error)[0]
+    assert int(first) <= moments[-1] - 1 <= int(last)
     status = read_status(tmp_path)
     assert status["status"] == "preempted"
     assert "saved at step" in error

@@ -257,7 +257,7 @@ class Workdir:
 
 
 def runs_near(folder: Path) -> str:
-    """Returns "; runs near it: ..." with the runs beside a folder and in it, for a message, or "" if there are none."""
+    """Returns "; runs near it: ..." with the trained runs beside a folder and in it, or "" if there are none."""
     found = [path.parent for place in (folder.parent, folder) for path in sorted(place.glob("*/config.json"))]
-    found = [path for path in found if (path / "data.json").exists()]
+    found = [path for path in found if any((path / "checkpoints").glob("[0-9]*"))]
     return f"; runs near it: {some([str(path) for path in found], 8)}" if found else ""

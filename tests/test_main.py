@@ -421,11 +421,12 @@ def test_inference_without_a_run_is_rejected(tmp_path: Path) -> None:
 def test_a_wrong_workdir_lists_the_runs_near_it(tmp_path: Path) -> None:
     runs = tmp_path / "runs"  # Beside tmp_path are the runs of other tests.
     for name in ("german", "french"):
-        (runs / name).mkdir(parents=True)
+        (runs / name / "checkpoints/20").mkdir(parents=True)
         for file in ("config.json", "data.json"):
             (runs / name / file).write_text("{}")
     near = f"no training run in this folder; runs near it: {runs / 'french'}, {runs / 'german'}"
-    (runs / "french/checkpoints").mkdir()
+    (runs / "untrained").mkdir()
+    (runs / "untrained/config.json").write_text("{}")
     (runs / "french/config.json").unlink()
     with pytest.raises(UserError, match=r"french: config\.json is missing; restore it, or give the --config"):
         parse(["main.py", "--mode=translate", f"--workdir={runs / 'french'}"])

@@ -11,7 +11,7 @@ from branchnorm_jax.data.lines import text_lines
 from branchnorm_jax.errors import UserError
 from branchnorm_jax.evaluation import compare as comparing
 from branchnorm_jax.evaluation.text import LineLosses, compare_texts, format_comparison, read_losses
-from branchnorm_jax.files import write_atomically
+from branchnorm_jax.files import real, write_atomically
 from branchnorm_jax.options import CompareConfig, Config
 from branchnorm_jax.training import logs
 from branchnorm_jax.workdir import Workdir, runs_near
@@ -23,9 +23,15 @@ def compare(config: Config, workdir: Workdir) -> None:
     given = systems_of(config.compare.systems)
     names = [name for name, _ in given]
     if len(names) < 2:
-        raise UserError("compare: needs two systems; give compare.systems=runs/a,runs/b, or files of translations")
+        raise UserError(
+            "compare: needs two systems with a comma between them, as in compare.systems=runs/a,runs/b; files of "
+            "translations are systems, too"
+        )
     if twice := next((name for name in names if names.count(name) > 1), ""):
         raise UserError(f"compare: two systems are called {twice!r}; write name=path")
+    places = {name: path.rstrip("/") if is_url(path) else str(real(Path(path))) for name, path in given}
+    if same := [name for name in names if [*places.values()].count(places[name]) > 1]:
+        raise UserError(f"compare: {same[0]} and {same[1]} are the same; name two different systems")
     runs = runs_of(given)
     if losses := losses_of(config.compare, names, runs):
         compared = compare_texts(losses)
@@ -89,7 +95,9 @@ def runs_of(systems: Sequence[tuple[str, str]]) -> dict[str, Workdir]:
     runs = {name: Workdir.open(path) for name, path in systems if is_url(path) or Path(path).is_dir()}
     for run in runs.values():
         config = run / "config.json"
-        if config.exists() and load_config(config).sweep.grid and not run.has_checkpoints:
+        if not config.exists():
+            raise UserError(f"compare.systems: {run.path}: this folder is no workdir{runs_near(run.path)}")
+        if load_config(config).sweep.grid and not run.has_checkpoints:
             raise UserError(f"compare: {run.path} is the folder of a sweep; name the folders of its runs")
     return runs
 

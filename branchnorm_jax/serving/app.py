@@ -169,8 +169,8 @@ def json_response(content: bytes, status: int = 200, headers: Mapping[str, str] 
 async def refuse(request: Request, error: Exception) -> Response:
     """Returns an error response with a message of one line."""
     assert isinstance(error, HTTPException)
-    unknown = error.status_code in (404, 405)
-    line = "unknown route; use POST /translate, GET /health or, in a browser, GET /" if unknown else error.detail
+    wrong = {404: "unknown route", 405: f"this route has no {request.method}"}.get(error.status_code)
+    line = f"{wrong}; use POST /translate, GET /health or, in a browser, GET /" if wrong else error.detail
     return json_response(to_json({"error": line}), error.status_code, error.headers)
 
 

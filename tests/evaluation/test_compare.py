@@ -166,7 +166,7 @@ def test_compare_mode_accepts_workdirs_and_files(tmp_path: Path, trained: Path) 
         "--mode=compare", f"--workdir={tmp_path / 'out'}", f"--config.compare.systems=x={tmp_path},{trained}"
     )
     assert done.returncode == 2
-    assert f"{tmp_path}/evaluation/test.hypothesis: no such file; evaluated splits: none" in done.stderr
+    assert f"{tmp_path}: this folder is no workdir" in done.stderr
     (tmp_path / "ref").write_text("eins\nzwei\n", encoding="utf-8")
     (tmp_path / "other").write_text("eins\ndrei\n", encoding="utf-8")
     systems = f"--config.compare.systems=good={tmp_path / 'sys'},other={tmp_path / 'other'}"
@@ -250,7 +250,12 @@ def test_names_of_systems(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     ]
 
 
-def test_invalid_input_is_rejected() -> None:
+def test_invalid_input_is_rejected(tmp_path: Path) -> None:
+    for again in (f"{tmp_path}/", f"b={tmp_path}"):
+        with pytest.raises(UserError, match=f"{tmp_path} and .* are the same"):
+            mode_compare(Config(compare=CompareConfig(systems=f"{tmp_path},{again}")), Workdir(Path("x")))
+    with pytest.raises(UserError, match=f"{tmp_path}: this folder is no workdir"):
+        mode_compare(Config(compare=CompareConfig(systems=f"{__file__},{tmp_path}")), Workdir(Path("x")))
     with pytest.raises(UserError, match="needs two systems"):
         mode_compare(Config(compare=CompareConfig(systems="runs/a")), Workdir(Path("x")))
     with pytest.raises(UserError, match=r"compare\.systems: runs/b: neither a workdir nor a file"):

@@ -680,7 +680,7 @@ class DecodeConfig:
     length_penalty: float = option(0.6, "strength of the length penalty", minimum=-5, maximum=5, free=True, common=True)
     length_penalty_kind: str = option(
         "fairseq",
-        "score / L^p (fairseq, used by the papers) or score / ((5+L)/6)^p (gnmt); L counts EOS",
+        "score / L^p (fairseq, used by the papers) or score / ((5+L)/6)^p (gnmt); L counts EOS, but no prompt",
         choices=("fairseq", "gnmt"),
         free=True,
     )

@@ -80,6 +80,7 @@ class Given(NamedTuple):
     nbest: Any = None
     """By default `decode.nbest`."""
     tags: Any = 0
+    prompt: Any = 0
     phrases: Any = constraints.NONE
 
 
@@ -94,6 +95,9 @@ class Search(NamedTuple):
     """Maximum number of tokens without EOS, int32 [B]; -1 for an empty row."""
     tags: jax.Array
     """Number of language tags at the start, int32 [B]. They are given, so they count as certain: log-probability 0."""
+    prompt: jax.Array
+    """Number of tokens at the start that are not part of the text to be found, int32 [B]. No length penalty counts
+    them."""
     live: Live
     finished: Hypotheses
     """Finished hypotheses in the order in which they finished; unused entries have a score of -inf."""
@@ -115,6 +119,11 @@ class Search(NamedTuple):
     def position(self) -> jax.Array:
         """Length of the live hypotheses in tokens, int32 [B]."""
         return self.clock - self.start
+
+    def penalty(self, length: jax.Array, config: DecodeConfig) -> jax.Array:
+        """Returns the divisor of the log-probability of hypotheses of `length` tokens, int32 [B], EOS included."""
+        own = jnp.maximum(length - self.prompt, 1)  # No hypothesis ends in the prompt.
+        return length_penalty(own, config.length_penalty, config.length_penalty_kind)
 
 
 def length_penalty(length: jax.Array, strength: float, kind: str) -> jax.Array:
@@ -159,6 +168,7 @@ def empty_search(
         start=count,
         limit=count - 1,
         tags=count,
+        prompt=count,
         live=live,
         finished=Hypotheses(tokens, log_probs, log_probs, each),
         num_finished=count,
@@ -184,6 +194,7 @@ def begin(search: Search, rows: jax.Array, given: Given, config: DecodeConfig) -
         start=put(search.start, search.clock),
         limit=put(search.limit, given.limit),
         tags=put(search.tags, given.tags),
+        prompt=put(search.prompt, given.prompt),
         live=search.live._replace(
             log_probs=put(search.live.log_probs, jnp.where(active, 0.0, -jnp.inf)),
             # Padding is complete from the start, so that no word seems to have just ended.
@@ -230,7 +241,7 @@ def done(search: Search, config: DecodeConfig) -> jax.Array:
     # length, so the maximum is at the smallest or at the largest possible length.
     best = search.live.log_probs.max(1)
     ends = (search.position + 1, search.limit + 1)
-    bounds = [best / length_penalty(end, config.length_penalty, config.length_penalty_kind) for end in ends]
+    bounds = [best / search.penalty(end, config) for end in ends]
     ranked = jax.lax.top_k(search.finished.scores, config.beam_size)[0]
     worst_requested = jnp.take_along_axis(ranked, search.nbest[:, None] - 1, axis=1)[:, 0]
     return full | ((worst_requested > -jnp.inf) & (worst_requested >= jnp.maximum(*bounds)))
@@ -284,7 +295,7 @@ def advance(step: Step[Any], search: Search, config: DecodeConfig) -> Search:
     token_log_probs = jnp.where(here, choice.log_prob[:, :, None], live.token_log_probs[sentence, choice.parent])
     totals = live.log_probs[sentence, choice.parent] + choice.log_prob
 
-    penalty = length_penalty(position + 1, config.length_penalty, config.length_penalty_kind)
+    penalty = search.penalty(position + 1, config)
     inside = places <= position[:, None, None]
     new = Hypotheses(
         jnp.where(inside, tokens, PAD), totals / penalty[:, None], totals, jnp.where(inside, token_log_probs, 0.0)

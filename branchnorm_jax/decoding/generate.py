@@ -104,7 +104,7 @@ class Generator:
         sizes = np.array([len(ids) for ids in encoded], np.int32)
         numbers = np.arange(first, first + len(encoded), dtype=np.int32)
         # The tokens of the prompt are given, like the tags of a translation.
-        given = Given(limits, numbers, prefix, tags=sizes)
+        given = Given(limits, numbers, prefix, tags=sizes, prompt=sizes)
         found: Hypotheses = jax.device_get(self._search(length)(params, alpha, given))
         return [
             [self._continuation(found, row, rank, len(ids)) for rank in range(self.config.nbest)]

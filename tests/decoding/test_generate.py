@@ -20,7 +20,14 @@ def generator(context: int = 40, positions: str = "marian", **options: object) -
     processor = sentencepiece.SentencePieceProcessor(model_proto=byte_model(), add_eos=True)
     model = Transformer(
         ModelConfig(
-            family="decoder", encoder_layers=0, decoder_layers=2, width=16, ffn_width=12, heads=2, positions=positions
+            family="decoder",
+            encoder_layers=0,
+            decoder_layers=2,
+            width=16,
+            ffn_width=12,
+            heads=2,
+            positions=positions,
+            output_bias=True,
         ),
         259,
         259,
@@ -54,6 +61,17 @@ def test_greedy_search_takes_the_most_probable_token(positions: str) -> None:
                 break
         own = tokens[1 + len(prompt) :]
         assert list(found.tokens) == [token for token in own if token != EOS]
+
+
+def test_the_length_penalty_counts_the_continuation_alone() -> None:
+    ending = jax.tree.map(lambda leaf: leaf, PARAMS)
+    ending["embedding"]["bias"] = ending["embedding"]["bias"].at[EOS].set(6.0)
+    wide = generator(beam_size=6, nbest=6, max_new_tokens=5, length_penalty=1.5)
+    (found,) = wide.generate(ending, ALPHA, ["a prompt of many more bytes"])
+    lengths = [len(one.tokens) + 1 for one in found]
+    assert len({*lengths}) > 1
+    scores = [one.log_prob / length**1.5 for one, length in zip(found, lengths, strict=True)]
+    assert scores == sorted(scores, reverse=True)
 
 
 def test_samples_are_the_same_for_the_same_number_and_seed() -> None:

@@ -8,7 +8,8 @@ alpha = 0:
 
 LN(x) is x only if x has mean 0, variance 1, and the norm has gain 1 and bias 0. So with Post-LN, gain and bias of an
 old layer's last norm move to the last norm of the new layers that follow it. All norms in between have gain 1 and bias
-0, and apply to values that are normalised already: they change them only by their epsilon, about 1e-5.
+0, and apply to values that are normalised already: they change them only by their epsilon, about 1e-5. This is not so
+for the norms of `SATURATING`.
 """
 
 from typing import Any
@@ -29,6 +30,9 @@ METHODS = {
     "prores_pre_ln": ("pre_ln", "prores_pre_ln"),
 }
 """Method of a deepened model -> methods of the models that it can be made of."""
+
+SATURATING = ("dyt", "derf")
+"""Norms that change values that they have normalised: tanh(tanh(x)) is not tanh(x)."""
 
 LAST_NORM = "ffn_post_norm"
 """The norm that ends a Post-LN layer."""

@@ -105,6 +105,11 @@ def _check_deepening(ours: ModelConfig, theirs: ModelConfig) -> None:
         fitting = [method for method, parents in deepen.METHODS.items() if theirs.method in parents]
         hint = f"set model.method={fitting[0]}" if fitting else "only Post-LN, Pre-LN and BranchNorm can be deepened"
         raise UserError(f"train.deepen_from: {ours.method} cannot grow from {theirs.method}; {hint}")
+    if "post_ln" in deepen.METHODS[ours.method] and ours.norm in deepen.SATURATING:
+        raise UserError(
+            f"train.deepen_from: {ours.method} cannot grow with model.norm={ours.norm}, because each new layer would "
+            "change what the old ones compute; only Pre-LN can"
+        )
 
 
 def take_vocabulary(config: Config, parent: Workdir, workdir: Workdir) -> None:

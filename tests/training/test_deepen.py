@@ -39,23 +39,28 @@ def random_params(model: Transformer, size: float = 0.3) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("parent", "alpha", "method"),
+    ("parent", "alpha", "method", "norm"),
     [
-        ("post_ln", 1.0, "branchnorm"),
-        pytest.param("prores_pre_ln", 0.7, "prores_pre_ln", marks=pytest.mark.slow),
-        pytest.param("branchnorm", 0.4, "branchnorm", marks=pytest.mark.slow),
-        pytest.param("pre_ln", 1.0, "prores_pre_ln", marks=pytest.mark.slow),
+        ("post_ln", 1.0, "branchnorm", ""),
+        pytest.param("post_ln", 1.0, "branchnorm", "scale_norm", marks=pytest.mark.slow),
+        pytest.param("pre_ln", 1.0, "prores_pre_ln", "derf", marks=pytest.mark.slow),
+        pytest.param("prores_pre_ln", 0.7, "prores_pre_ln", "", marks=pytest.mark.slow),
+        pytest.param("branchnorm", 0.4, "branchnorm", "", marks=pytest.mark.slow),
+        pytest.param("pre_ln", 1.0, "prores_pre_ln", "", marks=pytest.mark.slow),
     ],
 )
 @pytest.mark.parametrize("depth", [(3, 4), pytest.param((5, 9), marks=pytest.mark.slow)])
-def test_the_function_is_the_same_at_first(parent: str, alpha: float, method: str, depth: tuple[int, int]) -> None:
-    old = model_of(dataclasses.replace(SMALL, method=parent))
+def test_the_function_is_the_same_at_first(
+    parent: str, alpha: float, method: str, norm: str, depth: tuple[int, int]
+) -> None:
+    small = dataclasses.replace(SMALL, norm=norm or SMALL.norm)
+    old = model_of(dataclasses.replace(small, method=parent))
     params = random_params(old)
     # Only methods with a growing branch have another alpha than 1.
     alphas = {"encoder": jnp.full(2, alpha), "decoder": jnp.array([alpha, alpha * alpha, alpha])}
     expected = old(params, SOURCE, INPUTS, alphas)
     new = model_of(
-        dataclasses.replace(SMALL, method=method, encoder_layers=depth[0], decoder_layers=depth[1], grown_from="2L-3L")
+        dataclasses.replace(small, method=method, encoder_layers=depth[0], decoder_layers=depth[1], grown_from="2L-3L")
     )
     grown = deepened(params, alphas, new.init(jax.random.key(1)), new.config)
     start = growth.alpha(new.config)
@@ -136,6 +141,7 @@ def test_a_trained_run_grows_and_learns(trained: Path, tmp_path: Path) -> None:
         ({"grown_from": "1L-2L"}, {}, "set model.grown_from=2L-2L"),
         ({"grown_from": "2L-2L", "encoder_layers": 2, "decoder_layers": 2}, {}, "has this depth already"),
         ({"grown_from": "2L-2L", "method": "deepnorm"}, {}, "set model.method=branchnorm"),
+        ({"grown_from": "2L-2L", "norm": "derf"}, {}, "branchnorm cannot grow with model.norm=derf"),
         ({"grown_from": "2L-2L", "width": 8}, {}, "model.width=16"),
         ({"grown_from": "2L-2L"}, {"finetune_from": "runs/x"}, "either train.finetune_from or train.deepen_from"),
         ({"grown_from": "2L-2L"}, {"freeze": "middle"}, "train.freeze: middle"),

@@ -95,6 +95,11 @@ class _Manager(ocp.CheckpointManager):
         return None
 
 
+def _metrics(score: float) -> dict[str, Any]:
+    """Returns what a checkpoint says about its validation."""
+    return {"score": score, "sum": _sum(score)}
+
+
 def _sum(score: float) -> int:
     """Returns a checksum of a score."""
     return zlib.crc32(repr(float(score)).encode())
@@ -233,6 +238,9 @@ class Checkpoints:
     def save(self, state: TrainState, alpha: Alpha, memory: SavedLoopState, score: float | None) -> None:
         """Starts to save the state, after the previous save has finished.
 
+        If a checkpoint of this step exists, it only gets the score that it lacks: a run that was stopped between two
+        validations and then shortened to that step is validated at its end.
+
         Args:
           state: the train state. The caller may donate it as soon as this method returns.
           alpha: alpha_t of this state, for readers that restore only the parameters.
@@ -252,6 +260,8 @@ class Checkpoints:
         self.wait()
         try:
             if step in self._manager.all_steps():
+                if score is not None and self._manager.metrics(step) is None:
+                    self._add_score(step, score)
                 return
             saved = self._manager.save(
                 step,
@@ -260,13 +270,21 @@ class Checkpoints:
                     training=ocp.args.StandardSave(rest),
                     memory=ocp.args.JsonSave({"checksums": sums, "memory": memory, "alpha": values}),
                 ),
-                metrics=None if score is None else {"score": score, "sum": _sum(score)},
+                metrics=None if score is None else _metrics(score),
             )
         except Exception as error:
             self._discard_partial()
             raise self._storage_error(f"checkpoint {step}", error) from error
         if not saved:
             raise StorageError(f"{self._directory}: checkpoint {step} was not written")
+
+    def _add_score(self, step: int, score: float) -> None:
+        """Writes the score of a checkpoint that has none, where `CheckpointManager` would have written it."""
+        name = ocp.checkpoint_manager.METRIC_ITEM_NAME
+        with ocp.Checkpointer(ocp.JsonCheckpointHandler(filename=name)) as checkpointer:
+            # A damaged score is replaced.
+            checkpointer.save(self._directory / str(step) / name, args=ocp.args.JsonSave(_metrics(score)), force=True)
+        self._manager.reload()
 
     def wait(self) -> None:
         """Blocks until the current save, if any, is on disk. Raises `StorageError` if it failed."""

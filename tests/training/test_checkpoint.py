@@ -80,6 +80,22 @@ def test_a_damaged_score_is_ignored_and_said(tmp_path: Path, content: str) -> No
     assert restored[0].step == 2
 
 
+def test_a_saved_step_gets_the_score_of_a_later_validation(tmp_path: Path) -> None:
+    """A run that a signal has stopped between two validations is shortened to that step, and validated."""
+    for step, score in {1: 0.5, 2: None}.items():
+        save(opened(tmp_path), {step: score})
+    said: list[str] = []
+    checkpoints = Checkpoints(tmp_path, TRAIN, said.append)
+    checkpoints.save(state(2), jnp.float32(1.0), {}, 0.9)
+    assert checkpoints.best_step() == 2
+    save(checkpoints, {3: 0.1, 4: 0.2})
+    again = Checkpoints(tmp_path, TRAIN, said.append)
+    assert (again.steps(), again.best_step(), said) == ([2, 3, 4], 2, [])
+    restored = again.restore_latest(state(0), until=2)
+    assert restored is not None
+    jax.tree.map(np.testing.assert_array_equal, restored[0].params, state(2).params)
+
+
 def test_latest_of_equal_scores_is_best(tmp_path: Path) -> None:
     save(opened(tmp_path), {1: 0.5, 2: 0.5, 3: 0.4, 4: 0.2})
     checkpoints = Checkpoints(tmp_path, TRAIN, lambda line: None, read_only=True)

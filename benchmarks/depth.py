@@ -155,9 +155,9 @@ def main() -> None:
             "time_branchnorm_over_post_ln": step_time(dict(method="branchnorm"), dict(method="post_ln"), 3 * pairs),
             "time_dropout_over_none": step_time(dict(dropout=0.1), dict(dropout=0.0), 3 * pairs),
             "time_watched_over_not": step_time(dict(watch_every=100), dict(watch_every=0), 3 * pairs),
-            "recompilations": recompilations(),
         },
     )
+    save("depth_recompilations", {"recompilations": recompilations()})
     save("in_backward", in_backward("full") | in_backward("nested"))
 
 

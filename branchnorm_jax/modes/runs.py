@@ -28,6 +28,7 @@ from branchnorm_jax.modes.common import agree
 from branchnorm_jax.modes.evaluate import evaluate
 from branchnorm_jax.options import Config, DataConfig
 from branchnorm_jax.parallel import hosts
+from branchnorm_jax.parallel.mesh import mesh_sizes
 from branchnorm_jax.training import logs, loop
 from branchnorm_jax.training.finetune import corpus_of, parent_of
 from branchnorm_jax.training.loop import check_names
@@ -85,7 +86,10 @@ def plan(config: Config, workdir: Workdir) -> None:
         raise UserError("config: plan.program needs absent devices in plan.compile, such as v5p:4x4x4 or h200:8")
     if not (folder := Path(config.plan.program).parent).is_dir():
         raise UserError(f"config: plan.program={config.plan.program}: there is no folder {folder}")
-    check_names(config, absent.devices if absent else None)
+    check_names(config, config.plan.devices)
+    if config.plan.devices:
+        data, *_ = mesh_sizes(config.parallel, config.plan.devices)
+        config = dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, data=data))
     with logs.progress_bar(len(estimate.remat_choices(config)), 0, "choice", "plan") as bar:
         costs = planning.make_plan(config, bar.update)
     chosen = estimate.with_remat(config, costs["chosen_remat"])

@@ -28,14 +28,24 @@ def make_mesh(config: ParallelConfig, devices: Sequence[jax.Device] | None = Non
       UserError: if the sizes do not match the devices.
     """
     devices = jax.devices() if devices is None else list(devices)
-    count, inner = len(devices), config.fsdp * config.model
+    arranged = _arranged(devices, mesh_sizes(config, len(devices)))
+    return Mesh(arranged, MESH, axis_types=(AxisType.Auto,) * len(MESH))
+
+
+def mesh_sizes(config: ParallelConfig, count: int) -> tuple[int, int, int]:
+    """Returns the sizes of the axes data, fsdp and model on `count` devices.
+
+    Raises:
+      UserError: if they do not match the devices.
+    """
+    inner = config.fsdp * config.model
     data = config.data or count // inner
     if data * inner != count:
         raise UserError(
             f"config: parallel.data={config.data or 'rest'} x parallel.fsdp={config.fsdp} x parallel.model="
             f"{config.model} does not match the {count} devices; their product must be the number of devices"
         )
-    return Mesh(_arranged(devices, (data, config.fsdp, config.model)), MESH, axis_types=(AxisType.Auto,) * len(MESH))
+    return data, config.fsdp, config.model
 
 
 def _arranged(devices: list[jax.Device], sizes: tuple[int, int, int]) -> np.ndarray:

@@ -10,7 +10,7 @@ import functools
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -28,7 +28,7 @@ from branchnorm_jax.model.methods import get_recipe
 from branchnorm_jax.model.stack import size_of
 from branchnorm_jax.options import Config, ModelConfig
 from branchnorm_jax.parallel import ending, hosts
-from branchnorm_jax.parallel.mesh import describe_shardings, from_processes, make_mesh, replicated
+from branchnorm_jax.parallel.mesh import describe_shardings, from_processes, make_mesh, mesh_sizes, replicated
 from branchnorm_jax.parallel.rows import Rows
 from branchnorm_jax.parallel.watchdog import Watchdog
 from branchnorm_jax.training import logs, schedules, trouble
@@ -99,14 +99,14 @@ def train(
         )
 
 
-def check_names(config: Config, devices: Sequence[jax.Device] | None = None) -> None:
+def check_names(config: Config, elsewhere: int = 0) -> None:
     """Checks the names and combinations of options that the subpackages define, before any work starts.
 
     It checks the method, initialisation, optimiser, schedule, growth of alpha and device mesh.
 
     Args:
       config: the run.
-      devices: the devices of the run; None means those of this machine.
+      elsewhere: number of devices of a run that is planned for others than those of this machine.
 
     Raises:
       UserError: if an option is unknown, or two options exclude each other.
@@ -126,7 +126,10 @@ def check_names(config: Config, devices: Sequence[jax.Device] | None = None) -> 
     make_optimizer(config.train, config.model)
     schedules.learning_rate(config.train, config.model.width)
     schedules.with_end(config.train, config.train.steps)
-    make_mesh(config.parallel, devices)
+    if elsewhere:
+        mesh_sizes(config.parallel, elsewhere)
+    else:
+        make_mesh(config.parallel)
 
 
 UNFINISHED = "the run has not written its final status"

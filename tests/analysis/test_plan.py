@@ -143,6 +143,23 @@ def test_choices_and_loops_of_remat_auto(depth: str, options: dict[str, Any], ex
 
 
 @pytest.mark.slow
+def test_plans_of_absent_devices_use_their_mesh(tmp_path: Path) -> None:
+    def planned(fsdp: int) -> dict[str, Any]:
+        plan = PlanConfig(device="h200", devices=8, compile="none")
+        run = config("2L-2L", model__remat="full", model__width=256, data__vocab_size=400, train__batch_tokens=512)
+        run = dataclasses.replace(run, plan=plan, parallel=ParallelConfig(fsdp=fsdp))
+        runs.plan(run, Workdir(tmp_path / str(fsdp)))
+        return json.loads((tmp_path / str(fsdp) / "plan.json").read_text())
+
+    # Parameters, moments and gradients of each device are an eighth; all of them are larger than the activations.
+    whole, sharded = planned(1), planned(8)
+    assert whole["state_bytes"] == sharded["state_bytes"]
+    assert whole["peak_bytes"] - sharded["peak_bytes"] > 0.8 * 7 / 8 * whole["state_bytes"] * 4 / 3
+    with pytest.raises(UserError, match="does not match the 8 devices"):
+        planned(3)
+
+
+@pytest.mark.slow
 def test_only_plans_of_one_accelerator_include_the_kernels() -> None:
     """The attention kernel stores no weights [B, H, T, S], so its memory does not depend on the length of rows."""
 

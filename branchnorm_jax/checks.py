@@ -98,7 +98,8 @@ def _validate_family(config: Config) -> None:
         section, _, name = full.partition(".")
         if (value := getattr(by_name[section], name)) not in allowed:
             options = " or ".join(str(each) or "''" for each in allowed)
-            raise UserError(f"config: a language model needs {full}={options}, not {value}")
+            hint = "; --mode=generate prints to stdout" if full == "decode.output" else ""
+            raise UserError(f"config: a language model needs {full}={options}, not {value}{hint}")
     if len(data.corpora()) > 1 or data.corpora()[0][1] != 1:
         raise UserError(
             f"config: data.train_split={data.train_split}: a language model has a single corpus; use a glob "

@@ -87,7 +87,10 @@ def compare_texts(systems: Mapping[str, LineLosses]) -> dict[str, Any]:
     for name in others:
         own = systems[name]
         if not all(np.array_equal(a, b) for a, b in zip(own[:2], first[:2], strict=True)):
-            raise UserError(f"compare: {name} and {baseline} were evaluated on different texts")
+            raise UserError(
+                f"compare: {name} and {baseline} were evaluated on different texts; run --mode=evaluate for "
+                "both with the same data.path"
+            )
     documents = len(np.unique(first.document))
     unit = first.document if documents >= UNITS else np.arange(len(first.document))
     _, index = np.unique(unit, return_inverse=True)

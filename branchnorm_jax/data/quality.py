@@ -68,7 +68,7 @@ SHOWN = 100
 ENTITY = re.compile(r"&(?:#\d+|#x[0-9a-fA-F]+|[A-Za-z][A-Za-z0-9]*);")
 TAG = re.compile(r"</?[A-Za-z][^<>]*>|<!--")
 UNREADABLE = re.compile("[\x00-\x08\x0e-\x1b\x7f-\x84\x86-\x9f\ufffd]")
-"""Control characters but white space, as left by text that was decoded as Latin-1 instead of windows-1252."""
+"""Control characters except white space, as left by text that was decoded as Latin-1 instead of windows-1252."""
 
 
 class Usual(NamedTuple):

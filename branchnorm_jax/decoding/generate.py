@@ -103,7 +103,7 @@ class Generator:
         limits = np.array(ends, np.int32)
         sizes = np.array([len(ids) for ids in encoded], np.int32)
         numbers = np.arange(first, first + len(encoded), dtype=np.int32)
-        # The tokens of the prompt are given, like the tags of a translation.
+        # The tokens of the prompt are given, like the tags of a translation, but no length counts them.
         given = Given(limits, numbers, prefix, tags=sizes, prompt=sizes)
         found: Hypotheses = jax.device_get(self._search(length)(params, alpha, given))
         return [

@@ -7,9 +7,11 @@ import io
 import itertools
 import os
 import re
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import sentencepiece
@@ -384,6 +386,24 @@ def _training_lines(text: Iterable[str]) -> Iterator[str]:
         yield from _CUT.findall(line) if len(line) > _LINE_CHARACTERS else (line,)
 
 
+def _apart(function: Callable[..., None], **arguments: Any) -> None:
+    """Calls a function in another thread, so that signals are handled while it runs, in this thread.
+
+    SentencePiece takes minutes, and turns any exception in its iterator into a `RuntimeError`.
+    """
+    end = Future[None]()
+
+    def call() -> None:
+        try:
+            function(**arguments)
+            end.set_result(None)
+        except BaseException as error:
+            end.set_exception(error)
+
+    threading.Thread(target=call, daemon=True, name="vocabulary").start()
+    end.result()
+
+
 def _train(config: DataConfig, text: Iterable[str], text_of: str, whole: bool = False) -> bytes:
     """Trains a model without normalisation on normalised text.
 
@@ -392,7 +412,8 @@ def _train(config: DataConfig, text: Iterable[str], text_of: str, whole: bool = 
     """
     model = io.BytesIO()
     try:
-        sentencepiece.SentencePieceTrainer.train(
+        _apart(
+            sentencepiece.SentencePieceTrainer.train,
             sentence_iterator=_training_lines(text),
             model_writer=model,
             vocab_size=config.vocab_size,

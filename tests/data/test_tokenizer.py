@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +17,15 @@ import sentencepiece
 from hypothesis import given
 from hypothesis import strategies as st
 
-from branchnorm_jax.data.tokenizer import EOS, PAD, UNK, atomic_directory, load_tokenizer, train_tokenizer
+from branchnorm_jax.data.tokenizer import (
+    EOS,
+    PAD,
+    UNK,
+    atomic_directory,
+    load_tokenizer,
+    train_text_tokenizer,
+    train_tokenizer,
+)
 from branchnorm_jax.errors import StorageError, UserError
 from branchnorm_jax.options import DataConfig
 
@@ -212,6 +221,24 @@ def test_errors_in_the_text_are_raised(tmp_path):
 
     with pytest.raises(UserError, match="line 401"):
         train_tokenizer(config_of(), pairs(), tmp_path / "v")
+
+
+def test_a_signal_stops_the_training_at_once(tmp_path):
+    """As Ctrl-C does, while SentencePiece reads the text."""
+    over = threading.Event()
+
+    class Line(str):
+        def removesuffix(self, suffix):
+            return self
+
+        def translate(self, table):
+            os.kill(os.getpid(), signal.SIGINT)
+            assert over.wait(60)
+            return self
+
+    with pytest.raises(KeyboardInterrupt):
+        train_text_tokenizer(config_of(), ["a line", Line("another line")], tmp_path / "v")
+    over.set()
 
 
 @pytest.mark.parametrize("kind", ["unigram", "bpe"])

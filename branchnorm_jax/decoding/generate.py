@@ -67,7 +67,7 @@ class Generator:
     def generate(
         self, params: Params, alpha: Alpha, prompts: Sequence[str], first: int = 0
     ) -> list[list[Continuation]]:
-        """Returns the `decode.nbest` best continuations of each prompt.
+        """Returns the `decode.nbest` best continuations of each prompt, or fewer if the search found fewer.
 
         Args:
           params: the parameters.
@@ -107,7 +107,11 @@ class Generator:
         given = Given(limits, numbers, prefix, tags=sizes, prompt=sizes)
         found: Hypotheses = jax.device_get(self._search(length)(params, alpha, given))
         return [
-            [self._continuation(found, row, rank, len(ids)) for rank in range(self.config.nbest)]
+            [
+                self._continuation(found, row, rank, len(ids))
+                for rank in range(self.config.nbest)
+                if np.isfinite(found.scores[row, rank])
+            ]
             for row, ids in enumerate(encoded)
         ]
 

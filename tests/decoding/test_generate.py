@@ -74,6 +74,14 @@ def test_the_length_penalty_counts_the_continuation_alone() -> None:
     assert scores == sorted(scores, reverse=True)
 
 
+def test_a_search_that_finds_fewer_continuations_returns_fewer() -> None:
+    wide = generator(beam_size=300, nbest=300, max_new_tokens=1)
+    (found,) = wide.generate(PARAMS, ALPHA, ["x"])
+    # A continuation is one of 256 bytes, or the end at once; PAD, EOS and UNK are the other pieces.
+    assert len(found) == len({one.tokens for one in found})
+    assert sum(np.exp(one.log_prob) for one in found) <= 1 + 1e-5
+
+
 def test_samples_are_the_same_for_the_same_number_and_seed() -> None:
     sampler = generator(beam_size=4, nbest=4, temperature=1.0, max_new_tokens=8)
     together = sampler.generate(PARAMS, ALPHA, ["x", "x"])

@@ -38,6 +38,11 @@ def _validate_model(config: Config) -> None:
     if model.kernels == "interpret" and (model.positions in ("relative", "rotary") or model.value_residual):
         what = "model.value_residual" if model.value_residual else f"model.positions={model.positions}"
         raise UserError(f"config: model.kernels=interpret: the kernels do not support {what}; use auto or plain")
+    if model.decoder_start == "zero" and model.positions in ("relative", "rotary"):
+        raise UserError(
+            f"config: model.decoder_start=zero with model.positions={model.positions} makes the decoder's first input "
+            "0, where norms have no useful gradient; use model.decoder_start=eos"
+        )
     if model.longest and model.family == "encoder_decoder" and data.max_length > model.longest:
         raise UserError(
             f"config: data.max_length={data.max_length} is more than model.max_positions={model.max_positions}, the "

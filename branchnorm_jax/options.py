@@ -472,7 +472,9 @@ class TrainConfig:
     parent_rate: float = option(
         1.0, "factor on the learning rate of old layers and embeddings; 0 freezes them", minimum=0
     )
-    freeze: str = option("", "comma-separated parts that training does not change: encoder, decoder, embedding")
+    freeze: str = option(
+        "", "comma-separated parts that training does not change: encoder, decoder, embedding (all tables)"
+    )
     batch_tokens: int = option(
         4096,
         "positions per update on the larger of the two sides (fairseq's max-tokens x workers x accumulation)",

@@ -221,6 +221,7 @@ def test_either_steps_or_epochs_is_required():
         ({"model": {"positions": "relative", "relative_buckets": 31}}, ["model.relative_buckets=31", "even"]),
         ({"model": {"positions": "relative", "relative_distance": 16}}, ["relative_distance=16", "half"]),
         ({"model": {"positions": "relative", "kernels": "interpret"}}, ["model.kernels=interpret", "auto or plain"]),
+        ({"model": {"positions": "rotary", "decoder_start": "zero"}}, ["positions=rotary", "decoder_start=eos"]),
         ({"data": {"source_lang": "de"}}, ["source_lang", "target_lang", "'de'"]),
         ({"data": {"pairs": "en"}}, ["data.pairs='en'", "'en-en' is not a pair"]),
         ({"data": {"pairs": "en-"}}, ["data.pairs", "not a pair"]),

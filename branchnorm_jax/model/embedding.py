@@ -37,14 +37,17 @@ def sinusoids(length: int, width: int, layout: str = "marian") -> np.ndarray:
     return np.concatenate([np.sin(angles), np.cos(angles)], axis=1).astype(np.float32)
 
 
-def draw_table(key: jax.Array, rows: int, width: int, kind: str = "standard") -> jax.Array:
+def draw_table(key: jax.Array, rows: int, width: int, kind: str = "standard", starts: bool = False) -> jax.Array:
     """Draws an embedding table, float32 [rows, width].
 
-    "standard": N(0, std = width^-1/2), with zeros in the row of PAD. "fixnorm": U(-0.01, 0.01).
+    "standard": N(0, std = width^-1/2), with zeros in the row of PAD, unless PAD `starts` the decoder's input: while
+    alpha is 0, that input would be 0 after every layer, where the gradient of a norm is eps^-1/2. "fixnorm":
+    U(-0.01, 0.01).
     """
     if kind == "fixnorm":
         return jax.random.uniform(key, (rows, width), jnp.float32, -0.01, 0.01)
-    return (width**-0.5 * jax.random.normal(key, (rows, width), jnp.float32)).at[PAD].set(0.0)
+    table = width**-0.5 * jax.random.normal(key, (rows, width), jnp.float32)
+    return table if starts else table.at[PAD].set(0.0)
 
 
 def draw_positions(key: jax.Array, rows: int, width: int) -> jax.Array:

@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 import torch
 from transformers.models.t5.modeling_t5 import T5Attention
@@ -93,6 +94,28 @@ def test_scan_equals_loop() -> None:
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5 * np.abs(b).max()), by_loop, by_scan)
     for stack in ("encoder", "decoder"):
         assert np.abs(by_scan[relative.table_name(stack)]).max() > 1e-3
+
+
+@pytest.mark.parametrize("positions", ["relative", "rotary"])
+def test_the_first_input_of_the_decoder_has_a_gradient_while_alpha_is_0(positions: str) -> None:
+    """It is the embedding of PAD alone; if that is 0, each norm multiplies its gradient by eps^-1/2, about 316."""
+
+    def gradient_norm(start: str) -> float:
+        config = ModelConfig(
+            method="branchnorm",
+            encoder_layers=1,
+            decoder_layers=8,
+            width=8,
+            ffn_width=8,
+            heads=2,
+            positions=positions,
+            decoder_start=start,
+        )
+        model = Transformer(config, 30, 30)
+        loss = lambda params: loss_sums(model, params, BATCH, jnp.float32(0), 0.1)[0].loss  # noqa: E731
+        return float(optax.tree.norm(jax.jit(jax.grad(loss))(model.init(jax.random.key(0)))))
+
+    assert gradient_norm("pad") == pytest.approx(gradient_norm("eos"), rel=0.5)
 
 
 def test_factors_after_the_heads_need_a_share_of_the_width_for_each_head() -> None:

@@ -199,6 +199,12 @@ def _validate_decode(config: Config) -> None:
         raise UserError("config: decode.glossary and decode.constraints need beam search; set decode.temperature=0")
     if not decode.temperature and (decode.top_k or decode.top_p < 1):
         raise UserError("config: decode.top_k and decode.top_p need sampling; set decode.temperature, for example to 1")
+    if decode.streams > 1 and config.parallel.model > 1:
+        # Two threads would start programs that communicate, in an order that may differ between the devices.
+        raise UserError(
+            f"config: decode.streams={decode.streams} needs a network that no devices share "
+            f"(parallel.model={config.parallel.model}); set decode.streams=1"
+        )
     if decode.alignment_layer > depth:
         raise UserError(
             f"config: decode.alignment_layer={decode.alignment_layer} is more than model.decoder_layers={depth}"

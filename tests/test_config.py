@@ -260,6 +260,7 @@ def test_either_steps_or_epochs_is_required():
         ({"train": {"parent_rate": 0.0}}, ["train.parent_rate=0", "model.grown_from"]),
         ({"train": {"seed": 2**32}}, ["train.seed", "4294967295"]),
         ({"decode": {"min_length": 3 * 10**9}}, ["decode.min_length"]),
+        ({"decode": {"streams": 2}, "parallel": {"model": 2}}, ["decode.streams=2", "parallel.model=2"]),
         ({"decode": {"min_length": 9, "max_length_a": 0, "max_length_b": 8}}, ["min_length=9", "max_length_b=8"]),
         ({"train": {"steps": 2 * 10**9}}, ["train.steps=2000000000 is above its maximum 1000000000"]),
         ({"decode": {"length_penalty": -400.0}}, ["decode.length_penalty=-400", "minimum -5"]),

@@ -8,7 +8,7 @@
 | 4         | a process was lost, stuck or missing      | `HostError`          |
 | 5         | storage failed                            | `StorageError`       |
 | 6         | an exported model gives different results | `MismatchError`      |
-| 128 + n   | preempted by signal n, after saving       | `Preempted`          |
+| 128 + n   | stopped by signal n; nothing is lost      | `Preempted`          |
 """
 
 import contextlib
@@ -115,7 +115,7 @@ class MismatchError(BranchNormError):
 
 
 class Preempted(KeyboardInterrupt):
-    """A signal requested a stop; the state was saved before this was raised.
+    """A signal requested a stop. This is raised after the state was saved, or before the first update.
 
     Like `KeyboardInterrupt`, it is not a subclass of `Exception`, so code that handles failures does not catch it.
     """

@@ -233,13 +233,14 @@ def leave(code: int) -> None:
 
 
 class Preemption:
-    """Context manager that turns `SIGNALS` into a request to stop after the current update.
+    """Context manager that turns `SIGNALS` into a request to stop after the current update, and says so.
 
     A second SIGINT raises `KeyboardInterrupt` at once. Ignored signals stay ignored: a shell starts jobs in the
     background so that Ctrl-C spares them.
     """
 
     SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
+    NOTICE = "\nstopping: the run saves its state after the update; Ctrl-C ends it at once, without saving\n"
 
     def __init__(self) -> None:
         self.signal: int = 0
@@ -260,6 +261,10 @@ class Preemption:
     def _receive(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGINT and self.signal:
             raise KeyboardInterrupt
+        if not self.signal:
+            # Not through sys.stderr, whose writing the signal may have interrupted. A closed terminal takes no notice.
+            with contextlib.suppress(OSError):
+                os.write(2, self.NOTICE.encode())
         self.signal = number
 
     def requested(self, largest: jax.Array | None) -> int:

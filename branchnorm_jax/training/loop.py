@@ -212,7 +212,8 @@ class Run:
 
         The order of the operations at each step is:
 
-        1. Validate the current state, if a validation is due.
+        1. Validate the current state, if a validation is due. After a signal, only the last validation is made; the
+           resumed run makes the others.
         2. Save a checkpoint, if one is due or a signal has arrived.
         3. Take the next batch.
         4. Dispatch the update.
@@ -283,7 +284,7 @@ class Run:
         self.watchdog.begin("")
         self.write_status("running", UNFINISHED)
         if start < self.total and not self.stop_reason and not self.compiled:
-            self._compile()
+            self._compile(preemption)
         recorder = Recorder(self.workdir, self.loop_state.evaluated, start, self.total)
         batches = prefetch(functools.partial(self.plan.batch_at, select_rows=self.rows.indices), start, self.total)
         with contextlib.closing(recorder), contextlib.closing(batches):
@@ -307,7 +308,7 @@ class Run:
 
         while True:
             at_end = self.step >= self.total or bool(self.stop_reason)
-            if _due(self.step, start, c.eval_every) or at_end:
+            if at_end or (_due(self.step, 0, c.eval_every) and not signal_number):
                 read()
                 if self.loop_state.evaluated != self.step:
                     self.watchdog.begin("the validation", f"at step {self.step}")
@@ -391,15 +392,20 @@ class Run:
         fields = {"status": status, "reason": reason, "step": self.step, "state_sha256": digest}
         write_status(self.workdir, fields | {"batch_fill": self.plan.fill}, self.loop_state)
 
-    def _compile(self) -> None:
-        """Compiles the update for every batch shape, before the first update."""
+    def _compile(self, preemption: hosts.Preemption) -> None:
+        """Compiles the update for every batch shape. Raises `Preempted` if a signal arrives before the first update."""
         begin = time.perf_counter()
         for shape in self._shapes():
+            if preemption.requested(None):
+                break
             whole = shape._replace(rows=self.rows.total(shape.rows))
             own = shape._replace(rows=len(self.rows.indices(shape.rows)))
             lowered = lower_update(self.config, self.model, self.optimizer, self.mesh, self.abstract, whole)
             self.compiled[own] = lowered.compile()
-        hosts.gather("", "which compiles the update")  # A process does not wait long for the first message of another.
+        # Here, because a process does not wait long for the first message of another.
+        signals = hosts.gather(str(preemption.signal), "which compiles the update")
+        if number := max(map(int, signals)):
+            raise Preempted(f"stopped by signal {number} before the first update", number)
         seconds = time.perf_counter() - begin
         self.loop_state.compile_seconds, self.loop_state.compiled_shapes = seconds, len(self.compiled)
         logs.say(f"compiled {len(self.compiled)} batch shapes in {seconds:.1f} s")

@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 import tensorstore
 
-from tests.conftest import ROOT, TINY, kill_when, read_metrics, read_status, run_main, start_main
+from branchnorm_jax.training.logs import read_lines
+from tests.conftest import HASTY, ROOT, TINY, kill_when, read_metrics, read_status, run_main, start_main
 
 
 def logged(workdir: Path, steps: int) -> Callable[[], bool]:
@@ -72,6 +73,38 @@ def test_ctrl_c_saves_and_exits_with_its_own_code(tmp_path: Path) -> None:
     assert status["status"] == "preempted"
     assert (tmp_path / "checkpoints" / str(status["step"])).is_dir()
     assert "Traceback" not in error
+
+
+@pytest.mark.slow
+def test_a_stop_waits_neither_for_all_programs_nor_for_a_validation(tmp_path: Path) -> None:
+    """A validation is due at every step. The resumed run makes the one that the stop left out."""
+    options = (*HASTY, "--config.train.steps=12", "--config.train.eval_every=1", "--config.train.checkpoint_every=100")
+    workdir, whole = tmp_path / "run", tmp_path / "whole"
+    validations = lambda folder: read_lines(folder / "validation.jsonl")  # noqa: E731
+
+    process = start_main(*options, f"--workdir={workdir}")
+    kill_when(process, (workdir / "status.json").exists, signal.SIGTERM)
+    _, error = process.communicate()
+    assert process.returncode == 128 + signal.SIGTERM, error
+    assert "stopping: the run saves its state" in error
+    assert "stopped by signal 15 before the first update" in error
+    assert read_status(workdir)["step"] == 0
+
+    process = start_main(*options, f"--workdir={workdir}")
+    kill_when(process, logged(workdir, 3), signal.SIGINT)
+    _, error = process.communicate()
+    assert process.returncode == 128 + signal.SIGINT, error
+    step = read_status(workdir)["step"]
+    assert f"saved at step {step}" in error
+    assert validations(workdir)[-1]["step"] == step - 1
+
+    for folder in (workdir, whole):
+        done = run_main(*options, f"--workdir={folder}")
+        assert done.returncode == 0, done.stderr
+    assert [line["step"] for line in validations(whole)] == list(range(1, 13))
+    assert validations(workdir) == validations(whole)
+    assert read_metrics(workdir) == read_metrics(whole)
+    assert read_status(workdir)["state_sha256"] == read_status(whole)["state_sha256"]
 
 
 @pytest.mark.slow

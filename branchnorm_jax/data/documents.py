@@ -101,7 +101,7 @@ def _lines(path: Path | UPath, first: int, last: int | None) -> Iterator[Part]:
     position, as_json = 0, _plain_suffix(path) == ".jsonl"
     for number, (line, size) in enumerate(sized_lines(path), start=1):
         begins, position = position, position + size
-        if begins < first or not line:
+        if begins < first or not (line.strip() if as_json else line):
             continue
         if last is not None and begins >= last:
             return

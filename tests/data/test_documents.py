@@ -53,7 +53,7 @@ def test_lines_that_end_as_on_windows_are_divided_by_their_bytes(tmp_path: Path)
 
 def test_a_line_of_json_is_a_document(tmp_path: Path) -> None:
     texts = ["one\ntwo\n", " ", "é"]
-    (tmp_path / "train.jsonl").write_text("".join(json.dumps({"id": 1, "text": text}) + "\n" for text in texts))
+    (tmp_path / "train.jsonl").write_text("\n \r\n".join(json.dumps({"id": 1, "text": text}) for text in texts))
     assert read(config(tmp_path, files="{split}.jsonl")) == texts
 
 

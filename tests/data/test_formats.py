@@ -136,6 +136,14 @@ def test_a_file_of_many_languages_serves_every_pair(tmp_path: Path) -> None:
     assert len(pairs) == 6
 
 
+def test_a_blank_line_is_an_empty_pair_in_every_format(tmp_path: Path) -> None:
+    """So the number of a pair is that of its line."""
+    (tmp_path / "a.jsonl").write_text('{"en": "a", "de": "b"}\r\n\r\n \n{"en": "c", "de": "d"}\n\n')
+    (tmp_path / "a.tsv").write_text("en\tde\na\tb\r\n\r\n \nc\td\n\n")
+    for name in ("a.jsonl", "a.tsv"):
+        assert list(pairs_in(tmp_path / name, ("en", "de"))) == [("a", "b"), ("", ""), ("", ""), ("c", "d"), ("", "")]
+
+
 def test_two_languages_never_select_the_same_text(tmp_path: Path) -> None:
     """In any order of the codes: pt is the one that pt_BR does not name."""
     (tmp_path / "train.jsonl").write_text(
@@ -289,7 +297,6 @@ def test_tmx_segments_are_read_without_formatting_codes(tmp_path: Path, encoding
         ("a.jsonl", '{"translation": "x"}\n', [", line 1: not an object such as"]),
         ("a.jsonl", '{"en": "\\ud800", "de": "b"}\n', [", line 1: not an object such as", "surrogates"]),
         ("a.jsonl", '{"x": "a", "tgt": "b"}\n', [": none of 1 units has both en and de", "x, tgt", "data.source_lang"]),
-        ("a.jsonl", "\n", [", line 1: not an object"]),
         ("a.jsonl", '{"en": "a", "en": "b", "de": "c"}', [", line 1: not an object", "two fields are called 'en'"]),
         (
             "a.jsonl",

@@ -367,7 +367,7 @@ def to_markdown(rows: Sequence[Mapping[str, Any]], columns: Sequence[str], basel
         spread = f" ± {(max(scores) - min(scores)) / 2:.{of_spread}f}" if len(scores) > 1 else ""
         return f"{statistics.mean(scores):.{digits}f}{spread}{star}{note}"
 
-    text = [f"| {TITLES[metric]} | {' | '.join(across)} |", "|---|" + "---|" * len(across)]
+    text = [f"| {TITLES[metric]} | {' | '.join(name or 'score' for name in across)} |", "|---|" + "---|" * len(across)]
     text += [f"| {row} | {' | '.join(cell(table.get((row, column), [])) for column in across)} |" for row in down]
     if baseline:
         text += ["", f"\\* p < {SIGNIFICANT} against {baseline}, paired bootstrap."]

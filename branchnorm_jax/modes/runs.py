@@ -20,7 +20,7 @@ from branchnorm_jax.config import to_json
 from branchnorm_jax.data.batches import make_plans
 from branchnorm_jax.data.corpus import read_pairs
 from branchnorm_jax.data.documents import read_documents
-from branchnorm_jax.errors import DivergedError, UserError
+from branchnorm_jax.errors import DivergedError, UserError, some
 from branchnorm_jax.files import delete_abandoned, write_atomically
 from branchnorm_jax.model import growth
 from branchnorm_jax.model.methods import get_recipe
@@ -206,7 +206,10 @@ def sweep(config: Config, workdir: Workdir) -> None:
     """Trains and evaluates every run of `sweep.grid` in its own folder; resumes an interrupted sweep.
 
     After each run it writes sweep.csv (every run), sweep.md (the table), sweep.png and sweep_curves.png. A run that
-    diverges counts as a result.
+    diverges counts as a result. A run whose options do not fit the text does not keep the others from running.
+
+    Raises:
+      UserError: before the first run, if the grid is invalid; at the end, if a run was refused.
     """
     if workdir.has_checkpoints:
         raise UserError(
@@ -237,6 +240,7 @@ def sweep(config: Config, workdir: Workdir) -> None:
     workdir.create()
     write_atomically(workdir / "config.json", to_json(config))
     folders = {name: (run, workdir.child(name)) for name, (run, _) in runs.items()}
+    refused: list[str] = []
     for number, (name, (run, chosen)) in enumerate(runs.items(), start=1):
         folder = folders[name][1]
         status = hosts.gather(sweeping.ended(folder, chosen))[0]
@@ -250,8 +254,10 @@ def sweep(config: Config, workdir: Workdir) -> None:
             try:
                 train(chosen, folder)
                 evaluate(chosen, folder)
-            except DivergedError as error:
+            except (DivergedError, UserError) as error:
                 logs.say(f"{name}: {error}")
+                if isinstance(error, UserError):
+                    refused.append(name)
             jax.clear_caches()
         if not hosts.is_first():
             continue
@@ -266,3 +272,5 @@ def sweep(config: Config, workdir: Workdir) -> None:
             draw_runs(folders, workdir / "sweep_curves.png")
     if hosts.is_first():
         print(table, end="")
+    if refused:
+        raise UserError(f"sweep.grid: {some(refused)} could not run; the reasons are above")

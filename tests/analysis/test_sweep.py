@@ -238,8 +238,11 @@ def test_texts_of_returns_the_written_lines(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_sweep_records_diverged_runs_and_resumes(tmp_path: Path) -> None:
-    grid = "method=post_ln,branchnorm depth=1L-1L | method=post_ln depth=1L-1L train.learning_rate=1e30"
+def test_sweep_records_diverged_and_refused_runs_and_resumes(tmp_path: Path) -> None:
+    grid = (
+        "method=deepnorm depth=1L-1L train.batch_tokens=64 | method=post_ln,branchnorm depth=1L-1L | "
+        "method=post_ln depth=1L-1L train.learning_rate=1e30"
+    )
     options = (
         *HASTY,
         "--mode=sweep",
@@ -251,10 +254,13 @@ def test_sweep_records_diverged_runs_and_resumes(tmp_path: Path) -> None:
         "--config.sweep.baseline=branchnorm",
     )
     done = run_main(*options)
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == 2, done.stderr
+    left_out = "deepnorm-1L-1L-batch_tokens=64"
+    assert f"\n{left_out}: config: train.batch_tokens=64 cannot hold" in done.stderr
+    assert done.stderr.endswith(f"sweep.grid: {left_out} could not run; the reasons are above\n")
     with (tmp_path / "sweep.csv").open() as file:
         rows = {row["run"]: row for row in csv.DictReader(file)}
-    assert [row["status"] for row in rows.values()] == ["done", "done", "diverged"]
+    assert [row["status"] for row in rows.values()] == ["not run", "done", "done", "diverged"]
     assert float(rows["post_ln-1L-1L"]["bleu"]) >= 0
     assert 0 < float(rows["post_ln-1L-1L"]["p_value"]) <= 1
     assert "diverged" in (tmp_path / "sweep.md").read_text()
@@ -264,11 +270,11 @@ def test_sweep_records_diverged_runs_and_resumes(tmp_path: Path) -> None:
     left.write_text("half of it")
     os.utime(left, (0, 0))
     again = run_main(*options)
-    assert again.returncode == 0, again.stderr
+    assert again.returncode == 2, again.stderr
     assert again.stderr.count(": skipping ") == 3
     assert not left.exists()
     assert again.stdout == (tmp_path / "sweep.md").read_text()
-    run, finished = sweep.parse_grid(grid)[0], Workdir(tmp_path / "post_ln-1L-1L")
+    run, finished = sweep.parse_grid(grid)[1], Workdir(tmp_path / "post_ln-1L-1L")
     config = load(finished / "config.json")
     assert sweep.ended(finished, sweep.configure(config, run)) == "done"
     smoother = dataclasses.replace(config, train=dataclasses.replace(config.train, label_smoothing=0.2))
@@ -305,7 +311,7 @@ def test_sweep_records_diverged_runs_and_resumes(tmp_path: Path) -> None:
     (finished / "status.json").write_text("[]")
     results.write_text("{}")
     repaired = run_main(f"--workdir={tmp_path}", "--mode=sweep")
-    assert repaired.returncode == 0, repaired.stderr
+    assert repaired.returncode == 2, repaired.stderr
     assert repaired.stderr.count(": skipping ") == 2
     assert (tmp_path / "sweep.md").read_text() == again.stdout
     # A status newer than the scores means that the run continued and has not been evaluated yet.

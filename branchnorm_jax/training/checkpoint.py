@@ -238,8 +238,8 @@ class Checkpoints:
     def save(self, state: TrainState, alpha: Alpha, memory: SavedLoopState, score: float | None) -> None:
         """Starts to save the state, after the previous save has finished.
 
-        If a checkpoint of this step exists, it only gets the score that it lacks: a run that was stopped between two
-        validations and then shortened to that step is validated at its end.
+        If a checkpoint of this step exists, it only gets the score that it lacks: a run that was stopped before a
+        validation makes it after its next start.
 
         Args:
           state: the train state. The caller may donate it as soon as this method returns.

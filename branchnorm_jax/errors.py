@@ -8,7 +8,7 @@
 | 4         | a process was lost, stuck or missing      | `HostError`          |
 | 5         | storage failed                            | `StorageError`       |
 | 6         | an exported model gives different results | `MismatchError`      |
-| 128 + n   | stopped by signal n; nothing is lost      | `Preempted`          |
+| 128 + n   | stopped by signal n                       | `Preempted`          |
 """
 
 import contextlib
@@ -31,6 +31,10 @@ class UserError(BranchNormError):
     """Invalid input, option or workdir, which the user can fix."""
 
     exit_code = 2
+
+
+class UnfitError(UserError):
+    """Options do not fit the text, which only the text can tell. All processes of a run raise it."""
 
 
 class MissingExtraError(UserError):
@@ -115,7 +119,7 @@ class MismatchError(BranchNormError):
 
 
 class Preempted(KeyboardInterrupt):
-    """A signal requested a stop. This is raised after the state was saved, or before the first update.
+    """A signal requested a stop. In training, this is raised after the state was saved, or before the first update.
 
     Like `KeyboardInterrupt`, it is not a subclass of `Exception`, so code that handles failures does not catch it.
     """

@@ -173,11 +173,10 @@ def _named_order(path: Path | UPath, languages: Pair, line: str) -> list[str]:
 def _jsonl(path: Path | UPath, languages: Pair) -> Iterator[Mapping[str, str]]:
     """Yields the lines of a file of JSON objects.
 
-    An object has texts by language, or a field "translation" with such an object. A blank line has empty texts.
+    An object has texts by language, or a field "translation" with such an object. Blank lines are skipped.
     """
     for number, line in enumerate(text_lines(path), start=1):
         if not line.strip():
-            yield dict.fromkeys(languages, "")
             continue
         example = f'{{"{languages[0]}": "...", "{languages[1]}": "..."}}'
         try:

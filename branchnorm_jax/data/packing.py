@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from branchnorm_jax.errors import UserError
+from branchnorm_jax.errors import UnfitError
 
 SENTENCES = 4
 """Minimum number of average-length sentences in a short row. Longer rows are no fuller, but cost more attention."""
@@ -104,11 +104,11 @@ def choose_shapes(
       powers_of_two: row lengths are powers of two.
 
     Raises:
-      UserError: if the longest sentence does not fit.
+      UnfitError: if the longest sentence does not fit.
     """
     needed = power_of_two(longest.max()) if powers_of_two else longest.max()
     if needed > batch_tokens // row_multiple:
-        raise UserError(
+        raise UnfitError(
             f"config: train.batch_tokens={batch_tokens} cannot hold data.row_multiple={row_multiple} rows of "
             f"{needed} tokens; raise it to {needed * row_multiple}, or lower data.max_length or data.row_multiple"
         )

@@ -110,7 +110,7 @@ class Generator:
             [
                 self._continuation(found, row, rank, len(ids))
                 for rank in range(self.config.nbest)
-                if np.isfinite(found.scores[row, rank])
+                if found.scores[row, rank] != -np.inf  # an unused place of the beam
             ]
             for row, ids in enumerate(encoded)
         ]

@@ -20,7 +20,7 @@ from branchnorm_jax.config import to_json
 from branchnorm_jax.data.batches import make_plans
 from branchnorm_jax.data.corpus import read_pairs
 from branchnorm_jax.data.documents import read_documents
-from branchnorm_jax.errors import DivergedError, UserError, some
+from branchnorm_jax.errors import DivergedError, UnfitError, UserError, some
 from branchnorm_jax.files import delete_abandoned, write_atomically
 from branchnorm_jax.model import growth
 from branchnorm_jax.model.methods import get_recipe
@@ -209,7 +209,8 @@ def sweep(config: Config, workdir: Workdir) -> None:
     diverges counts as a result. A run whose options do not fit the text does not keep the others from running.
 
     Raises:
-      UserError: before the first run, if the grid is invalid; at the end, if a run was refused.
+      UserError: before the first run, if the grid is invalid; in a run, for other reasons than its options.
+      UnfitError: at the end, if the options of a run do not fit the text.
     """
     if workdir.has_checkpoints:
         raise UserError(
@@ -254,9 +255,9 @@ def sweep(config: Config, workdir: Workdir) -> None:
             try:
                 train(chosen, folder)
                 evaluate(chosen, folder)
-            except (DivergedError, UserError) as error:
+            except (DivergedError, UnfitError) as error:
                 logs.say(f"{name}: {error}")
-                if isinstance(error, UserError):
+                if isinstance(error, UnfitError):
                     refused.append(name)
             jax.clear_caches()
         if not hosts.is_first():
@@ -273,4 +274,4 @@ def sweep(config: Config, workdir: Workdir) -> None:
     if hosts.is_first():
         print(table, end="")
     if refused:
-        raise UserError(f"sweep.grid: {some(refused)} could not run; the reasons are above")
+        raise UnfitError(f"sweep.grid: {some(refused)} could not run; the reasons are above")

@@ -240,7 +240,10 @@ class Preemption:
     """
 
     SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
-    NOTICE = "\nstopping: the run saves its state after the update; Ctrl-C ends it at once, without saving\n"
+    NOTICE = (
+        "\nstopping as soon as the state is saved; Ctrl-C ends the run at once and loses the updates since its last "
+        "checkpoint\n"
+    )
 
     def __init__(self) -> None:
         self.signal: int = 0

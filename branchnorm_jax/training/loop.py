@@ -307,18 +307,20 @@ class Run:
                 self._read(recorder, *dispatched)
 
         while True:
+            late = False
             at_end = self.step >= self.total or bool(self.stop_reason)
             if at_end or (_due(self.step, 0, c.eval_every) and not signal_number):
                 read()
                 if self.loop_state.evaluated != self.step:
                     self.watchdog.begin("the validation", f"at step {self.step}")
                     self._validate(recorder)
+                    late = self.step == start  # A signal had left it out; the checkpoint of this step lacks its score.
                     self.stop_reason = "" if at_end else self._reason_to_stop()
                     if self.stop_reason:
                         at_end = True
                         logs.say(f"step {self.step}: stopped early: {self.stop_reason}")
             best = c.keep_best and self.loop_state.evaluated == self.step and self.loop_state.is_best
-            if _due(self.step, start, c.checkpoint_every) or at_end or signal_number or best:
+            if _due(self.step, start, c.checkpoint_every) or at_end or signal_number or best or late:
                 read()
                 self.watchdog.begin("the save", f"at step {self.step}")
                 self._save(recorder, last=at_end or bool(signal_number))
@@ -395,17 +397,19 @@ class Run:
     def _compile(self, preemption: hosts.Preemption) -> None:
         """Compiles the update for every batch shape. Raises `Preempted` if a signal arrives before the first update."""
         begin = time.perf_counter()
+
+        def heed() -> None:
+            signals = hosts.gather(str(preemption.signal), "which compiles the update")
+            if number := max(map(int, signals)):
+                raise Preempted(f"stopped by signal {number} before the first update", number)
+
         for shape in self._shapes():
-            if preemption.requested(None):
-                break
+            heed()
             whole = shape._replace(rows=self.rows.total(shape.rows))
             own = shape._replace(rows=len(self.rows.indices(shape.rows)))
             lowered = lower_update(self.config, self.model, self.optimizer, self.mesh, self.abstract, whole)
             self.compiled[own] = lowered.compile()
-        # Here, because a process does not wait long for the first message of another.
-        signals = hosts.gather(str(preemption.signal), "which compiles the update")
-        if number := max(map(int, signals)):
-            raise Preempted(f"stopped by signal {number} before the first update", number)
+        heed()  # This also waits for the others: in an update, a process does not wait long for the first message.
         seconds = time.perf_counter() - begin
         self.loop_state.compile_seconds, self.loop_state.compiled_shapes = seconds, len(self.compiled)
         logs.say(f"compiled {len(self.compiled)} batch shapes in {seconds:.1f} s")

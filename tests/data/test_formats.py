@@ -136,12 +136,11 @@ def test_a_file_of_many_languages_serves_every_pair(tmp_path: Path) -> None:
     assert len(pairs) == 6
 
 
-def test_a_blank_line_is_an_empty_pair_in_every_format(tmp_path: Path) -> None:
-    """So the number of a pair is that of its line."""
-    (tmp_path / "a.jsonl").write_text('{"en": "a", "de": "b"}\r\n\r\n \n{"en": "c", "de": "d"}\n\n')
-    (tmp_path / "a.tsv").write_text("en\tde\na\tb\r\n\r\n \nc\td\n\n")
-    for name in ("a.jsonl", "a.tsv"):
-        assert list(pairs_in(tmp_path / name, ("en", "de"))) == [("a", "b"), ("", ""), ("", ""), ("c", "d"), ("", "")]
+def test_a_blank_line_of_json_lines_is_no_unit(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"en": "a", "de": "b"}\r\n\r\n \n{"en": "c", "de": "d"}\n\n')
+    assert list(pairs_in(path, ("en", "de"))) == [("a", "b"), ("c", "d")]
+    assert "none of 2 units has both en and fr" in error_of(path, path.read_text(), ("en", "fr"))
 
 
 def test_two_languages_never_select_the_same_text(tmp_path: Path) -> None:

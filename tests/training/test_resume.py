@@ -77,8 +77,18 @@ def test_ctrl_c_saves_and_exits_with_its_own_code(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_stop_waits_neither_for_all_programs_nor_for_a_validation(tmp_path: Path) -> None:
-    """A validation is due at every step. The resumed run makes the one that the stop left out."""
-    options = (*HASTY, "--config.train.steps=12", "--config.train.eval_every=1", "--config.train.checkpoint_every=100")
+    """A validation is due at every step. The resumed run makes the one that the stop left out, and adds the score.
+
+    The parameters hardly change, so that only the first validation is the best so far.
+    """
+    options = (
+        *HASTY,
+        "--config.train.steps=12",
+        "--config.train.eval_every=1",
+        "--config.train.checkpoint_every=1",
+        "--config.train.keep_best=20",
+        "--config.train.learning_rate=1e-30",
+    )
     workdir, whole = tmp_path / "run", tmp_path / "whole"
     validations = lambda folder: read_lines(folder / "validation.jsonl")  # noqa: E731
 
@@ -86,7 +96,7 @@ def test_a_stop_waits_neither_for_all_programs_nor_for_a_validation(tmp_path: Pa
     kill_when(process, (workdir / "status.json").exists, signal.SIGTERM)
     _, error = process.communicate()
     assert process.returncode == 128 + signal.SIGTERM, error
-    assert "stopping: the run saves its state" in error
+    assert "stopping as soon as the state is saved" in error
     assert "stopped by signal 15 before the first update" in error
     assert read_status(workdir)["step"] == 0
 
@@ -105,6 +115,9 @@ def test_a_stop_waits_neither_for_all_programs_nor_for_a_validation(tmp_path: Pa
     assert validations(workdir) == validations(whole)
     assert read_metrics(workdir) == read_metrics(whole)
     assert read_status(workdir)["state_sha256"] == read_status(whole)["state_sha256"]
+    for folder in (workdir, whole):
+        scored = {path.parent.name for path in folder.glob("checkpoints/*/metrics")}
+        assert scored == {str(number) for number in range(1, 13)}
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import socket
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 import jax
@@ -202,6 +203,26 @@ def check_readable(data: DataConfig, split: str) -> None:
         next(iter(read_pairs(direction, split)), None)
 
 
+def check_runs(runs: Mapping[str, tuple[sweeping.Run, Config]], workdir: Workdir) -> None:
+    """Checks all runs of a sweep, so that a mistake in the last run is reported before the first one starts.
+
+    Raises:
+      UserError: if a run cannot start.
+    """
+    memory = least_memory()
+    for name, (_, chosen) in runs.items():
+        check_names(chosen)
+        folder = workdir.child(name)
+        if folder.has_checkpoints:
+            folder.check_resumes(chosen)
+        elif chosen.train.parent:
+            try:
+                parent_of(chosen, folder)
+            except UserError as error:
+                raise UserError(f"sweep.grid: {name}: {error}") from error
+        planning.resolve_remat(chosen, memory)  # refuses a run that cannot fit
+
+
 def sweep(config: Config, workdir: Workdir) -> None:
     """Trains and evaluates every run of `sweep.grid` in its own folder; resumes an interrupted sweep.
 
@@ -216,20 +237,8 @@ def sweep(config: Config, workdir: Workdir) -> None:
         raise UserError(
             f"{workdir.path}: this is the workdir of a training run; choose another --workdir for the sweep"
         )
-    # Check all runs before the first one starts, so that a mistake in the last run is reported at once.
-    memory, runs = least_memory(), {}
-    for name, (run, chosen) in sweeping.plan_runs(config).items():
-        check_names(chosen)
-        folder = workdir.child(name)
-        if folder.has_checkpoints:
-            folder.check_resumes(chosen)
-        elif chosen.train.parent:
-            try:
-                parent_of(chosen, folder)
-            except UserError as error:
-                raise UserError(f"sweep.grid: {name}: {error}") from error
-        planning.resolve_remat(chosen, memory)  # refuses a run that cannot fit
-        runs[name] = run, chosen
+    runs = sweeping.plan_runs(config)
+    check_runs(runs, workdir)
     for method, options in ({} if config.sweep.recommended else sweeping.left_out(runs)).items():
         named = " ".join(f"{name}={value}" for name, value in options.items())
         logs.say(f"{method} recommends {named}; a sweep sets this only in the grid, or with sweep.recommended=True")

@@ -18,6 +18,7 @@ from branchnorm_jax.errors import (
     BranchNormError,
     HostError,
     MissingExtraError,
+    Preempted,
     StorageError,
     UnreachableError,
     UserError,
@@ -172,6 +173,8 @@ def first_then_others(first: Callable[[], T], others: Callable[[], T], what: str
     if not is_first():
         outcome = json.loads(gather("", what)[0])
         if outcome:
+            if outcome["signal"]:
+                raise Preempted(f"process 0: {outcome['message']}", outcome["signal"])
             kinds: dict[str, type[BranchNormError]] = {
                 kind.__name__: kind for kind in (UserError, MissingExtraError, StorageError, UnreachableError)
             }
@@ -180,7 +183,8 @@ def first_then_others(first: Callable[[], T], others: Callable[[], T], what: str
     try:
         result = first()
     except BaseException as error:
-        gather(json.dumps({"error": type(error).__name__, "message": str(error)}))
+        number = error.signal_number if isinstance(error, Preempted) else 0
+        gather(json.dumps({"error": type(error).__name__, "message": str(error), "signal": number}))
         raise
     gather("{}")
     return result

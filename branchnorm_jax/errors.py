@@ -34,7 +34,7 @@ class UserError(BranchNormError):
 
 
 class UnfitError(UserError):
-    """Options do not fit the text, which only the text can tell. All processes of a run raise it."""
+    """The options of a run do not fit its text, which only the text can show. All processes of the run raise it."""
 
 
 class MissingExtraError(UserError):

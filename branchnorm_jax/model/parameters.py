@@ -74,8 +74,8 @@ def declare_embedding(
         rows.pop("source", None)
     tables = {}
     for index, name in enumerate(rows):
-        starts = config.decoder_start == "pad"
-        table = draw_table(jax.random.fold_in(key, index), rows[name], config.width, config.embedding, starts)
+        table_key, starts = jax.random.fold_in(key, index), config.decoder_start == "pad"
+        table = draw_table(table_key, rows[name], config.width, config.embedding, starts)
         gain = recipe.gain.get(f"embedding/{name}", ONE)(Depth(config.encoder_layers, config.decoder_layers))
         first = config.stacks[0]
         factor = getattr(gain, first) if name in ("source", "shared") else gain.decoder

@@ -230,7 +230,7 @@ def sweep(config: Config, workdir: Workdir) -> None:
     diverges counts as a result. A run whose options do not fit the text does not keep the others from running.
 
     Raises:
-      UserError: before the first run, if the grid is invalid; in a run, for other reasons than its options.
+      UserError: before the first run, if the grid is invalid; later, if a run cannot start for another reason.
       UnfitError: at the end, if the options of a run do not fit the text.
     """
     if workdir.has_checkpoints:

@@ -269,7 +269,7 @@ class Preemption:
         if number == signal.SIGINT and self.signal:
             raise KeyboardInterrupt
         if not self.signal:
-            # Not through sys.stderr, whose writing the signal may have interrupted. A closed terminal takes no notice.
+            # Not through sys.stderr, because the signal may have interrupted a write to it. A closed terminal fails.
             with contextlib.suppress(OSError):
                 os.write(2, self.NOTICE.encode())
         self.signal = number

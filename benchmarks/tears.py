@@ -2,8 +2,8 @@
 
     python -m benchmarks.tears table3 en-he=runs/tears_table3_en-he en-vi=runs/tears_table3_en-vi
 
-The file is benchmarks/results/tears_<table>.csv. Its rows of other language pairs stay. It has the rows of each
-sweep.csv with the pair, and
+The file is benchmarks/results/tears_<table>.csv. It has the rows of each sweep.csv with the pair, and the values below.
+Rows of other language pairs, and of runs that have not ended in these sweeps, stay as they were.
 
 - the smoothed perplexities of the paper's Table 8, of the training text in the last 100 updates, with dropout, and of
   the validation text at its lowest; the latter also at a quarter of the updates, for Figure 1;
@@ -119,13 +119,17 @@ def main() -> None:
     parser.add_argument("table", help="name of the file, such as table3")
     parser.add_argument("sweeps", nargs="+", help="workdirs of sweeps, as pair=workdir")
     arguments = parser.parse_args()
-    folders = {pair: Path(folder) for pair, _, folder in (sweep.partition("=") for sweep in arguments.sweeps)}
     path = RESULTS / f"tears_{arguments.table}.csv"
-    earlier = from_csv(path.read_text(encoding="utf-8")) if path.exists() else []
-    rows = [row for row in earlier if row["pair"] not in folders]
-    rows += [row for pair, folder in folders.items() for row in rows_of(pair, folder)]
-    path.write_text(to_csv(rows), encoding="utf-8")
-    print(to_markdown(rows), path, sep="\n")
+    found = from_csv(path.read_text(encoding="utf-8")) if path.exists() else []
+    for pair, _, folder in (sweep.partition("=") for sweep in arguments.sweeps):
+        found += rows_of(pair, Path(folder))
+    rows: dict[tuple[str, str], dict[str, Any]] = {}
+    for row in found:
+        key = row["pair"], row["run"]
+        if key not in rows or row["status"] in ("done", "diverged"):
+            rows[key] = row
+    path.write_text(to_csv(list(rows.values())), encoding="utf-8")
+    print(to_markdown(list(rows.values())), path, sep="\n")
 
 
 if __name__ == "__main__":

@@ -275,7 +275,8 @@ def compare(rows: list[dict[str, Any]], folders: Mapping[str, tuple[Run, Workdir
     """Adds to each row the p-value of its difference from its baseline.
 
     The baseline of a run is the run of the method `baseline` that has the same values in all of its own axes. It may
-    lack axes of the run, such as model.alpha_steps. Among several candidates, the one with the most axes counts.
+    lack axes of the run, such as model.alpha_steps, so runs of the same method with further options have one too. Among
+    several candidates, the one with the most axes counts.
     """
     for row in rows:
         run, workdir = folders[row["run"]]
@@ -283,7 +284,8 @@ def compare(rows: list[dict[str, Any]], folders: Mapping[str, tuple[Run, Workdir
         partners = [
             (len(other), folder)
             for other, folder in folders.values()
-            if other.get("method") == baseline != method and (other | {"method": method}).items() <= run.items()
+            if other.get("method") == baseline and axes_of(other) != axes_of(run)
+            if (other | {"method": method}).items() <= run.items()
         ]
         row["p_value"] = None
         if "bits_per_byte" in row:

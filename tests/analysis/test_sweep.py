@@ -201,23 +201,25 @@ def test_table_shows_means_and_significance() -> None:
 
 
 def test_runs_are_compared_with_the_baseline_of_the_same_axes(tmp_path: Path) -> None:
-    """Axes that the baseline does not have are ignored. Axes that it has must have the same value."""
+    """Axes that the baseline does not have are ignored, also in runs of its method. The others must be equal."""
     runs = sweep.parse_grid(
         "method=deepnorm depth=6L-6L | method=post_ln,deepnorm depth=6L-6L train.seed=0,1 | "
-        "method=branchnorm depth=6L-6L,9L-9L train.seed=1 model.alpha_steps=200"
+        "method=branchnorm depth=6L-6L,9L-9L train.seed=1 model.alpha_steps=200 | "
+        "method=deepnorm depth=6L-6L train.seed=1 model.dropout=0.3"
     )
     folders = {sweep.name_of(run): (run, Workdir(tmp_path / sweep.name_of(run))) for run in runs}
     right, wrong = ["one two three four five"] * 30, ["six seven eight nine ten"] * 30
     for run, folder in folders.values():
         (folder / "evaluation").mkdir(parents=True)
-        # The texts depend on method and seed, so a comparison with a wrong baseline would be detected.
-        good = (run["method"] == "deepnorm") == (run.get("train.seed") != "1")
+        # The texts depend on method, dropout and seed, so a comparison with a wrong baseline would be detected.
+        good = (run["method"] == "deepnorm" and "model.dropout" not in run) == (run.get("train.seed") != "1")
         (folder / "evaluation" / "test.hypothesis").write_text("\n".join(right if good else wrong) + "\n")
         (folder / "evaluation" / "test.reference").write_text("\n".join(right) + "\n")
     rows: list[dict[str, Any]] = [{"run": name, "bleu": 1.0} for name in folders]
     sweep.compare(rows, folders, "deepnorm", "en")
     p_values = {row["run"]: row["p_value"] for row in rows}
-    assert p_values["deepnorm-6L-6L-seed=0"] is None
+    assert p_values["deepnorm-6L-6L-seed=0"] is None and p_values["deepnorm-6L-6L-seed=1"] is None
+    assert p_values["deepnorm-6L-6L-seed=1-dropout=0.3"] < 0.01
     assert p_values["post_ln-6L-6L-seed=0"] < 0.01
     assert p_values["branchnorm-6L-6L-seed=1-alpha_steps=200"] < 0.01
     assert p_values["branchnorm-9L-9L-seed=1-alpha_steps=200"] is None

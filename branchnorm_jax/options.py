@@ -628,6 +628,11 @@ class TrainConfig:
         """The parent run, "workdir" or "workdir:checkpoint"; empty without one."""
         return self.finetune_from or self.deepen_from
 
+    @property
+    def frozen(self) -> list[str]:
+        """`freeze` as a list."""
+        return [name.strip() for name in self.freeze.split(",") if name.strip()]
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ParallelConfig:

@@ -62,7 +62,7 @@ def parent_of(config: Config, workdir: Workdir) -> Workdir:
     of_the_data = VOCABULARY_OPTIONS + (("tags",) if theirs.data.pairs else ())
     ours = {field.name for field in dataclasses.fields(ModelConfig) if not field.metadata["free"]} - TRAINING_OPTIONS
     if config.train.deepen_from:
-        _check_deepening(config.model, theirs.model)
+        _check_deepening(config, theirs.model)
         ours -= DEEPENED_OPTIONS
     changed = [
         f"{section}.{name}={getattr(getattr(theirs, section), name)}"
@@ -90,8 +90,9 @@ def _option(config: Config) -> str:
     return "train.deepen_from" if config.train.deepen_from else "train.finetune_from"
 
 
-def _check_deepening(ours: ModelConfig, theirs: ModelConfig) -> None:
-    """Raises `UserError` unless a model with the options `ours` can be made of one with `theirs`."""
+def _check_deepening(config: Config, theirs: ModelConfig) -> None:
+    """Raises `UserError` unless the model of `config` can be made of one with the options `theirs`."""
+    ours = config.model
     if ours.grown_from != theirs.depth:
         raise UserError(
             f"train.deepen_from: the parent has the depth {theirs.depth}; set model.grown_from={theirs.depth}"
@@ -100,6 +101,11 @@ def _check_deepening(ours: ModelConfig, theirs: ModelConfig) -> None:
         raise UserError(
             f"train.deepen_from: the parent has this depth already ({theirs.depth}); give more layers, or use "
             "train.finetune_from"
+        )
+    if frozen := [s for s in ours.stacks if s in config.train.frozen and not growth.old_layers(ours, s).all()]:
+        raise UserError(
+            f"train.deepen_from: train.freeze={frozen[0]} would switch on new layers that are never trained; "
+            "train.parent_rate=0 freezes the old ones only"
         )
     if theirs.method not in deepen.METHODS.get(ours.method, ()):
         fitting = [method for method, parents in deepen.METHODS.items() if theirs.method in parents]

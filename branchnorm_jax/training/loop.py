@@ -122,7 +122,7 @@ def check_names(config: Config, elsewhere: int = 0) -> None:
     if may_roll_back and config.train.rollback == "alpha" and recipe.branch.end is None:
         raise UserError(f"config: train.rollback=alpha: {config.model.method} has no alpha; use train.rollback=batches")
     growth.alpha(config.model)
-    schedules.frozen_names(config)
+    schedules.check_frozen(config)
     make_optimizer(config.train, config.model)
     schedules.learning_rate(config.train, config.model.width)
     schedules.with_end(config.train, config.train.steps)
@@ -223,10 +223,11 @@ class Run:
         Returns:
           The number of a signal that arrived after the last update, or 0.
         """
+        resumed = True
         with hosts.Preemption() as preemption, self.watchdog:
             while True:
                 try:
-                    self._run_updates(preemption)
+                    self._run_updates(preemption, resumed)
                     break
                 except Halted as halted:
                     decision = halted.decision
@@ -236,6 +237,7 @@ class Run:
                         text = f"diverged: {decision.reason}; {trouble.ADVICE}"
                         raise DivergedError(text, decision.step, decision.kind) from None
                     self._roll_back(decision)
+                    resumed = False
             self.watchdog.begin("the save", f"at step {self.step}")
             self.checkpoints.close()
             self.write_status("done", self.stop_reason or f"reached {self.total} updates")
@@ -278,14 +280,14 @@ class Run:
         except StorageError as error:
             logs.say(f"StorageError: {error}")
 
-    def _run_updates(self, preemption: hosts.Preemption) -> None:
+    def _run_updates(self, preemption: hosts.Preemption, resumed: bool) -> None:
         """Runs the loop to its end. Raises `Halted` if a decision stops the run or rolls it back."""
         start = self.step
         self.watchdog.begin("")
         self.write_status("running", UNFINISHED)
         if start < self.total and not self.stop_reason and not self.compiled:
             self._compile(preemption)
-        recorder = Recorder(self.workdir, self.loop_state.evaluated, start, self.total)
+        recorder = Recorder(self.workdir, self.loop_state.evaluated, start, self.total, resumed)
         batches = prefetch(functools.partial(self.plan.batch_at, select_rows=self.rows.indices), start, self.total)
         with contextlib.closing(recorder), contextlib.closing(batches):
             self._advance(start, batches, recorder, preemption)

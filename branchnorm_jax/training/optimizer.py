@@ -3,7 +3,7 @@
 `update.py` multiplies the directions by the learning rate.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -16,6 +16,7 @@ from branchnorm_jax.model.depth_rules import relative_depth
 from branchnorm_jax.model.methods import get_recipe
 from branchnorm_jax.model.recipe import STACKS, Depth
 from branchnorm_jax.options import ModelConfig, TrainConfig
+from branchnorm_jax.training.schedules import frozen_parts
 
 
 class FairseqAdamState(NamedTuple):
@@ -62,16 +63,20 @@ def scale_by_fairseq_adam(b1: float, b2: float, eps: float) -> optax.GradientTra
 def scale_by_layer_trust_ratio() -> optax.GradientTransformation:
     """Scales updates by LAMB's trust ratio |p| / |u| of each parameter array and layer (You et al., 2020).
 
-    The ratio is 1 if either norm is 0. optax computes one ratio per array, but here axis 0 of an array contains all
-    layers of a stack. Therefore this function computes one ratio per layer.
+    The ratio is 1 if either norm is 0. optax computes one ratio per array, but axis 0 of the arrays of a stack, and of
+    the norms of its combination (DLCL), is that of the layers. Therefore this function computes one ratio per layer.
     """
 
     def update(updates: Any, state: optax.EmptyState, params: Any = None) -> tuple[optax.Updates, optax.EmptyState]:
         def scale(part: Any, of: Any) -> Any:
             return optax.scale_by_trust_ratio().update(part, state, of)[0]
 
-        by_layer = {name: jax.vmap(scale) if name in STACKS else scale for name in updates}
-        return {name: by_layer[name](updates[name], params[name]) for name in updates}, state
+        def scale_leaf(path: Any, part: Any, of: Any) -> Any:
+            names = [key.key for key in path[:2]]
+            by_layer = names[0] in STACKS or (names[0].endswith("_combination") and names[1] == "norm")
+            return (jax.vmap(scale) if by_layer else scale)(part, of)
+
+        return jax.tree.map_with_path(scale_leaf, updates, params), state
 
     return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
 
@@ -190,8 +195,19 @@ def make_optimizer(train: TrainConfig, model: ModelConfig | None = None) -> opta
             f"config: model.method={model.method if model else ''} scales Adam's epsilon, so it needs train.optimizer="
             f"{', '.join(ADAMS)}, not {train.optimizer}"
         )
-    clip = optax.clip_by_global_norm(train.clip_norm) if train.clip_norm else optax.identity()
+    clip = clip_trained(train.clip_norm, frozen_parts(train)) if train.clip_norm else optax.identity()
     return optax.chain(clip, OPTIMIZERS[train.optimizer](train, factors))
+
+
+def clip_trained(limit: float, frozen: Collection[str]) -> optax.GradientTransformation:
+    """Clips the gradient of all parts of the parameters but the `frozen` ones to a norm of at most `limit`."""
+    clip = optax.clip_by_global_norm(limit)
+
+    def update(grads: Any, params: Any = None) -> Any:
+        trained = {name: part for name, part in grads.items() if name not in frozen}
+        return grads | clip.update(trained, optax.EmptyState())[0]
+
+    return optax.stateless(update)
 
 
 def adam_factors(model: ModelConfig | None) -> Factors:

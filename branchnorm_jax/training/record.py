@@ -29,7 +29,7 @@ class Recorder:
     Of several processes only the first writes.
     """
 
-    def __init__(self, workdir: Workdir, evaluated: int, start: int, total: int) -> None:
+    def __init__(self, workdir: Workdir, evaluated: int, start: int, total: int, resumed: bool) -> None:
         """Opens the files and drops their lines from step `start` on, because the run repeats those updates.
 
         Args:
@@ -37,6 +37,7 @@ class Recorder:
           evaluated: step of the last validation.
           start: first step of the run, also after a restart or a rollback.
           total: number of updates of the whole run.
+          resumed: whether a line names the updates that a resumed run repeats. After a rollback, its own line does.
         """
         self.workdir = workdir
         self.bar = logs.progress_bar(total, start, "update", "train")
@@ -46,7 +47,7 @@ class Recorder:
             self.layers = logs.JsonLines(workdir / "layers.jsonl", start)
             self.validations = logs.JsonLines(workdir / "validation.jsonl", evaluated + 1)
             self.tensorboard = logs.TensorBoard(workdir / "tensorboard", max(start, evaluated + 1))
-            if (last := self.metrics.end - 1) >= start:
+            if resumed and (last := self.metrics.end - 1) >= start:
                 logs.say(
                     f"step {start}: repeating updates {start} to {last}, which are in the logs and in no checkpoint"
                 )

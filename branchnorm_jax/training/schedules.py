@@ -238,7 +238,7 @@ def rates(config: Config) -> Callable[[jax.Array, Alpha, jax.Array], dict[str, j
     factor = relative_depth(config.model.base_layers, recipe.depth_power - 1)(depth)
     is_old = {stack: growth.old_layers(config.model, stack) for stack in stacks}
     others = {"embedding", *(part for stack in stacks for part in parts_of(stack))} - {*stacks}
-    frozen = [part for name in frozen_names(config) for part in parts_of(name)]
+    frozen = frozen_parts(train)
 
     def by_layer(step: jax.Array, alpha: Alpha, rate: jax.Array) -> dict[str, jax.Array]:
         by_stack = dict.fromkeys(stacks, rate)
@@ -258,13 +258,16 @@ def rates(config: Config) -> Callable[[jax.Array, Alpha, jax.Array], dict[str, j
     return by_layer
 
 
-def frozen_names(config: Config) -> list[str]:
-    """Returns `train.freeze` as a list. Raises `UserError` if the model has no such part."""
-    names = [name.strip() for name in config.train.freeze.split(",") if name.strip()]
+def check_frozen(config: Config) -> None:
+    """Raises `UserError` if the model lacks a part that `train.freeze` names."""
     known = (*config.model.stacks, "embedding")
-    if unknown := set(names) - {*known}:
+    if unknown := {*config.train.frozen} - {*known}:
         raise UserError(f"config: train.freeze: {', '.join(sorted(unknown))} is not one of {', '.join(known)}")
-    return names
+
+
+def frozen_parts(train: TrainConfig) -> list[str]:
+    """Returns the names in the parameter tree that `train.freeze` freezes; not all need to exist."""
+    return [part for name in train.frozen for part in parts_of(name)]
 
 
 def parts_of(name: str) -> list[str]:

@@ -71,7 +71,11 @@ def test_other_optimizers_equal_pytorch(name: str, theirs: Any) -> None:
 
 def test_lamb_uses_one_ratio_per_layer() -> None:
     """The ratio is |p| / |u| per layer and matrix, where u is AdamW's update; it is 1 for parameters of norm 0."""
-    params = {"encoder": {"kernel": RANDOM.normal(size=(3, 4, 5)), "branch": np.zeros(3)}, "embedding": np.ones((2, 4))}
+    params = {
+        "encoder": {"kernel": RANDOM.normal(size=(3, 4, 5)), "branch": np.zeros(3)},
+        "encoder_combination": {"norm": {"scale": RANDOM.normal(size=(3, 4))}, "weight": RANDOM.normal(size=(4, 4))},
+        "embedding": np.ones((2, 4)),
+    }
     params = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float32), params)
     params["encoder"]["kernel"] *= jnp.array([1.0, 10.0, 100.0])[:, None, None]
     grads = jax.tree.map(lambda leaf: jnp.asarray(RANDOM.normal(size=leaf.shape), jnp.float32), params)
@@ -84,6 +88,13 @@ def test_lamb_uses_one_ratio_per_layer() -> None:
     np.testing.assert_allclose(scaled["encoder"]["branch"], u["encoder"]["branch"], rtol=1e-6)
     ratio = np.linalg.norm(params["embedding"]) / np.linalg.norm(u["embedding"])
     np.testing.assert_allclose(scaled["embedding"], ratio * u["embedding"], rtol=1e-5)
+    combination, update = params["encoder_combination"], u["encoder_combination"]
+    ratio = np.linalg.norm(combination["norm"]["scale"], axis=1) / np.linalg.norm(update["norm"]["scale"], axis=1)
+    np.testing.assert_allclose(
+        scaled["encoder_combination"]["norm"]["scale"], ratio[:, None] * update["norm"]["scale"], rtol=1e-5
+    )
+    ratio = np.linalg.norm(combination["weight"]) / np.linalg.norm(update["weight"])
+    np.testing.assert_allclose(scaled["encoder_combination"]["weight"], ratio * update["weight"], rtol=1e-5)
 
 
 def orthogonalised(m: np.ndarray) -> np.ndarray:
@@ -166,6 +177,22 @@ def test_clipping_uses_the_global_norm() -> None:
     # With b1 = b2 = 0 and eps = 1, the direction of g is g / (|g| + 1), which reveals the clipped gradient.
     np.testing.assert_allclose(directions["a"][0], 0.6 / 1.6, rtol=1e-6)
     np.testing.assert_allclose(directions["b"][0], 0.8 / 1.8, rtol=1e-6)
+
+
+def test_clipping_ignores_frozen_parts() -> None:
+    gradient = {"embedding": jnp.array([100.0]), "encoder": {"w": jnp.array([3.0])}, "decoder": {"w": jnp.array([4.0])}}
+    clipped = {}
+    for freeze in ("", "embedding"):
+        optimizer = make_optimizer(
+            TrainConfig(optimizer="sgd", adam_b1=0.0, weight_decay=0.0, clip_norm=1.0, freeze=freeze)
+        )
+        state = optimizer.init(gradient)
+        clipped[freeze], after = optimizer.update(gradient, state, gradient)
+        assert jax.tree.structure(after) == jax.tree.structure(optimizer.init(gradient))
+    np.testing.assert_allclose(clipped[""]["encoder"]["w"], 3 / np.sqrt(10025), rtol=1e-5)
+    np.testing.assert_allclose(
+        [clipped["embedding"][stack]["w"][0] for stack in ("encoder", "decoder")], [0.6, 0.8], rtol=1e-6
+    )
 
 
 @pytest.mark.parametrize("name", ["radam", "sgd", "adagrad"])

@@ -139,10 +139,17 @@ def test_bad_update_can_be_skipped(
 @pytest.mark.slow
 @pytest.mark.parametrize(("factor", "policy"), POLICIES)
 def test_bad_update_can_be_rolled_back_and_its_batches_skipped(
-    factor: float, policy: str, poison: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    factor: float,
+    policy: str,
+    poison: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """The run returns to the checkpoint before the blamed batches, repeats the updates before them and skips them."""
     result = run(tmp_path / "sick", poison, factor, monkeypatch, **{policy: "rollback"})
+    said = capsys.readouterr().err
+    assert "rolled back to step 60, leaving out the batches" in said and "repeating updates" not in said
     healthy = run(tmp_path / "well", poison, 1.0, monkeypatch)
     assert (result["status"], result["rollbacks"]) == ("done", 1)
     left_out = list(range(BAD - 3, BAD + 1))

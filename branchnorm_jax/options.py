@@ -908,6 +908,9 @@ class CompareConfig:
     )
     reference: str = option("", "file of references; empty: the references in the first workdir", free=True)
     split: str = option("test", "split to compare, for systems that are workdirs", free=True)
+    target_lang: str = option(
+        "", "language of the translations, if all systems are files; empty: data.target_lang", free=True
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

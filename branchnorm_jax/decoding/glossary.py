@@ -140,7 +140,7 @@ def encode_phrase(tokenizer: Tokenizer, phrase: str, unused: Collection[int]) ->
         rest = tokenizer.target_processor.piece_to_id(first[0].removeprefix(SPACE))
         ids = ids[1:] if first[0] == SPACE else [ids[0] if rest == UNK else rest, *ids[1:]]
     if not ids or UNK in ids or not set(unused).isdisjoint(ids):
-        raise UserError(f"the model cannot write {phrase!r}: its vocabulary lacks pieces of it")
+        raise UserError(f"the model cannot write {phrase!r}: its vocabulary lacks pieces of it; use other words")
     return ids
 
 

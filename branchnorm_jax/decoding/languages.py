@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import re
 from collections.abc import Sequence
 
 from branchnorm_jax.codes import near
@@ -17,10 +18,12 @@ class Languages:
     Attributes:
       data: data options of the run; `pairs` lists the trained language pairs.
       tokenizer: maps languages to tags.
+      options: in messages, what precedes the names target_lang and source_lang.
     """
 
     data: DataConfig
     tokenizer: Tokenizer
+    options: str = "decode."
 
     @functools.cached_property
     def targets(self) -> list[str]:
@@ -44,15 +47,18 @@ class Languages:
                 raise UserError(_unknown(way, lang, known))
 
     def split_tags(
-        self, lines: Sequence[str], default: str, first: int = 1, source: str = ""
+        self, lines: Sequence[str], default: str, first: int = 1, source: str = "", name: str = ""
     ) -> tuple[list[str], list[Tags]]:
         """Removes the tag of the target language, such as ">>de<< ", from each line; returns the lines and their tags.
+
+        A tag stands at the start of its line; blanks may surround it.
 
         Args:
           lines: source lines.
           default: target language of lines without a tag; may be "" if the model has a single target language.
           first: number of the first line, for error messages.
           source: source language; may be "" if the model has a single one or does not need to know it.
+          name: name of the input, for error messages.
 
         Raises:
           UserError: if a language is not one of the model's, or if the model has several and neither the line nor
@@ -61,24 +67,37 @@ class Languages:
         self.check(source, default)
         source = source or (self.sources[0] if len(self.sources) == 1 else "")
         if self.reads_source and not source:
-            raise UserError(f"no source language; set source_lang to one of {some(self.sources)}")
+            raise UserError(f"no source language; set {self.options}source_lang to one of {some(self.sources)}")
         if not self.data.pairs:
             return list(lines), [NO_TAGS] * len(lines)
         targets, texts, tags = self.targets, [], []
         default = default or (targets[0] if len(targets) == 1 else "")
         for number, line in enumerate(lines, start=first):
-            match = TAG.match(line)
+            where = f"{name}, line {number}" if name else f"line {number}"
+            match = _LEADING_TAG.match(line)
             lang = match[1] if match else default
             if not line.strip():
                 lang = targets[0]  # an empty line has an empty translation in any language
             elif not lang:
                 choice = some([f">>{lang}<<" for lang in targets])
-                raise UserError(f"line {number}: no target language; set target_lang or start the line with {choice}")
+                option = f"{self.options}target_lang"
+                raise UserError(f"{where}: no target language; set {option} or start the line with {choice}")
             if lang not in targets:
-                raise UserError(f"line {number}: {_unknown('to', lang, targets)}")
+                raise UserError(f"{where}: {_unknown('to', lang, targets)}")
             tags.append(self.tokenizer.tags(self.data, source, lang))
             texts.append(line[match.end() :].lstrip(" ") if match else line)
         return texts, tags
+
+    def ignored_tag(self, text: str) -> str:
+        """Returns a language tag in the text of a line, as `split_tags` returns it, and why it is text; "" if none."""
+        match = _LEADING_TAG.match(text) or next((m for m in TAG.finditer(text) if m[1] in self.targets), None)
+        if not match:
+            return ""
+        why = "only the first tag of a line counts, and only at its start" if self.data.pairs else "this model has none"
+        return f"{match[0].strip()} is no language tag here but text: {why}"
+
+
+_LEADING_TAG = re.compile(rf"\s*{TAG.pattern}")
 
 
 def _unknown(way: str, lang: str, known: Sequence[str]) -> str:

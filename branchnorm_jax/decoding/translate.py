@@ -143,7 +143,7 @@ class Translator:
             if UNK in prefix:
                 raise UserError(
                     f"line {line.number}: the model cannot write {line.required.prefix!r}: its vocabulary lacks pieces "
-                    "of it"
+                    "of it; use other words"
                 )
         owners = [owner for owner, each in enumerate(parts) for _ in each]
         sentences = [

@@ -260,7 +260,6 @@ def write(comparison: Mapping[str, Any], folder: Path) -> tuple[Path, Path]:
     """Writes the result of `compare` to compare.json and compare.html."""
     import jinja2
 
-    folder.mkdir(parents=True, exist_ok=True)
     page = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string(PAGE)
     paths = folder / "compare.json", folder / "compare.html"
     write_atomically(paths[0], json.dumps(comparison, indent=2, ensure_ascii=False) + "\n")

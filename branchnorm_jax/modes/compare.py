@@ -27,15 +27,15 @@ def compare(config: Config, workdir: Workdir) -> None:
             "compare: needs two systems with a comma between them, as in compare.systems=runs/a,runs/b; files of "
             "translations are systems, too"
         )
-    if twice := next((name for name in names if names.count(name) > 1), ""):
-        raise UserError(f"compare: two systems are called {twice!r}; write name=path")
-    places = {name: path.rstrip("/") if is_url(path) else str(real(Path(path))) for name, path in given}
-    if same := [name for name in names if [*places.values()].count(places[name]) > 1]:
+    places = [path.rstrip("/") if is_url(path) else str(real(Path(path))) for _, path in given]
+    if same := [name for name, place in zip(names, places, strict=True) if places.count(place) > 1]:
         raise UserError(f"compare: {same[0]} and {same[1]} are the same; name two different systems")
+    if twice := next((name for name in names if names.count(name) > 1), ""):
+        raise UserError(f"compare: two systems are called {twice!r}; give them different names, as in name=path")
     runs = runs_of(given)
+    workdir.create()
     if losses := losses_of(config.compare, names, runs):
         compared = compare_texts(losses)
-        workdir.create()
         write_atomically(workdir / "compare.json", json.dumps(compared, indent=2) + "\n")
         print(format_comparison(compared), workdir / "compare.json", sep="\n")
         return
@@ -44,7 +44,7 @@ def compare(config: Config, workdir: Workdir) -> None:
         for name, path in given
     }
     references = list(text_lines(Path(reference))) if reference else None
-    language, frequencies, sources = config.data.target_lang, None, None
+    language, frequencies, sources = config.compare.target_lang or config.data.target_lang, None, None
     if runs:
         first, *others = runs.values()
         theirs, sources = written(first, split, "reference"), written(first, split, "source")
@@ -74,11 +74,16 @@ def systems_of(text: str) -> list[tuple[str, str]]:
     """Returns `compare.systems` as (name, path). The name is the path itself, unless the part is name=path.
 
     A part that exists is a path, and a name has no slash, because the folders of a sweep's runs contain "=".
+
+    Raises:
+      UserError: if a path is empty.
     """
     systems = []
     for part in filter(None, map(str.strip, text.split(","))):
         name, equals, path = part.partition("=")
         is_path = not equals or "/" in name or Path(part).exists()
+        if not is_path and not path:
+            raise UserError(f"compare.systems: {part!r} has no path; write name=path")
         systems.append((part, part) if is_path else (name or path, path))
     return systems
 
@@ -124,7 +129,8 @@ def written(workdir: Workdir, split: str, side: str) -> list[str]:
     path = workdir / "evaluation" / f"{split}.{side}"
     if not path.exists():
         splits = ", ".join(sorted(file.stem for file in path.parent.glob(f"*.{side}"))) or "none"
-        raise UserError(
-            f"{path}: no such file; evaluated splits: {splits}; change compare.split or run --mode=evaluate"
-        )
+        name, _, pair = split.partition(".")
+        command = f"--mode=evaluate --workdir={workdir.path} --config.evaluate.splits={name}"
+        command += f" --config.evaluate.pairs={pair}" * bool(pair)
+        raise UserError(f"{path}: no such file; evaluated splits: {splits}; change compare.split, or run {command}")
     return list(text_lines(path))

@@ -10,6 +10,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
+from branchnorm_jax.data.lines import COMPRESSED
 from branchnorm_jax.decoding.languages import Languages
 from branchnorm_jax.decoding.parts import has_several_sentences
 from branchnorm_jax.decoding.results import Translation
@@ -50,10 +51,14 @@ def check_files(source: Path, target: Path) -> None:
 
     The check runs before the model is loaded, because these mistakes would otherwise appear late.
     """
-    if not source.is_file():
-        raise UserError("config: decode.output needs a regular file as decode.input, because a restart reads it again")
+    if source == Path():
+        raise UserError("config: decode.output needs decode.input=<file>, because a restart reads the input again")
+    if source.exists() and not source.is_file():
+        raise UserError(f"decode.input={source}: decode.output needs a regular file, because a restart reads it again")
     with opened(str(source)):
         pass
+    if target.suffix in COMPRESSED:
+        raise UserError(f"decode.output={target}: the output is plain text; choose a name without {target.suffix}")
     if not target.absolute().parent.is_dir():
         raise UserError(f"decode.output={target}: its folder does not exist; the output cannot be a URL")
     if target.exists() and not target.is_file():
@@ -76,18 +81,22 @@ def translated(
       total: number of lines of the input; 0 if unknown.
     """
     languages, split, hinted = Languages(config.data, trained.translator.tokenizer), 0, False
+    name, tag = config.decode.input or "stdin", ""
     for lines in chunks:
-        sources, tags = languages.split_tags(lines, config.decode.target_lang, done + 1, config.decode.source_lang)
+        sources, tags = languages.split_tags(
+            lines, config.decode.target_lang, done + 1, config.decode.source_lang, name
+        )
+        tag = tag or hint_at_tag(languages, sources, done, name)
         required = None
         if config.decode.target_prefix:
-            pairs = pairs_of(sources, done, "prefix of the target", config.decode.input or "stdin")
+            pairs = pairs_of(sources, done, "prefix of the target", name)
             sources, required = [source for source, _ in pairs], [Required(prefix) for _, prefix in pairs]
         if config.decode.constraints:
             fields = [line.split("\t") for line in sources]
             sources = [source for source, *_ in fields]
             required = [Required(phrases=[*filter(None, map(str.strip, phrases))]) for _, *phrases in fields]
             for number, needed in enumerate(required, start=done + 1):
-                check_phrases(trained, needed, f"{config.decode.input or 'stdin'}, line {number}")
+                check_phrases(trained, needed, f"{name}, line {number}")
         with logs.progress_bar(total or len(lines), done if total else 0, "line", "translate") as bar:
             results = trained.translator.translate(
                 trained.params,
@@ -130,6 +139,15 @@ def hint_at_sentences(
             )
             return True
     return False
+
+
+def hint_at_tag(languages: Languages, texts: list[str], done: int, name: str) -> str:
+    """Says which is the first line whose text contains a language tag, and returns what it says; "" if none does."""
+    found = ((number, languages.ignored_tag(text)) for number, text in enumerate(texts, start=done + 1))
+    hint = next((f"{name}, line {number}: {ignored}" for number, ignored in found if ignored), "")
+    if hint:
+        logs.say(hint)
+    return hint
 
 
 def check_phrases(trained: Trained, required: Required, where: str) -> None:
@@ -268,9 +286,10 @@ def scored(config: Config, trained: Trained, chunks: Iterator[list[str]], name: 
       chunks: lists of lines "source<TAB>target".
       name: name of the input, for error messages.
     """
-    languages, done = Languages(config.data, trained.translator.tokenizer), 0
+    languages, done, tag = Languages(config.data, trained.translator.tokenizer), 0, ""
     for lines in chunks:
-        lines, tags = languages.split_tags(lines, config.decode.target_lang, done + 1, config.decode.source_lang)
+        lines, tags = languages.split_tags(lines, config.decode.target_lang, done + 1, config.decode.source_lang, name)
+        tag = tag or hint_at_tag(languages, [line.partition("\t")[0] for line in lines], done, name)
         pairs = pairs_of(lines, done, "target", name)
         scores, printed = trained.translator.score(trained.params, trained.alpha, pairs, tags), list[str]()
         for (source, target), (log_prob, tokens) in zip(pairs, scores, strict=True):

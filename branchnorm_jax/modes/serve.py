@@ -57,7 +57,7 @@ def serve(config: Config, workdir: Workdir) -> None:
             # A large request must not compile another program than those of `warm_up`.
             decode = dataclasses.replace(config.decode, unroll=config.decode.unroll or UNROLLED)
             translator = dataclasses.replace(trained.translator, rounding=coarse, config=decode)
-            languages = Languages(config.data, translator.tokenizer)
+            languages = Languages(config.data, translator.tokenizer, options="")
             languages.check(config.decode.source_lang, config.decode.target_lang)
             compile_programs(config, trained, translator, languages, start)
         app = make_app(

@@ -133,7 +133,7 @@ def test_phrases_that_the_vocabulary_cannot_write_are_refused_with_their_line(tr
     assert (
         done.stderr.strip()
         .splitlines()[-1]
-        .endswith("the model cannot write '北京': its vocabulary lacks pieces of it")
+        .endswith("the model cannot write '北京': its vocabulary lacks pieces of it; use other words")
     )
     done = run_main(
         f"--workdir={trained}", "--mode=translate", "--config.decode.constraints=True", stdin="one\teins\ntwo\t北京\n"

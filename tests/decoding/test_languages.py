@@ -108,9 +108,9 @@ def test_min_length_does_not_count_the_tag(case: Case, shortest: int) -> None:
 
 def test_empty_lines_need_no_tag_and_tabs_are_kept(case: Case) -> None:
     _, _, languages, _ = case
-    texts, tags = languages.split_tags(["", "  ", ">>de<<\tzwei", ">>de<<  x"], "", source="en")
-    assert texts == ["", "  ", "\tzwei", "x"]
-    assert len(tags) == 4
+    texts, tags = languages.split_tags(["", "  ", ">>de<<\tzwei", ">>de<<  x", "  >>de<< y"], "", source="en")
+    assert texts == ["", "  ", "\tzwei", "x", "y"]
+    assert len(tags) == 5 and tags[2] == tags[3] == tags[4]
 
 
 def test_supported_and_unsupported_languages(case: Case) -> None:
@@ -137,6 +137,16 @@ def test_supported_and_unsupported_languages(case: Case) -> None:
         bilingual.split_tags(["x"], "fr")
 
 
+def test_tags_that_are_text_are_noticed(case: Case) -> None:
+    _, _, languages, _ = case
+    bilingual = Languages(DataConfig(), languages.tokenizer)
+    assert bilingual.ignored_tag(" >>zz<< x") == ">>zz<< is no language tag here but text: this model has none"
+    for text in (">>en<< x", "x >>en<<"):
+        assert languages.ignored_tag(text).startswith(">>en<< is no language tag here but text: only the first tag")
+    for text in ("x", "x >>zz<< y", "a >> b << c", ""):
+        assert not languages.ignored_tag(text) and not bilingual.ignored_tag(text)
+
+
 def test_the_source_language_has_a_tag_of_its_own(case: Case) -> None:
     """With data.tags=each, the source begins with its own language. Other models do not need to know it."""
     translator, _, _, data = case
@@ -147,8 +157,10 @@ def test_the_source_language_has_a_tag_of_its_own(case: Case) -> None:
         ["x", "x"],
         [(german, english), (german, german)],
     )
-    with pytest.raises(UserError, match="no source language; set source_lang to one of de, en, fr"):
+    with pytest.raises(UserError, match=r"no source language; set decode\.source_lang to one of de, en, fr"):
         languages.split_tags(["x"], "en")
+    with pytest.raises(UserError, match=r"^in\.txt, line 1: no target language; set decode\.target_lang or start the"):
+        languages.split_tags(["x"], "", source="en", name="in.txt")
     with pytest.raises(UserError, match="translate from de, en, fr, not from 'pl'"):
         languages.split_tags(["x"], "en", source="pl")
     single = Languages(dataclasses.replace(data, tags="each", pairs="de-en"), translator.tokenizer)

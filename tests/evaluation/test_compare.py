@@ -179,7 +179,7 @@ def test_compare_mode_accepts_workdirs_and_files(tmp_path: Path, trained: Path) 
         systems,
         f"--config.compare.reference={tmp_path / 'ref'}",
     )
-    done = run_main(*files, "--config.data.target_lang=zh")
+    done = run_main(*files, "--config.compare.target_lang=zh")
     assert done.returncode == 0, done.stderr
     comparison = json.loads((tmp_path / "out" / "compare.json").read_text())
     assert (comparison["baseline"], comparison["target_lang"]) == ("good", "zh")
@@ -227,9 +227,11 @@ def test_directions_that_were_never_trained_can_be_compared(tmp_path: Path, caps
     assert comparison["frequencies_of"] == "training text"
     assert "instead" not in log
     with pytest.raises(
-        UserError, match=r"test.hypothesis: no such file; evaluated splits: test.de-zh; change compare.split"
+        UserError,
+        match=r"valid.fr-en.hypothesis: no such file; evaluated splits: test.de-zh; change compare.split, or run "
+        rf"--mode=evaluate --workdir={systems[0]} --config.evaluate.splits=valid --config.evaluate.pairs=fr-en$",
     ):
-        compared(tmp_path, systems, "test", capsys)
+        compared(tmp_path, systems, "valid.fr-en", capsys)
 
 
 def test_page_and_table_name_the_language(comparison: dict[str, Any], tmp_path: Path) -> None:
@@ -248,12 +250,21 @@ def test_names_of_systems(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
         ("plain", "plain"),
         ("x", "x"),
     ]
+    with pytest.raises(UserError, match="'one=' has no path"):
+        systems_of("one=,x")
 
 
 def test_invalid_input_is_rejected(tmp_path: Path) -> None:
     for again in (f"{tmp_path}/", f"b={tmp_path}"):
         with pytest.raises(UserError, match=f"{tmp_path} and .* are the same"):
             mode_compare(Config(compare=CompareConfig(systems=f"{tmp_path},{again}")), Workdir(Path("x")))
+    with pytest.raises(UserError, match="two systems are called 'a'; give them different names"):
+        mode_compare(Config(compare=CompareConfig(systems=f"a={tmp_path},a={__file__}")), Workdir(Path("x")))
+    file = tmp_path / "text"
+    file.write_text("x\n")
+    systems = CompareConfig(systems=f"{__file__},{file}", reference=str(file))
+    with pytest.raises(UserError, match="cannot write in this workdir"):
+        mode_compare(Config(compare=systems), Workdir(file))
     with pytest.raises(UserError, match=f"{tmp_path}: this folder is no workdir"):
         mode_compare(Config(compare=CompareConfig(systems=f"{__file__},{tmp_path}")), Workdir(Path("x")))
     with pytest.raises(UserError, match="needs two systems"):

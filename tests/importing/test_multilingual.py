@@ -142,8 +142,8 @@ def test_imported_fine_tuned_and_exported(name: str, tmp_path: Path) -> None:
     run = run_main("--mode=translate", parent, *direction, stdin="\n".join(LINES) + "\n")
     assert run.stdout.splitlines() == expected, run.stderr
     for given, message in (
-        (direction[1:], f"no source language; set source_lang to one of {', '.join(sorted(found.tags)[:2])}"),
-        (direction[:1], "no target language; set target_lang or start the line with >>"),
+        (direction[1:], f"no source language; set decode.source_lang to one of {', '.join(sorted(found.tags)[:2])}"),
+        (direction[:1], "no target language; set decode.target_lang or start the line with >>"),
         ((*direction[1:], "--config.decode.source_lang=tlh"), "from 'tlh'"),
     ):
         refused = run_main("--mode=translate", parent, *given, stdin="the dog\n")

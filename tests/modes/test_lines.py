@@ -110,9 +110,17 @@ def test_unwritable_outputs_are_rejected(tmp_path: Path) -> None:
         (pipe, "not a regular file"),
         (tmp_path, "not a regular file"),
         (tmp_path / "a" / "b", "its folder does not exist"),
+        (tmp_path / "out.gz", "plain text; choose a name without .gz"),
     ):
         with pytest.raises(UserError, match=f"decode.output={target}: .*{message}"):
             lines.check_files(source, target)
+    for source, message in (
+        (tmp_path / "none", f"{tmp_path}/none: cannot be read: No such file"),
+        (pipe, f"decode.input={pipe}: decode.output needs a regular file"),
+        (Path(), "decode.output needs decode.input=<file>"),
+    ):
+        with pytest.raises(UserError, match=message):
+            lines.check_files(source, tmp_path / "out")
     with pytest.raises(UserError, match=r"cannot be written: Is a directory"), lines.writable(tmp_path):
         pass
 

@@ -40,10 +40,11 @@ def test_each_pair_is_validated(multilingual: Path) -> None:
 
 
 def test_tags_select_the_target_language(multilingual: Path) -> None:
-    text = ">>de<< twenty-one\ntwenty-one\n>>en<<one\n"
+    text = ">>de<< twenty-one\ntwenty-one\n>>en<<one\none >>de<<\n"
     tagged = run_main("--mode=translate", f"--workdir={multilingual}", "--config.decode.target_lang=en", stdin=text)
     assert tagged.returncode == 0, tagged.stderr
-    german, _, _ = tagged.stdout.splitlines()
+    assert tagged.stderr.count("stdin, line 4: >>de<< is no language tag here but text: only the first") == 1
+    german, _, _, _ = tagged.stdout.splitlines()
     (alone,) = run_main(
         "--mode=translate", f"--workdir={multilingual}", "--config.decode.target_lang=de", stdin="twenty-one\n"
     ).stdout.splitlines()
@@ -59,10 +60,13 @@ def test_tags_select_the_target_language(multilingual: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("twenty-one\n", "line 1: no target language; set target_lang or start the line with >>de<<, >>en<<"),
+        (
+            "twenty-one\n",
+            "stdin, line 1: no target language; set decode.target_lang or start the line with >>de<<, >>en<<",
+        ),
         (
             ">>de<< one\n>>pl<< two\n",
-            "line 2: this model was trained to translate to de, en, not to 'pl'",
+            "stdin, line 2: this model was trained to translate to de, en, not to 'pl'",
         ),
     ],
 )

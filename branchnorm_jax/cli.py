@@ -33,7 +33,7 @@ MODES = {
     "serve": "serve translations over HTTP, with a web page, until Ctrl-C: see serve.port",
     "generate": "continue prompts with a language model, line by line: see decode.temperature",
     "average": "average several checkpoints of a run: <workdir>/average, see decode.checkpoint",
-    "compare": "compare systems on one test set, without a run: compare.html and compare.json in --workdir or here",
+    "compare": "compare two or more systems on one test set: compare.html, compare.json in --workdir or here",
     "export": "export the model to CTranslate2 or Hugging Face, and compare it with ours: <workdir>/export/",
     "import": "make a workdir of a model that another toolkit trained: see import.path",
     "score": "print the log-probabilities of `source<TAB>target` lines, or of the lines of a language model",

@@ -504,7 +504,7 @@ class TrainConfig:
     encoder_rate_steps: int = option(
         0, "number of updates that encoder_rate applies to; 0: all", unit="updates", minimum=0, maximum=1e9
     )
-    clip_norm: float = option(0.0, "maximum global gradient norm; 0: no clipping", minimum=0)
+    clip_norm: float = option(0.0, "maximum gradient norm of the trained parts; 0: no clipping", minimum=0)
     learning_rate: float = option(5e-4, "peak learning rate (noam: the factor)", minimum=0, common=True)
     schedule: str = option("inverse_sqrt", "learning-rate schedule, see branchnorm_jax/training/schedules.py")
     warmup_steps: int = option(
@@ -908,9 +908,7 @@ class CompareConfig:
     )
     reference: str = option("", "file of references; empty: the references in the first workdir", free=True)
     split: str = option("test", "split to compare, for systems that are workdirs", free=True)
-    target_lang: str = option(
-        "", "language of the translations, if all systems are files; empty: data.target_lang", free=True
-    )
+    target_lang: str = option("", "language of the translations; needed if all systems are files", free=True)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -73,6 +73,13 @@ class Workdir:
         self.publish()
 
     def create(self) -> None:
+        """Creates the folder of a run. Raises `UserError` if it cannot be used for one."""
+        self.make()
+        for name in ("checkpoints", "vocabulary", "corpus", "evaluation"):
+            if (self / name).exists() and not (self / name).is_dir():
+                raise UserError(f"{self / name}: this must be a folder; move the file away")
+
+    def make(self) -> None:
         """Creates the folder. Raises `UserError` if it cannot be created or written to."""
         probe = self.path / ".probe"  # always the same file, so that a killed process leaves at most one
         try:
@@ -85,9 +92,6 @@ class Workdir:
         finally:
             with contextlib.suppress(OSError):
                 probe.unlink()
-        for name in ("checkpoints", "vocabulary", "corpus", "evaluation"):
-            if (self / name).exists() and not (self / name).is_dir():
-                raise UserError(f"{self / name}: this must be a folder; move the file away")
 
     @property
     def last_step(self) -> int:

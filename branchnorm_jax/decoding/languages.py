@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import re
 from collections.abc import Sequence
 
 from branchnorm_jax.codes import near
@@ -18,7 +17,7 @@ class Languages:
     Attributes:
       data: data options of the run; `pairs` lists the trained language pairs.
       tokenizer: maps languages to tags.
-      options: in messages, what precedes the names target_lang and source_lang.
+      options: prefix of target_lang and source_lang in error messages.
     """
 
     data: DataConfig
@@ -51,7 +50,7 @@ class Languages:
     ) -> tuple[list[str], list[Tags]]:
         """Removes the tag of the target language, such as ">>de<< ", from each line; returns the lines and their tags.
 
-        A tag stands at the start of its line; blanks may surround it.
+        The tag stands at the start of the line; spaces before and after it are removed.
 
         Args:
           lines: source lines.
@@ -74,7 +73,7 @@ class Languages:
         default = default or (targets[0] if len(targets) == 1 else "")
         for number, line in enumerate(lines, start=first):
             where = f"{name}, line {number}" if name else f"line {number}"
-            match = _LEADING_TAG.match(line)
+            match = TAG.match(start := line.lstrip(" "))
             lang = match[1] if match else default
             if not line.strip():
                 lang = targets[0]  # an empty line has an empty translation in any language
@@ -85,19 +84,16 @@ class Languages:
             if lang not in targets:
                 raise UserError(f"{where}: {_unknown('to', lang, targets)}")
             tags.append(self.tokenizer.tags(self.data, source, lang))
-            texts.append(line[match.end() :].lstrip(" ") if match else line)
+            texts.append(start[match.end() :].lstrip(" ") if match else line)
         return texts, tags
 
     def ignored_tag(self, text: str) -> str:
         """Returns a language tag in the text of a line, as `split_tags` returns it, and why it is text; "" if none."""
-        match = _LEADING_TAG.match(text) or next((m for m in TAG.finditer(text) if m[1] in self.targets), None)
+        match = TAG.match(text.lstrip(" ")) or next((m for m in TAG.finditer(text) if m[1] in self.targets), None)
         if not match:
             return ""
-        why = "only the first tag of a line counts, and only at its start" if self.data.pairs else "this model has none"
-        return f"{match[0].strip()} is no language tag here but text: {why}"
-
-
-_LEADING_TAG = re.compile(rf"\s*{TAG.pattern}")
+        why = "only one at the start of a line is" if self.data.pairs else "this model has no language tags"
+        return f"{match[0]} is read as text, not as a language tag: {why}"
 
 
 def _unknown(way: str, lang: str, known: Sequence[str]) -> str:

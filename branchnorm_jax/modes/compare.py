@@ -33,8 +33,8 @@ def compare(config: Config, workdir: Workdir) -> None:
     if twice := next((name for name in names if names.count(name) > 1), ""):
         raise UserError(f"compare: two systems are called {twice!r}; give them different names, as in name=path")
     runs = runs_of(given)
-    workdir.create()
     if losses := losses_of(config.compare, names, runs):
+        workdir.make()
         compared = compare_texts(losses)
         write_atomically(workdir / "compare.json", json.dumps(compared, indent=2) + "\n")
         print(format_comparison(compared), workdir / "compare.json", sep="\n")
@@ -43,9 +43,11 @@ def compare(config: Config, workdir: Workdir) -> None:
         name: written(runs[name], split, "hypothesis") if name in runs else list(text_lines(Path(path)))
         for name, path in given
     }
-    references = list(text_lines(Path(reference))) if reference else None
-    language, frequencies, sources = config.compare.target_lang or config.data.target_lang, None, None
+    references = list(text_lines(Path(reference))) if reference else []
+    language, frequencies, sources = config.compare.target_lang, None, None
     if runs:
+        if language:
+            raise UserError(f"compare.target_lang={language}: leave it out; the first workdir has a target language")
         first, *others = runs.values()
         theirs, sources = written(first, split, "reference"), written(first, split, "source")
         for other in others:
@@ -54,7 +56,7 @@ def compare(config: Config, workdir: Workdir) -> None:
                     f"compare: the references of {other.path} differ from those of {first.path}; evaluate both on one "
                     "test set"
                 )
-        references = theirs if references is None else references
+        references = references if reference else theirs
         # With several pairs, the split is named like test.en-de. That pair may not be a trained one.
         data = load_config(first / "config.json").data.directions(split.partition(".")[2])[0]
         language = data.target_lang
@@ -63,8 +65,11 @@ def compare(config: Config, workdir: Workdir) -> None:
             frequencies = comparing.word_counts((target for _, target in read_pairs(data, "train")), language)
         except UserError as error:
             logs.say(f"counting the words of the references instead: {error}")
-    if references is None:
+    elif not reference:
         raise UserError("compare: none of the systems is a workdir; set compare.reference to a file of references")
+    elif not language:
+        raise UserError("compare: none of the systems is a workdir; set compare.target_lang to their language")
+    workdir.make()
     comparison = comparing.compare(systems, references, language, frequencies, sources)
     print(comparing.format_table(comparison))
     print(*comparing.write(comparison, workdir.path), sep="\n")
@@ -130,7 +135,7 @@ def written(workdir: Workdir, split: str, side: str) -> list[str]:
     if not path.exists():
         splits = ", ".join(sorted(file.stem for file in path.parent.glob(f"*.{side}"))) or "none"
         name, _, pair = split.partition(".")
-        command = f"--mode=evaluate --workdir={workdir.path} --config.evaluate.splits={name}"
-        command += f" --config.evaluate.pairs={pair}" * bool(pair)
-        raise UserError(f"{path}: no such file; evaluated splits: {splits}; change compare.split, or run {command}")
+        flags = f"--mode=evaluate --workdir={workdir.stored('.')} --config.evaluate.splits={name}"
+        flags += f" --config.evaluate.pairs={pair}" * bool(pair)
+        raise UserError(f"{path}: no such file; evaluated splits: {splits}; change compare.split, or run with {flags}")
     return list(text_lines(path))

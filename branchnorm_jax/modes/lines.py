@@ -81,12 +81,12 @@ def translated(
       total: number of lines of the input; 0 if unknown.
     """
     languages, split, hinted = Languages(config.data, trained.translator.tokenizer), 0, False
-    name, tag = config.decode.input or "stdin", ""
+    name, hinted_at_tag = config.decode.input or "stdin", False
     for lines in chunks:
         sources, tags = languages.split_tags(
             lines, config.decode.target_lang, done + 1, config.decode.source_lang, name
         )
-        tag = tag or hint_at_tag(languages, sources, done, name)
+        hinted_at_tag = hinted_at_tag or hint_at_tag(languages, sources, done, name)
         required = None
         if config.decode.target_prefix:
             pairs = pairs_of(sources, done, "prefix of the target", name)
@@ -108,7 +108,7 @@ def translated(
                 tags,
                 config.decode.alignments,
             )
-        hinted = hinted or hint_at_sentences(config, trained, sources, results, done)
+        hinted = hinted or hint_at_sentences(config, trained, sources, results, done, name)
         split += count_split(results)
         if config.decode.format == "jsonl":
             each = zip(sources, results, strict=True)
@@ -121,7 +121,7 @@ def translated(
 
 
 def hint_at_sentences(
-    config: Config, trained: Trained, sources: list[str], results: list[list[Translation]], done: int
+    config: Config, trained: Trained, sources: list[str], results: list[list[Translation]], done: int, name: str
 ) -> bool:
     """Says which is the first line of several sentences that was not split; returns whether there is one.
 
@@ -134,20 +134,20 @@ def hint_at_sentences(
     for number, (source, (best, *_)) in enumerate(zip(sources, results, strict=True), start=done + 1):
         if not best.parts and has_several_sentences(source, language):
             logs.say(
-                f"line {number} has several sentences; if the model was trained on single ones, "
+                f"{name}, line {number} has several sentences; if the model was trained on single ones, "
                 "--config.decode.split=sentences translates each by itself"
             )
             return True
     return False
 
 
-def hint_at_tag(languages: Languages, texts: list[str], done: int, name: str) -> str:
-    """Says which is the first line whose text contains a language tag, and returns what it says; "" if none does."""
-    found = ((number, languages.ignored_tag(text)) for number, text in enumerate(texts, start=done + 1))
-    hint = next((f"{name}, line {number}: {ignored}" for number, ignored in found if ignored), "")
-    if hint:
-        logs.say(hint)
-    return hint
+def hint_at_tag(languages: Languages, texts: list[str], done: int, name: str) -> bool:
+    """Says which is the first line whose text contains a language tag; returns whether there is one."""
+    for number, text in enumerate(texts, start=done + 1):
+        if ignored := languages.ignored_tag(text):
+            logs.say(f"{name}, line {number}: {ignored}")
+            return True
+    return False
 
 
 def check_phrases(trained: Trained, required: Required, where: str) -> None:
@@ -286,10 +286,10 @@ def scored(config: Config, trained: Trained, chunks: Iterator[list[str]], name: 
       chunks: lists of lines "source<TAB>target".
       name: name of the input, for error messages.
     """
-    languages, done, tag = Languages(config.data, trained.translator.tokenizer), 0, ""
+    languages, done, hinted = Languages(config.data, trained.translator.tokenizer), 0, False
     for lines in chunks:
         lines, tags = languages.split_tags(lines, config.decode.target_lang, done + 1, config.decode.source_lang, name)
-        tag = tag or hint_at_tag(languages, [line.partition("\t")[0] for line in lines], done, name)
+        hinted = hinted or hint_at_tag(languages, [line.partition("\t")[0] for line in lines], done, name)
         pairs = pairs_of(lines, done, "target", name)
         scores, printed = trained.translator.score(trained.params, trained.alpha, pairs, tags), list[str]()
         for (source, target), (log_prob, tokens) in zip(pairs, scores, strict=True):

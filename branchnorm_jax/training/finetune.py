@@ -104,8 +104,8 @@ def _check_deepening(config: Config, theirs: ModelConfig) -> None:
         )
     if frozen := [s for s in ours.stacks if s in config.train.frozen and not growth.old_layers(ours, s).all()]:
         raise UserError(
-            f"train.deepen_from: train.freeze={frozen[0]} would switch on new layers that are never trained; "
-            "train.parent_rate=0 freezes the old ones only"
+            f"train.deepen_from: train.freeze={frozen[0]} would also freeze the new layers; to train only these, set "
+            "train.parent_rate=0"
         )
     if theirs.method not in deepen.METHODS.get(ours.method, ()):
         fitting = [method for method, parents in deepen.METHODS.items() if theirs.method in parents]

@@ -63,8 +63,8 @@ def scale_by_fairseq_adam(b1: float, b2: float, eps: float) -> optax.GradientTra
 def scale_by_layer_trust_ratio() -> optax.GradientTransformation:
     """Scales updates by LAMB's trust ratio |p| / |u| of each parameter array and layer (You et al., 2020).
 
-    The ratio is 1 if either norm is 0. optax computes one ratio per array, but axis 0 of the arrays of a stack, and of
-    the norms of its combination (DLCL), is that of the layers. Therefore this function computes one ratio per layer.
+    The ratio is 1 if either norm is 0. optax computes one ratio per array, but axis 0 of a stack's arrays, and of the
+    norms of its combination (DLCL), is the layer axis. Therefore this function computes one ratio per layer.
     """
 
     def update(updates: Any, state: optax.EmptyState, params: Any = None) -> tuple[optax.Updates, optax.EmptyState]:

@@ -37,7 +37,7 @@ class Recorder:
           evaluated: step of the last validation.
           start: first step of the run, also after a restart or a rollback.
           total: number of updates of the whole run.
-          resumed: whether a line names the updates that a resumed run repeats. After a rollback, its own line does.
+          resumed: whether to report the updates that are repeated. A rollback has a message of its own.
         """
         self.workdir = workdir
         self.bar = logs.progress_bar(total, start, "update", "train")

@@ -109,6 +109,7 @@ def test_min_length_does_not_count_the_tag(case: Case, shortest: int) -> None:
 def test_empty_lines_need_no_tag_and_tabs_are_kept(case: Case) -> None:
     _, _, languages, _ = case
     texts, tags = languages.split_tags(["", "  ", ">>de<<\tzwei", ">>de<<  x", "  >>de<< y"], "", source="en")
+    assert languages.split_tags(["\t>>de<< x"], "de", source="en")[0] == ["\t>>de<< x"]
     assert texts == ["", "  ", "\tzwei", "x", "y"]
     assert len(tags) == 5 and tags[2] == tags[3] == tags[4]
 
@@ -140,9 +141,11 @@ def test_supported_and_unsupported_languages(case: Case) -> None:
 def test_tags_that_are_text_are_noticed(case: Case) -> None:
     _, _, languages, _ = case
     bilingual = Languages(DataConfig(), languages.tokenizer)
-    assert bilingual.ignored_tag(" >>zz<< x") == ">>zz<< is no language tag here but text: this model has none"
+    assert bilingual.ignored_tag(" >>zz<< x") == (
+        ">>zz<< is read as text, not as a language tag: this model has no language tags"
+    )
     for text in (">>en<< x", "x >>en<<"):
-        assert languages.ignored_tag(text).startswith(">>en<< is no language tag here but text: only the first tag")
+        assert languages.ignored_tag(text).endswith("not as a language tag: only one at the start of a line is")
     for text in ("x", "x >>zz<< y", "a >> b << c", ""):
         assert not languages.ignored_tag(text) and not bilingual.ignored_tag(text)
 

@@ -187,7 +187,7 @@ def test_compare_mode_accepts_workdirs_and_files(tmp_path: Path, trained: Path) 
     assert done.stdout.startswith("2 lines, scored as zh, baseline good\n")
     # Byte-order marks and Windows line ends are not part of a translation.
     (tmp_path / "other").write_bytes("\ufeffeins\r\nzwei\r\n".encode())
-    done = run_main(*files)
+    done = run_main(*files, "--config.compare.target_lang=de")
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("2 lines, scored as de, baseline good\n")
     chrf = json.loads((tmp_path / "out" / "compare.json").read_text())["scores"]["chrf"]["systems"]
@@ -228,7 +228,7 @@ def test_directions_that_were_never_trained_can_be_compared(tmp_path: Path, caps
     assert "instead" not in log
     with pytest.raises(
         UserError,
-        match=r"valid.fr-en.hypothesis: no such file; evaluated splits: test.de-zh; change compare.split, or run "
+        match=r"valid.fr-en.hypothesis: no such file; evaluated splits: test.de-zh; change compare.split, or run with "
         rf"--mode=evaluate --workdir={systems[0]} --config.evaluate.splits=valid --config.evaluate.pairs=fr-en$",
     ):
         compared(tmp_path, systems, "valid.fr-en", capsys)
@@ -262,7 +262,11 @@ def test_invalid_input_is_rejected(tmp_path: Path) -> None:
         mode_compare(Config(compare=CompareConfig(systems=f"a={tmp_path},a={__file__}")), Workdir(Path("x")))
     file = tmp_path / "text"
     file.write_text("x\n")
-    systems = CompareConfig(systems=f"{__file__},{file}", reference=str(file))
+    with pytest.raises(UserError, match=r"set compare\.target_lang to their language"):
+        mode_compare(
+            Config(compare=CompareConfig(systems=f"{__file__},{file}", reference=str(file))), Workdir(Path("x"))
+        )
+    systems = CompareConfig(systems=f"{__file__},{file}", reference=str(file), target_lang="en")
     with pytest.raises(UserError, match="cannot write in this workdir"):
         mode_compare(Config(compare=systems), Workdir(file))
     with pytest.raises(UserError, match=f"{tmp_path}: this folder is no workdir"):

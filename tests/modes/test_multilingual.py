@@ -43,7 +43,7 @@ def test_tags_select_the_target_language(multilingual: Path) -> None:
     text = ">>de<< twenty-one\ntwenty-one\n>>en<<one\none >>de<<\n"
     tagged = run_main("--mode=translate", f"--workdir={multilingual}", "--config.decode.target_lang=en", stdin=text)
     assert tagged.returncode == 0, tagged.stderr
-    assert tagged.stderr.count("stdin, line 4: >>de<< is no language tag here but text: only the first") == 1
+    assert tagged.stderr.count("stdin, line 4: >>de<< is read as text, not as a language tag: only one") == 1
     german, _, _, _ = tagged.stdout.splitlines()
     (alone,) = run_main(
         "--mode=translate", f"--workdir={multilingual}", "--config.decode.target_lang=de", stdin="twenty-one\n"

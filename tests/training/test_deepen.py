@@ -145,7 +145,7 @@ def test_a_trained_run_grows_and_learns(trained: Path, tmp_path: Path) -> None:
         ({"grown_from": "2L-2L", "width": 8}, {}, "model.width=16"),
         ({"grown_from": "2L-2L"}, {"finetune_from": "runs/x"}, "either train.finetune_from or train.deepen_from"),
         ({"grown_from": "2L-2L"}, {"freeze": "middle"}, "train.freeze: middle"),
-        ({"grown_from": "2L-2L"}, {"freeze": "encoder"}, "train.freeze=encoder would switch on new layers"),
+        ({"grown_from": "2L-2L"}, {"freeze": "encoder"}, "train.freeze=encoder would also freeze the new layers"),
     ],
 )
 def test_what_does_not_fit_is_refused(

@@ -61,13 +61,17 @@ def read_documents(config: DataConfig, split: str) -> Iterator[Part]:
             yield part
         before += size
     if empty:
-        raise UserError(f"{some_files(files)}: the {split} split is empty; the files must contain some text")
+        hint = "the files must contain some text"
+        if last is not None:
+            hint = "data.files has no {split}, so the text is divided 90:5:5 and needs more documents or bytes"
+        raise UserError(f"{some_files(files)}: the {split} split is empty; {hint}")
 
 
 def version(config: DataConfig, split: str) -> dict[str, Any]:
     """Returns values that change when the text of a split changes; see `corpus.corpus_key`."""
     files = [file_version(path) for path in files_of(config, _name(config, split))]
-    return {"files": files, "documents": [split, config.document]}
+    division = [] if "{split}" in config.files else SHARES[split]
+    return {"files": files, "documents": [split, config.document, *division]}
 
 
 def some_files(files: Sequence[Path | UPath]) -> str:

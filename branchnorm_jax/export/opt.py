@@ -74,7 +74,8 @@ def write(plain: Plain, config: ModelConfig, decode: DecodeConfig, folder: Path,
         "tie_word_embeddings": False,
     }
     sampling = {"temperature": decode.temperature, "top_k": decode.top_k, "top_p": decode.top_p}
-    search: dict[str, Any] = {"do_sample": decode.temperature > 0, "max_new_tokens": decode.max_new_tokens}
+    # A longer text has no positions. transformers prefers max_new_tokens, which does not know the length of the prompt.
+    search: dict[str, Any] = {"do_sample": decode.temperature > 0, "max_length": len(positions)}
     search |= sampling if decode.temperature else {"num_beams": decode.beam_size}
     _json(folder / "config.json", settings | tokens)
     _json(folder / "generation_config.json", search | tokens)

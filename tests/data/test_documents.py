@@ -87,6 +87,20 @@ def test_splits_of_an_undivided_text_divide_it(tmp_path_factory: Any, texts: lis
         assert found == expected
 
 
+def test_dividing_a_file_changes_the_version(tmp_path: Path) -> None:
+    """train.txt may be a split or the whole text, and its tokens must not be reused for the other."""
+    (tmp_path / "train.txt").write_text("a" * 100)
+    versions = [documents.version(config(tmp_path, files=files), "train") for files in ("{split}.txt", "train.txt")]
+    assert versions[0] != versions[1]
+    assert [len(read(config(tmp_path, files=files))[0]) for files in ("{split}.txt", "train.txt")] == [100, 90]
+
+
+def test_a_file_that_is_too_short_to_divide(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("hi")
+    with pytest.raises(UserError, match=r"a\.txt: the valid split is empty; data\.files has no \{split\}, so the text"):
+        read(config(tmp_path, files="a.txt"), "valid")
+
+
 def test_only_a_mark_at_the_start_of_a_file_is_removed(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_bytes(("\ufeff" + "\ufeff" * 100).encode())
     found = "".join(text for split in SHARES for text in read(config(tmp_path, files="*.txt"), split))
@@ -106,7 +120,7 @@ def test_long_lines_and_chunks_do_not_change_the_text(tmp_path: Path, monkeypatc
     ("name", "content", "options", "message"),
     [
         ("train.txt", b"a\xffb", {}, "train.txt: not valid UTF-8 near byte 1"),
-        ("train.txt", b"", {}, "the train split is empty"),
+        ("train.txt", b"", {}, "the train split is empty; the files must contain some text"),
         (
             "train.jsonl",
             b'{"body": "a"}\n',

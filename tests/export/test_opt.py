@@ -29,7 +29,7 @@ def written(model: Transformer, folder: Path) -> Any:
     params = random_params(model, "float32")
     plain = fold.fold(model, params, ALPHA)
     assert opt.obstacle(plain, model.config) == ""
-    opt.write(plain, model.config, DecodeConfig(beam_size=1, max_new_tokens=6), folder, 16, in_bytes=True)
+    opt.write(plain, model.config, DecodeConfig(beam_size=1), folder, 16, in_bytes=True)
     return params
 
 
@@ -67,6 +67,7 @@ def test_tokenizer_and_generation_are_theirs(tmp_path: Path) -> None:
     assert ids == [3 + byte for byte in text.encode()]
     loaded: Any = AutoModelForCausalLM.from_pretrained(tmp_path)
     theirs = loaded.generate(torch.tensor([[EOS, *ids]]))[0].tolist()
+    assert len(theirs) == 16  # the context
     ours = [EOS, *ids]
     while len(ours) < len(theirs):
         inputs = jnp.array([ours])

@@ -60,8 +60,10 @@ def test_language_models_from_training_to_comparison(text: str, tmp_path: Path) 
         score = json.loads((run / "results.json").read_text())["test"]["bits_per_byte"]["score"]
         assert rows[name]["bits_per_byte"] == pytest.approx(score, rel=1e-5)
 
+    (tmp_path / "file").write_text("x\n", encoding="utf-8")
     for systems, reference, reason in (
-        (f"{runs[0]},{tmp_path / 'typo'}", "", "typo is no folder of a language model"),
+        (f"{runs[0]},{tmp_path / 'typo'}", "", "typo: neither a workdir nor a file"),
+        (f"{runs[0]},{tmp_path / 'file'}", "", "file is no folder of a language model"),
         (f"{runs[0]},{runs[1]}", "x", "compare.reference is for translations"),
     ):
         refused = run_main(

@@ -47,9 +47,9 @@ def read_documents(config: DataConfig, split: str) -> Iterator[Part]:
     """
     files, empty, before = files_of(config, _name(config, split)), True, 0
     first, last, sizes = 0, None, [0] * len(files)
-    if "{split}" not in config.files:
+    if shares := _shares(config, split):
         sizes = [_size(path) for path in files]
-        first, last = (int(share * sum(sizes)) for share in SHARES[split])
+        first, last = (int(share * sum(sizes)) for share in shares)
     for path, size in zip(files, sizes, strict=True):
         shifted = max(0, first - before), None if last is None else last - before
         if config.document == "line" or _plain_suffix(path) == ".jsonl":
@@ -62,7 +62,7 @@ def read_documents(config: DataConfig, split: str) -> Iterator[Part]:
         before += size
     if empty:
         hint = "the files must contain some text"
-        if last is not None:
+        if shares:
             hint = "data.files has no {split}, so the text is divided 90:5:5 and needs more documents or bytes"
         raise UserError(f"{some_files(files)}: the {split} split is empty; {hint}")
 
@@ -70,13 +70,17 @@ def read_documents(config: DataConfig, split: str) -> Iterator[Part]:
 def version(config: DataConfig, split: str) -> dict[str, Any]:
     """Returns values that change when the text of a split changes; see `corpus.corpus_key`."""
     files = [file_version(path) for path in files_of(config, _name(config, split))]
-    division = [] if "{split}" in config.files else SHARES[split]
-    return {"files": files, "documents": [split, config.document, *division]}
+    return {"files": files, "documents": [split, config.document, *_shares(config, split)]}
 
 
 def some_files(files: Sequence[Path | UPath]) -> str:
     """Names the files in a message."""
     return str(files[0]) if len(files) == 1 else f"{files[0]} and {len(files) - 1} more files"
+
+
+def _shares(config: DataConfig, split: str) -> tuple[float, ...]:
+    """Returns where a split begins and ends in the undivided text; () if the split has files of its own."""
+    return () if "{split}" in config.files else SHARES[split]
 
 
 def _name(config: DataConfig, split: str) -> str:

@@ -88,7 +88,7 @@ class Languages:
         return texts, tags
 
     def ignored_tag(self, text: str) -> str:
-        """Returns a language tag in the text of a line, as `split_tags` returns it, and why it is text; "" if none."""
+        """Returns a message about a language tag that `split_tags` left in the text of a line; "" if it left none."""
         match = TAG.match(text.lstrip(" ")) or next((m for m in TAG.finditer(text) if m[1] in self.targets), None)
         if not match:
             return ""

@@ -20,7 +20,7 @@ TESTS = {"bs": ("p_bootstrap", 1000), "ar": ("p_randomisation", 10_000)}
 
 SIGNIFICANT = 0.05
 
-LENGTHS = (10, 20, 30, 40)
+LENGTHS = (0, 10, 20, 30, 40)
 """Upper bounds of the ranges of reference length, in tokens, in the table by length."""
 
 FREQUENCIES = (0, 1, 4, 9, 99, 999)
@@ -117,9 +117,10 @@ def paired_test(
 ) -> dict[str, tuple[str, dict[str, Result]]]:
     """Runs one of `TESTS` for every system against the first.
 
-    It gives the results of the `sacrebleu` command, with the same seed. Unlike sacreBLEU, it reports p = 1 for equal
-    scores. sacreBLEU counts the samples whose difference is larger than the observed one, which gives p < 1 even for a
-    difference of 0.
+    It gives the results of the `sacrebleu` command, with the same seed, but no p-value that the data cannot support:
+    p = 1 for equal scores, and p >= 2^(1 - n) for systems that differ in n lines. Exchanging the systems' lines at
+    random leaves all n in place, or exchanges all of them, with this probability, and both give the observed
+    difference. sacreBLEU counts only samples with a larger difference, so for small n its p-values are too small.
 
     Returns:
       metric -> (signature, {system: result}); the result of the first system has no p-value.
@@ -129,8 +130,10 @@ def paired_test(
     tests: dict[str, tuple[str, dict[str, Result]]] = {}
     for metric, (key, signature) in zip(measures, signatures.items(), strict=True):
         baseline, *others = (result for result in results[key] if isinstance(result, Result))
-        for result in others:
-            result.p_value = 1.0 if result.score == baseline.score else result.p_value
+        for result, (_, lines) in zip(others, named[1:], strict=True):
+            differing = sum(a != b for a, b in zip(named[0][1], lines, strict=True))
+            least = min(1.0, 2.0 ** (1 - differing))
+            result.p_value = 1.0 if result.score == baseline.score else max(result.p_value or 0.0, least)
         tests[metric] = str(signature), dict(zip(systems, [baseline, *others], strict=True))
     return tests
 
@@ -190,8 +193,8 @@ def by_frequency(
 
 
 def ranges(bounds: Sequence[int]) -> list[str]:
-    """Returns labels of the ranges with these upper bounds: "0", "1-10", "11-20" and at the end "21+"."""
-    lows = [0 if bounds[0] == 0 else 1, *(bound + 1 for bound in bounds)]
+    """Returns labels of the ranges of counts with these upper bounds: "0", "1-10", "11-20" and at the end "21+"."""
+    lows = [0, *(bound + 1 for bound in bounds)]
     labels = [f"{low}" if low == high else f"{low}-{high}" for low, high in zip(lows, bounds, strict=False)]
     return [*labels, f"{lows[-1]}+"]
 

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from branchnorm_jax.config import to_json
@@ -121,6 +122,26 @@ def test_p_values_of_real_and_absent_differences(test: str) -> None:
     assert results["b"].p_value == 1
 
 
+@pytest.mark.parametrize("differing", [1, 2, 3, 5, 6])
+def test_p_values_of_few_lines_are_not_below_the_exact_ones(differing: int) -> None:
+    """The exact p-value of a randomisation test is that of all 2^n exchanges of the n lines that differ."""
+    references = texts(4, 100)
+    better = [line if i >= differing else line.rsplit(" ", 1)[0] for i, line in enumerate(references)]
+    worse = [line if i >= differing else line.rsplit(" ", 2)[0] for i, line in enumerate(references)]
+    metric = sacrebleu_metric("de")
+
+    def difference(exchanged: int) -> float:
+        sides = zip(better, worse, strict=True)
+        a, b = zip(*((y, x) if exchanged >> i & 1 else (x, y) for i, (x, y) in enumerate(sides)), strict=True)
+        return float(metric.corpus_score(a, [references]).score - metric.corpus_score(b, [references]).score)
+
+    observed = abs(difference(0))
+    exact = np.mean([abs(difference(each)) >= observed - 1e-9 for each in range(2**differing)])
+    result = scores({"worse": worse, "better": better}, references, "de")["bleu"]["systems"]["better"]
+    assert result["p_randomisation"] >= exact
+    assert result["verdict"] == ("better" if differing > 5 else "tie")
+
+
 def test_breakdowns_cover_every_line_and_word(comparison: dict[str, Any]) -> None:
     assert sum(row["lines"] for row in comparison["by_length"]) == len(REFERENCE)
     assert sum(row["tokens"] for row in comparison["by_frequency"]) == sum(len(line.split()) for line in REFERENCE)
@@ -133,7 +154,7 @@ def test_f1_of_words_equals_hand_computed_values() -> None:
     rows = by_frequency({"s": hypothesis}, reference, {"a": 3, "b": 50})
     assert {row["times"]: row["f1"]["s"] for row in rows} == {"2-4": pytest.approx(200 / 3), "10-99": 0.0}
     assert ranges((0, 1, 4)) == ["0", "1", "2-4", "5+"]
-    assert ranges((10, 20)) == ["1-10", "11-20", "21+"]
+    assert ranges((0, 10, 20)) == ["0", "1-10", "11-20", "21+"]
 
 
 def test_sentences_that_differ_most_are_listed() -> None:

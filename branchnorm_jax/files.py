@@ -37,16 +37,27 @@ def real(path: Path) -> Path:
     return Path(os.path.realpath(path))
 
 
-def write_atomically(path: Path, text: str) -> None:
-    """Replaces the content of a file atomically.
+@contextlib.contextmanager
+def storing(path: Path, advice: str = "") -> Iterator[None]:
+    """Turns `OSError` in the block into `StorageError`, which names the file; a failed write does not name it."""
+    try:
+        yield
+    except OSError as error:
+        message = f"{error.filename or path}: cannot be written ({error.strerror or error})"
+        raise StorageError(f"{message}; {advice}" if advice else message) from error
 
-    Readers see the complete old text or the complete new text, even after a crash.
+
+def write_atomically(path: Path, text: str) -> None:
+    r"""Replaces the content of a file atomically.
+
+    Readers see the complete old text or the complete new text, even after a crash. Names of files that are not UTF-8
+    give lone surrogates, which are written as their escapes, such as \udcff; JSON has the same ones.
 
     Raises:
       StorageError: if the file cannot be written.
     """
     with _temporary(path) as temporary:
-        temporary.write_text(text, encoding="utf-8")
+        temporary.write_text(text, encoding="utf-8", errors="backslashreplace")
         os.replace(temporary, path)
 
 

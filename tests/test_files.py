@@ -1,5 +1,6 @@
 """Atomic replacement of files and directories, and what killed processes leave behind."""
 
+import json
 import os
 import time
 from pathlib import Path
@@ -7,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from branchnorm_jax.errors import StorageError
-from branchnorm_jax.files import ABANDONED, atomic_directory, delete_abandoned, write_atomically
+from branchnorm_jax.files import ABANDONED, atomic_directory, delete_abandoned, storing, write_atomically
 
 HEX = "0123456789abcdef" * 2
 
@@ -37,6 +38,21 @@ def test_a_write_deletes_what_killed_processes_have_left_of_the_same_file(tmp_pa
     write_atomically(tmp_path / "config.json", "{}")
     assert not old.exists()
     assert sorted(tmp_path.iterdir()) == sorted([*others, tmp_path / "config.json"])
+
+
+def test_names_that_are_not_utf8_survive_in_json(tmp_path: Path) -> None:
+    names = {"path": os.fsdecode(b"/data/k\xff"), "language": "עברית"}
+    write_atomically(tmp_path / "meta.json", json.dumps(names, ensure_ascii=False))
+    content = (tmp_path / "meta.json").read_text(encoding="utf-8")
+    assert json.loads(content) == names
+    assert "עברית" in content
+
+
+def test_a_failed_write_names_the_file_and_the_advice() -> None:
+    with pytest.raises(StorageError) as caught, storing(Path("a.de"), "empty the disk"), open("/dev/full", "w") as file:
+        file.write("x")
+        file.flush()
+    assert str(caught.value) == "a.de: cannot be written (No space left on device); empty the disk"
 
 
 def test_the_start_of_a_run_deletes_what_was_left_in_its_corpus(tmp_path: Path) -> None:

@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from branchnorm_jax.files import write_atomically
+
 _BLOCK = 1 << 24
 
 
@@ -25,7 +27,7 @@ def write_meta(path: Path, meta: Mapping[str, Any]) -> dict[str, Any]:
         "crc32": {file.name: _checksum(file) for file in files},
     }
     complete["meta_crc32"] = _own_checksum(complete)
-    (path / "meta.json").write_text(json.dumps(complete, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    write_atomically(path / "meta.json", json.dumps(complete, indent=2, ensure_ascii=False) + "\n")
     return complete
 
 

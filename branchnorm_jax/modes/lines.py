@@ -17,7 +17,7 @@ from branchnorm_jax.decoding.results import Translation
 from branchnorm_jax.decoding.sentences import Required
 from branchnorm_jax.decoding.text import token_nll, windows
 from branchnorm_jax.errors import UserError
-from branchnorm_jax.files import lock, real, write_atomically
+from branchnorm_jax.files import lock, real, storing, write_atomically
 from branchnorm_jax.modes.common import CHUNK, Trained, count_split, lines_ahead, load, opened, read_chunks, say_split
 from branchnorm_jax.modes.output import json_line, plain_lines, to_json
 from branchnorm_jax.options import Config
@@ -173,7 +173,8 @@ def translate_file(config: Config, trained: Trained, source: Path, target: Path)
     made_of["vocabulary"] = trained.translator.tokenizer.sha256
     made_of["models"] = trained.checksums
     made_of["terms"] = trained.translator.glossary.sha256
-    with writable(part) as file:
+    kept = "it keeps the finished lines, and the same command continues after them"
+    with storing(part, kept), writable(part) as file:
         done, before = finished_lines(part), read_record(record)
         if done and before != made_of:
             changed = ", ".join(name for name in made_of if before.get(name) != made_of[name])

@@ -7,6 +7,7 @@ import math
 import resource
 import subprocess
 import sys
+import time
 from collections.abc import Iterable, Iterator, Mapping
 from importlib import metadata
 from pathlib import Path
@@ -17,7 +18,7 @@ from tqdm import tqdm
 
 from branchnorm_jax import __version__
 from branchnorm_jax.errors import MissingExtraError, needs_extra
-from branchnorm_jax.files import write_atomically
+from branchnorm_jax.files import storing, write_atomically
 from branchnorm_jax.parallel import hosts
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "sentencepiece", "sacrebleu")
@@ -36,17 +37,24 @@ class JsonLines:
         self.end = max([first_step, *(line["step"] + 1 for line in lines)])
         """Step after the last line that was dropped; `first_step` if none was."""
         write_atomically(path, "".join(json.dumps(line) + "\n" for line in kept))
+        self._path = path
         self._file = path.open("a")
 
     def write(self, line: Mapping[str, Any]) -> None:
-        """Appends one line and flushes it to the operating system. A float that is not finite becomes null."""
+        """Appends one line and flushes it to the operating system. A float that is not finite becomes null.
+
+        Raises:
+          StorageError: if the file cannot be written.
+        """
         values = {key: None if isinstance(v, float) and not math.isfinite(v) else v for key, v in line.items()}
-        self._file.write(json.dumps(values, allow_nan=False) + "\n")
-        self._file.flush()
+        with storing(self._path):
+            self._file.write(json.dumps(values, allow_nan=False) + "\n")
+            self._file.flush()
 
     def close(self) -> None:
-        """Closes the file."""
-        self._file.close()
+        """Closes the file. Raises `StorageError` if a line that `write` failed to write still cannot be written."""
+        with storing(self._path):
+            self._file.close()
 
 
 def read_lines(path: Path, names: Iterable[str] = ()) -> list[dict[str, Any]]:
@@ -83,34 +91,62 @@ def hidden(module: str) -> Iterator[None]:
 
 
 class TensorBoard:
-    """Writes scalars to TensorBoard event files, without TensorFlow."""
+    """Writes scalars to TensorBoard event files, without TensorFlow.
+
+    Points are written at once, and not by the thread of tensorboardX's `SummaryWriter`: if the disk is full, that
+    thread ends, and the program waits for it for ever.
+    """
+
+    SYNC = 30.0
+    """Seconds after which the points are synchronised with the disk, which may take longer than an update."""
 
     def __init__(self, directory: Path, first_step: int) -> None:
         """Opens an event file in `directory`.
 
         TensorBoard hides the points that an interrupted run wrote at `first_step` and later. Without tensorboardX the
         class writes no event files, and reports this in one line on stderr.
+
+        Raises:
+          StorageError: if the file cannot be written.
         """
-        self._writer: Any = None
+        self._directory, self._events, self._synchronised = directory, None, time.monotonic()
         try:
             # The library imports PyTorch if it is installed, which takes a second and is not needed for numbers.
             with needs_extra("plots", "TensorBoard needs tensorboardX"), hidden("torch"):
-                from tensorboardX import SummaryWriter
+                from tensorboardX.event_file_writer import EventsWriter
+                from tensorboardX.proto.event_pb2 import Event, SessionLog
+                from tensorboardX.summary import scalar
         except MissingExtraError as error:
             say(f"{directory} is not written: {error}")
-        else:
-            self._writer = SummaryWriter(str(directory), purge_step=first_step)
+            return
+        self._event, self._scalar = Event, scalar
+        with storing(directory):
+            directory.mkdir(exist_ok=True)
+            self._events = EventsWriter(str(directory / "events"))
+            self._events.write_event(Event(step=first_step, session_log=SessionLog(status=SessionLog.START)))
 
     def write(self, step: int, scalars: Mapping[str, float]) -> None:
-        """Adds one point per name at `step`. Values that are not finite are skipped."""
-        for name, value in scalars.items():
-            if self._writer and math.isfinite(value):
-                self._writer.add_scalar(name, value, step)
+        """Adds one point per name at `step`. Values that are not finite are skipped.
+
+        Raises:
+          StorageError: if the file cannot be written.
+        """
+        if not self._events:
+            return
+        now = time.time()
+        with storing(self._directory):
+            for name, value in scalars.items():
+                if math.isfinite(value):
+                    self._events.write_event(self._event(wall_time=now, step=step, summary=self._scalar(name, value)))
+            if time.monotonic() - self._synchronised > self.SYNC:
+                self._events.flush()
+                self._synchronised = time.monotonic()
 
     def close(self) -> None:
-        """Writes the buffered points and closes the file."""
-        if self._writer:
-            self._writer.close()
+        """Writes the buffered points and closes the file. Raises `StorageError` if it cannot be written."""
+        if self._events:
+            with storing(self._directory):
+                self._events.close()
 
 
 class _Lines:

@@ -1,13 +1,19 @@
-"""JSON Lines files: written lines are read back, broken lines are reported. Modules are hidden from a library."""
+"""JSON Lines and event files: what is written can be read, and failures are reported. Hidden modules."""
 
+import contextlib
 import importlib
 import json
+import math
+import resource
+import struct
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from branchnorm_jax.training.logs import JsonLines, hidden, read_lines
+from branchnorm_jax.errors import StorageError
+from branchnorm_jax.training.logs import JsonLines, TensorBoard, hidden, read_lines
 
 
 def test_lines_of_repeated_updates_are_dropped(tmp_path: Path) -> None:
@@ -63,3 +69,52 @@ def test_hidden_modules_cannot_be_imported_unless_they_are_there(monkeypatch: py
     with hidden("this"):
         assert importlib.import_module("this") is sys
     assert sys.modules["this"] is sys
+
+
+@contextlib.contextmanager
+def largest_file(size: int) -> Iterator[None]:
+    """Lets the system refuse to write beyond this size, as it does on a full disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.mark.parametrize("kind", [JsonLines, TensorBoard])
+def test_a_log_that_cannot_be_written_is_named(
+    kind: Callable[[Path, int], JsonLines | TensorBoard], tmp_path: Path
+) -> None:
+    """A thread of a library must not hide the error, and the run must not wait for that thread."""
+    log = kind(tmp_path / "log", 0)
+
+    def write() -> None:
+        for step in range(1000):
+            if isinstance(log, TensorBoard):
+                log.write(step, {"loss": 1.0})
+            else:
+                log.write({"step": step})
+
+    with largest_file(1 << 12), pytest.raises(StorageError, match=r"log.*cannot be written \(File too large\)"):
+        write()
+    log.close()
+
+
+def test_event_files_have_the_points_and_hide_repeated_ones(tmp_path: Path) -> None:
+    event_pb2 = pytest.importorskip("tensorboardX.proto.event_pb2")
+    board = TensorBoard(tmp_path, 3)
+    board.write(3, {"loss": 2.5, "norm": math.nan})
+    board.write(4, {"loss": 1.5, "valid/nll": 0.5})
+    board.close()
+    (path,) = tmp_path.glob("events.out.tfevents.*")
+    content, events = path.read_bytes(), []
+    while content:  # A record is its length, a checksum of it, the event, and a checksum of the event.
+        (size,) = struct.unpack("<Q", content[:8])
+        events.append(event_pb2.Event.FromString(content[12 : 12 + size]))
+        content = content[16 + size :]
+    first, start, *points = events
+    assert first.file_version == "brain.Event:2"
+    assert (start.step, start.session_log.status) == (3, event_pb2.SessionLog.START)
+    values = [(event.step, value.tag, value.simple_value) for event in points for value in event.summary.value]
+    assert values == [(3, "loss", 2.5), (4, "loss", 1.5), (4, "valid/nll", 0.5)]

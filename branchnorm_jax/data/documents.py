@@ -67,6 +67,13 @@ def read_documents(config: DataConfig, split: str) -> Iterator[Part]:
         raise UserError(f"{some_files(files)}: the {split} split is empty; {hint}")
 
 
+def divided(config: DataConfig, split: str) -> str:
+    """Returns a line that says which part of an undivided text a split is; "" if the split has files of its own."""
+    if not (shares := _shares(config, split)):
+        return ""
+    return f"{split}: the bytes from {shares[0]:.0%} to {shares[1]:.0%} of {config.files}, which has no {{split}}"
+
+
 def version(config: DataConfig, split: str) -> dict[str, Any]:
     """Returns values that change when the text of a split changes; see `corpus.corpus_key`."""
     files = [file_version(path) for path in files_of(config, _name(config, split))]

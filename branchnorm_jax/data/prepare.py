@@ -151,7 +151,9 @@ def vocabulary_of(config: DataConfig, vocabulary: Path, say: Callable[[str], Non
     if vocabulary.exists() and (keep or reusable(vocabulary, origin_of(config), say)):
         return load_tokenizer(vocabulary)
     origin = origin_of(config)  # finds missing files before any text is read
-    with announced(f"training a vocabulary of {config.vocab_size} pieces", say):
+    in_bytes = config.vocab_type == "bytes"
+    what = "making the vocabulary of bytes" if in_bytes else f"training a vocabulary of {config.vocab_size} pieces"
+    with announced(what, say):
         if config.source == "documents":
             return train_text_tokenizer(
                 config, (text for text, _ in read_documents(config, "train")), vocabulary, origin

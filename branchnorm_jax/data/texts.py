@@ -12,6 +12,7 @@ import dataclasses
 import functools
 import hashlib
 import struct
+import zlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ from branchnorm_jax.files import atomic_directory
 from branchnorm_jax.options import DataConfig
 from branchnorm_jax.tokens import EOS, UNK
 
-_FORMAT = 1  # increase it when the meaning of the files changes
+_FORMAT = 2  # increase it when the meaning of the files changes
 _PARTS, _CHARACTERS = 1024, 1 << 22
 """Numbers of parts of documents and of their characters that are tokenised at once."""
 
@@ -41,6 +42,7 @@ class TextStore:
       lines: position of the last token of each line, int64 [lines]; of EOS if the document ends there.
       line_bytes: length of each line in bytes of UTF-8, int64 [lines]; with its line feed, unless the line is a
         document.
+      line_crc32: CRC-32 of each line in UTF-8, int64 [lines].
       fingerprint: SHA-256 of the text and of the vocabulary; equal fingerprints mean equal tokens.
       reused: whether the store was opened instead of built.
     """
@@ -49,6 +51,7 @@ class TextStore:
     starts: np.ndarray
     lines: np.ndarray
     line_bytes: np.ndarray
+    line_crc32: np.ndarray
     fingerprint: str
     reused: bool
 
@@ -57,9 +60,14 @@ class TextStore:
         """Length of the text in bytes of UTF-8."""
         return int(self.line_bytes.sum())
 
+    @property
+    def unknown(self) -> int:
+        """Number of tokens that are unknown to the vocabulary."""
+        return int(np.count_nonzero(self.tokens == UNK))
+
     def describe(self, split: str) -> str:
         """Returns a line about the text."""
-        unknown = np.count_nonzero(self.tokens == UNK) / len(self.tokens)
+        unknown = self.unknown / len(self.tokens)
         documents, tokens = len(self.starts) - 1, len(self.tokens) - 1
         return (
             f"{split}: {documents:,} documents, {self.bytes:,} bytes, {tokens:,} tokens to predict"
@@ -149,7 +157,8 @@ def build_text(config: DataConfig, tokenizer: Tokenizer, split: str, directory: 
                 digest.add((text, ends))
                 file.write(np.array([*ids, EOS] if ends else ids, dtype).tobytes())
                 position += len(ids) + ends
-                lines.write(np.array([position, len(text.encode()), ends], np.int64).tobytes())
+                data = text.encode()
+                lines.write(np.array([position, len(data), ends, zlib.crc32(data)], np.int64).tobytes())
         meta = write_meta(temporary, {"key": key, "fingerprint": digest.hexdigest(), "dtype": dtype.name})
         # Open the store before it is moved: the maps stay valid even if another process replaces the directory.
         return _opened(temporary, meta, reused=False)
@@ -159,7 +168,8 @@ class _Digest:
     """Digest of a text and its vocabulary, fed part by part."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        self._sha256 = hashlib.sha256(f"{_FORMAT} {tokenizer.sha256}".encode())
+        # The version of this encoding, which is not that of the files: a run that is resumed must find its digest.
+        self._sha256 = hashlib.sha256(f"1 {tokenizer.sha256}".encode())
 
     def add(self, part: Part) -> None:
         """Adds a part. The length makes the encoding unambiguous."""
@@ -207,11 +217,11 @@ def _chunks(parts: Iterable[Part]) -> Iterator[list[Part]]:
 def _open(path: Path, key: dict[str, Any] | None) -> TextStore | None:
     """Opens the store at `path`, or returns None; see `read_meta`."""
     meta = read_meta(path, key)
-    return None if meta is None else _opened(path, meta, reused=True)
+    return _opened(path, meta, reused=True) if meta and meta["key"].get("format") == _FORMAT else None
 
 
 def _opened(path: Path, meta: dict[str, Any], reused: bool) -> TextStore:
-    lines, line_bytes, ends = np.fromfile(path / "lines.bin", np.int64).reshape(-1, 3).T
+    lines, line_bytes, ends, line_crc32 = np.fromfile(path / "lines.bin", np.int64).reshape(-1, 4).T
     tokens = np.memmap(path / "tokens.bin", meta["dtype"], mode="r")
     starts = np.concatenate([[0], lines[ends == 1]])
-    return TextStore(tokens, starts, lines, line_bytes, meta["fingerprint"], reused)
+    return TextStore(tokens, starts, lines, line_bytes, line_crc32, meta["fingerprint"], reused)

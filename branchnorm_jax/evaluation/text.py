@@ -15,8 +15,12 @@ from branchnorm_jax.files import write_atomically
 
 
 def scores(nll: np.ndarray, text: TextStore, context: int, stride: int) -> list[Score]:
-    """Returns bits per byte, perplexity per token and nll per token in nats, of nll [n - 1]."""
+    """Returns bits per byte, perplexity per token and nll per token in nats, of nll [n - 1].
+
+    The signatures name the number of unknown tokens, if there are any: what they stand for costs next to nothing.
+    """
     total, signature = float(nll.sum(dtype=np.float64)), f"context:{context}|stride:{stride}"
+    signature += f"|unknown:{text.unknown}" if text.unknown else ""
     return [
         Score("bits_per_byte", total / (math.log(2) * text.bytes), f"{signature}|bytes:{text.bytes}"),
         Score("perplexity", math.exp(total / len(nll)), f"{signature}|tokens:{len(nll)}"),
@@ -25,16 +29,17 @@ def scores(nll: np.ndarray, text: TextStore, context: int, stride: int) -> list[
 
 
 def write_lines(path: Path, nll: np.ndarray, text: TextStore) -> None:
-    """Writes document, bytes, tokens and nll in nats of each line of a text, separated by tabs.
+    """Writes document, bytes, CRC-32, tokens and nll in nats of each line of a text, separated by tabs.
 
     The nll of a line includes that of its line feed or of the end of the document.
     """
     before = np.concatenate([[0], text.lines[:-1]])
     sums = np.add.reduceat(nll.astype(np.float64), before)
     document = np.searchsorted(text.starts, text.lines, side="left")
-    rows = zip(document.tolist(), text.line_bytes.tolist(), (text.lines - before).tolist(), sums.tolist(), strict=True)
-    body = "".join(f"{number}\t{size}\t{tokens}\t{value:.6f}\n" for number, size, tokens, value in rows)
-    write_atomically(path, f"document\tbytes\ttokens\tnll\n{body}")
+    columns = (document, text.line_bytes, text.line_crc32, text.lines - before, sums)
+    rows = zip(*(column.tolist() for column in columns), strict=True)
+    body = "".join(f"{number}\t{size}\t{crc}\t{tokens}\t{value:.6f}\n" for number, size, crc, tokens, value in rows)
+    write_atomically(path, f"document\tbytes\tcrc32\ttokens\tnll\n{body}")
 
 
 class LineLosses(NamedTuple):
@@ -42,6 +47,7 @@ class LineLosses(NamedTuple):
 
     document: np.ndarray
     bytes: np.ndarray
+    crc32: np.ndarray
     nll: np.ndarray
 
 
@@ -51,10 +57,10 @@ def read_losses(path: Path) -> LineLosses:
         raise UserError(f"{path}: no such file; run --mode=evaluate there, or change compare.split")
     try:
         rows = np.array([line.split("\t") for line in text_lines(path)][1:], np.float64)
-        document, sizes, _, nll = rows.T
+        document, sizes, crc32, _, nll = rows.T
     except ValueError as error:
-        raise UserError(f"{path}: damaged; run --mode=evaluate again") from error
-    return LineLosses(document.astype(np.int64), sizes, nll)
+        raise UserError(f"{path}: damaged, or of an earlier version; run --mode=evaluate again") from error
+    return LineLosses(document.astype(np.int64), sizes, crc32, nll)
 
 
 SAMPLES = 1000
@@ -86,10 +92,10 @@ def compare_texts(systems: Mapping[str, LineLosses]) -> dict[str, Any]:
     first = systems[baseline]
     for name in others:
         own = systems[name]
-        if not all(np.array_equal(a, b) for a, b in zip(own[:2], first[:2], strict=True)):
+        if not all(np.array_equal(a, b) for a, b in zip(own[:3], first[:3], strict=True)):
             raise UserError(
-                f"compare: {name} and {baseline} were evaluated on different texts; run --mode=evaluate for "
-                "both with the same data.path"
+                f"compare: {name} and {baseline} were evaluated on different texts, which the results.json of each "
+                "names; run --mode=evaluate for both with the same text"
             )
     documents = len(np.unique(first.document))
     unit = first.document if documents >= UNITS else np.arange(len(first.document))
@@ -119,11 +125,11 @@ def compare_texts(systems: Mapping[str, LineLosses]) -> dict[str, Any]:
 
 
 def format_comparison(comparison: Mapping[str, Any]) -> str:
-    """Formats the result of `compare_texts` as a table."""
+    """Formats the result of `compare_texts` as a table. Each system has a "signature" as well."""
     rows, width = comparison["systems"], max(map(len, comparison["systems"]))
     lines = [f"bits per byte, bootstrap over {comparison['units']:,} {comparison['unit']}s"]
     for name, row in rows.items():
-        text = f"{name:<{width}}  {row['bits_per_byte']:.4f} ± {row['interval']:.4f}"
+        text = f"{name:<{width}}  {row['bits_per_byte']:.4f} ± {row['interval']:.4f}  {row['signature']}"
         if "difference" in row:
             p_value = row["p_bootstrap"]
             text += f"  {row['difference']:+.4f}  " + (

@@ -36,7 +36,12 @@ def compare(config: Config, workdir: Workdir) -> None:
     if losses := losses_of(config.compare, names, runs):
         workdir.make()
         compared = compare_texts(losses)
-        write_atomically(workdir / "compare.json", json.dumps(compared, indent=2) + "\n")
+        signatures = {name: signature_of(runs[name], split) for name in losses}
+        for name, row in compared["systems"].items():
+            row["signature"] = signatures[name]
+        if len({*signatures.values()}) > 1:
+            logs.say("the windows or the unknown tokens of the models differ, see their signatures")
+        write_atomically(workdir / "compare.json", json.dumps(compared, indent=2, ensure_ascii=False) + "\n")
         print(format_comparison(compared), workdir / "compare.json", sep="\n")
         return
     systems = {
@@ -120,9 +125,25 @@ def losses_of(config: CompareConfig, names: Sequence[str], runs: Mapping[str, Wo
         return {}
     if others := [name for name in names if name not in decoders]:
         raise UserError(f"compare: {others[0]} is no folder of a language model, but {decoders[0]} is")
-    if config.reference:
-        raise UserError("compare: compare.reference is for translations; language models are compared on their text")
+    for option in ("reference", "target_lang"):
+        if getattr(config, option):
+            raise UserError(
+                f"compare: compare.{option} is for translations; language models are compared on their text"
+            )
     return {name: read_losses(runs[name] / "evaluation" / f"{config.split}.lines.tsv") for name in decoders}
+
+
+def signature_of(workdir: Workdir, split: str) -> str:
+    """Returns how the bits per byte of a language model were computed, from its results.json.
+
+    Raises:
+      UserError: if the file is missing or damaged.
+    """
+    path = workdir / "results.json"
+    try:
+        return str(json.loads(path.read_text(encoding="utf-8"))[split]["bits_per_byte"]["signature"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{path}: has no bits per byte of {split}; run --mode=evaluate there") from error
 
 
 def written(workdir: Workdir, split: str, side: str) -> list[str]:

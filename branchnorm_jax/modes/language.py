@@ -1,12 +1,12 @@
 """Modes of language models: --mode=generate, and evaluate and export for them."""
 
 import dataclasses
-import json
 import sys
 from pathlib import Path
 
 import numpy as np
 
+from branchnorm_jax.data.documents import divided
 from branchnorm_jax.data.texts import build_text
 from branchnorm_jax.decoding.generate import Generator
 from branchnorm_jax.decoding.text import Windows, token_nll, windows
@@ -17,6 +17,7 @@ from branchnorm_jax.evaluation.text import scores, write_lines
 from branchnorm_jax.export import fold, opt
 from branchnorm_jax.files import atomic_directory
 from branchnorm_jax.modes.common import agree, compared, opened, read_chunks, text_options
+from branchnorm_jax.modes.output import to_json
 from branchnorm_jax.options import Config
 from branchnorm_jax.parallel import hosts
 from branchnorm_jax.training import logs
@@ -43,7 +44,8 @@ def evaluate_text(config: Config, workdir: Workdir) -> None:
     for split in config.evaluate.split_names:
         text = build_text(config.data, tokenizer, split, workdir / "corpus")
         agree(config, **{f"the text of {split}": text.fingerprint})
-        logs.say(text.describe(split))
+        for line in filter(None, (divided(config.data, split), text.describe(split))):
+            logs.say(line)
         chosen = windows(text.starts, context, stride)
         with logs.progress_bar(len(chosen.begin), 0, "window", split) as bar:
             nll = token_nll(model, params, alpha, text.tokens, chosen, context, config.decode.batch_tokens, bar.update)
@@ -81,7 +83,7 @@ def generate(config: Config, workdir: Workdir) -> None:
                     values = {"prompt": prompt, "text": each.text, "log_prob": round(each.log_prob, 6)}
                     values["tokens"] = len(each.tokens)
                     as_json = config.decode.format == "jsonl"
-                    print(json.dumps(values, ensure_ascii=False) if as_json else f"{prompt}{each.text}\n")
+                    print(to_json(values) if as_json else f"{prompt}{each.text}\n")
             sys.stdout.flush()
             done += len(lines)
 

@@ -1,5 +1,6 @@
 """Tokens of a text, and the rows of batches: every token is predicted exactly once in an epoch."""
 
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,7 @@ def test_stream_begins_and_ends_every_document_with_eos(tmp_path: Path) -> None:
     assert store.bytes == sum(len(text.encode()) for text in TEXTS)
     lines = [line for text in TEXTS for line in text.splitlines(keepends=True)]
     assert store.line_bytes.tolist() == [len(line.encode()) for line in lines]
+    assert store.line_crc32.tolist() == [zlib.crc32(line.encode()) for line in lines]
     assert np.diff(store.lines, prepend=0).sum() == len(expected) - 1
 
 

@@ -24,7 +24,8 @@ def text(sizes: list[int]) -> TextStore:
     rng = np.random.default_rng(0)
     tokens = [EOS, *(token for size in sizes for token in [*rng.integers(3, 12, size - 1).tolist(), EOS])]
     ends = np.cumsum(sizes)
-    return TextStore(np.array(tokens, np.uint16), np.array([0, *ends]), ends, np.array(sizes) - 1, "", False)
+    ids, starts, line_bytes = np.array(tokens, np.uint16), np.array([0, *ends]), np.array(sizes) - 1
+    return TextStore(ids, starts, ends, line_bytes, np.arange(len(sizes)), "", False)
 
 
 @given(st.lists(st.integers(1, 30), min_size=1, max_size=6), st.integers(1, 12), st.integers(1, 12))

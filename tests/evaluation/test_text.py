@@ -9,6 +9,7 @@ import pytest
 
 from branchnorm_jax.errors import UserError
 from branchnorm_jax.evaluation.text import LineLosses, compare_texts, read_losses, scores, write_lines
+from branchnorm_jax.tokens import UNK
 from tests.decoding.test_text import text
 
 
@@ -20,9 +21,10 @@ def test_scores_and_lines_add_up(tmp_path: Path) -> None:
     assert found["nll"] == 3.5 and found["perplexity"] == pytest.approx(math.exp(3.5))
     write_lines(tmp_path / "lines.tsv", nll, store)
     rows: list[Any] = [line.split("\t") for line in (tmp_path / "lines.tsv").read_text().splitlines()]
-    assert rows == [["document", "bytes", "tokens", "nll"], ["1", "2", "3", "3.000000"], ["2", "4", "5", "25.000000"]]
+    names = ["document", "bytes", "crc32", "tokens", "nll"]
+    assert rows == [names, ["1", "2", "0", "3", "3.000000"], ["2", "4", "1", "5", "25.000000"]]
     losses = read_losses(tmp_path / "lines.tsv")
-    assert [part.tolist() for part in losses] == [[1, 2], [2, 4], [3, 25]]
+    assert [part.tolist() for part in losses] == [[1, 2], [2, 4], [0, 1], [3, 25]]
 
 
 def test_models_are_compared_on_the_same_documents() -> None:
@@ -31,7 +33,7 @@ def test_models_are_compared_on_the_same_documents() -> None:
     noise = rng.normal(0, 0.1, 150)
 
     def losses(gain: float) -> LineLosses:
-        return LineLosses(document, sizes, sizes * (2 - gain) + noise)
+        return LineLosses(document, sizes, sizes, sizes * (2 - gain) + noise)
 
     compared = compare_texts({"a": losses(0.0), "same": losses(0.0), "better": losses(0.1)})
     assert (compared["unit"], compared["units"]) == ("document", 50)
@@ -47,14 +49,23 @@ def test_p_values_are_uniform_between_models_that_differ_by_chance() -> None:
     values = []
     for seed in range(200):
         rng = np.random.default_rng(seed)
-        a, b = (LineLosses(np.arange(40), np.ones(40), rng.normal(2, 0.3, 40)) for _ in range(2))
+        a, b = (LineLosses(np.arange(40), np.ones(40), np.ones(40), rng.normal(2, 0.3, 40)) for _ in range(2))
         values.append(compare_texts({"a": a, "b": b})["systems"]["b"]["p_bootstrap"])
     assert 0.4 < np.mean(values) < 0.6
     assert np.mean(np.array(values) < 0.05) < 0.12
 
 
 def test_models_of_different_texts_are_refused() -> None:
-    a = LineLosses(np.arange(3), np.ones(3), np.ones(3))
+    a = LineLosses(np.arange(3), np.ones(3), np.ones(3), np.ones(3))
     assert compare_texts({"a": a, "b": a})["systems"]["b"]["p_bootstrap"] is None  # three lines are too few
-    with pytest.raises(UserError, match="different texts"):
-        compare_texts({"a": a, "b": a._replace(bytes=np.full(3, 2.0))})
+    for other in (a._replace(bytes=np.full(3, 2.0)), a._replace(crc32=np.zeros(3))):
+        with pytest.raises(UserError, match="different texts"):
+            compare_texts({"a": a, "b": other})
+
+
+def test_signatures_name_unknown_tokens() -> None:
+    store = text([3, 5])
+    store.tokens[1:3] = UNK
+    assert [score.signature for score in scores(np.ones(8, np.float32), store, 4, 2)] == [
+        f"context:4|stride:2|unknown:2|{name}" for name in ("bytes:6", "tokens:8", "tokens:8")
+    ]

@@ -88,8 +88,8 @@ def test_language_models_from_training_to_comparison(text: str, tmp_path: Path) 
     first, blank, last = (line.split("\t") for line in scored.stdout.splitlines())
     assert float(blank[0]) < 0 and blank[1] == "1"  # EOS
     log_probs, tokens = zip(first, last, strict=True)
-    assert [-float(value) for value in log_probs] == pytest.approx([float(row[3]) for row in table], rel=1e-5)
-    assert list(tokens) == [row[2] for row in table]
+    assert [-float(value) for value in log_probs] == pytest.approx([float(row[4]) for row in table], rel=1e-5)
+    assert list(tokens) == [row[3] for row in table]
 
     objects = run_main("--mode=score", f"--workdir={runs[0]}", "--config.decode.format=jsonl", stdin="A line.\n")
     (found,) = map(json.loads, objects.stdout.splitlines())

@@ -146,9 +146,8 @@ def write(
         "forced_eos_token_id": int(ids[1][EOS]),
         "decoder_start_token_id": int(ids[1][start]),
     }
-    tag = f">>{vocabulary.target_lang}<<"
-    if tokenizer.forces_tag and tag in vocabulary.target:
-        tokens["forced_bos_token_id"] = int(ids[1][vocabulary.target.index(tag)])
+    if vocabulary.begins in vocabulary.target:
+        tokens["forced_bos_token_id"] = int(ids[1][vocabulary.target.index(vocabulary.begins)])
     search = _generation_config(decode, longest, tokens["pad_token_id"])
     if OUTPUT_BIAS not in stock.can and plain.unused:
         # With both options, `generate` computes the same probabilities as a bias of minus infinity.

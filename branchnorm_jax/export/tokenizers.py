@@ -39,6 +39,8 @@ class Vocabulary(NamedTuple):
     source_lang: str = ""
     """Languages of the translation, if nothing else is said."""
     target_lang: str = ""
+    begins: str = ""
+    """The tag with which every translation begins; "" if there is none, or if the user has to choose it."""
 
     @property
     def languages(self) -> list[str]:
@@ -59,8 +61,6 @@ class Tokenizer(NamedTuple):
     options: dict[str, Any]
     """Content of tokenizer_config.json."""
     files: dict[str, bytes]
-    forces_tag: bool = False
-    """Translations begin with a language tag, which an option of `generate` names."""
 
 
 def parsed(spm: bytes) -> Any:
@@ -163,7 +163,7 @@ def multilingual(vocabulary: Vocabulary, model_type: str, never: Collection[int]
         if name == "nllb":
             options["extra_special_tokens"] = vocabulary.languages
     rows = [*first, *text, *tags, *control]
-    return Tokenizer(rows, rows, options, files, forces_tag=True) if name else None
+    return Tokenizer(rows, rows, options, files) if name else None
 
 
 def _is_unigram(model: Any) -> bool:

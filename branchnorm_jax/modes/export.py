@@ -54,11 +54,16 @@ def export(config: Config, workdir: Workdir) -> None:
         logs.say("other engines divide scores by L^p: set their length penalty accordingly")
     if config.decode.temperature:
         logs.say("decode.temperature is not exported: to sample in the other engine, set its own options")
-    if config.data.pairs and config.data.tags in ("target", "both", "each"):
-        logs.say(
-            "translations begin with a language tag: pass it to the engine as target_prefix (CTranslate2) or "
-            "forced_bos_token_id (Hugging Face)"
-        )
+    tagged, begins = config.data.pairs and config.data.tags in ("target", "both", "each"), ""
+    if tagged:
+        targets = {direction.target_lang for direction in config.data.directions()}
+        target = config.decode.target_lang or (targets.pop() if len(targets) == 1 else "")
+        begins = f">>{target}<<" if target else ""
+        passed = "pass it to CTranslate2 as target_prefix"
+        if e.format == "huggingface":
+            passed = "pass its id to generate as forced_bos_token_id, or set decode.target_lang"
+            passed = f"generate puts {begins} there, unless forced_bos_token_id is another one" if begins else passed
+        logs.say(f"translations begin with a language tag: {passed}")
     check_exportable(config, trained)
     plain = fold.fold(model, trained.params, trained.alpha)
     most = config.decode.max_input_length
@@ -74,7 +79,7 @@ def export(config: Config, workdir: Workdir) -> None:
             (temporary / "translate.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
             tokens = np.array(vocabularies[0]), np.array(vocabularies[1])
         else:
-            vocabulary = Vocabulary(*vocabularies, tokenizer.models, model.tags, *_languages(config))
+            vocabulary = Vocabulary(*vocabularies, tokenizer.models, model.tags, *_languages(config), begins)
             tokens = huggingface.write(plain, config.model, config.decode, vocabulary, temporary, longest)
         if e.check_lines:
             check_export(config, trained, temporary, longest, tokens)

@@ -83,7 +83,8 @@ def translations(found: Imported, workdir: Path, source: str, target: str) -> li
 
 def vocabulary_of(found: Imported, source: str = "", target: str = "") -> Vocabulary:
     models = found.source.model, found.target.model
-    return Vocabulary(found.source.pieces, found.target.pieces, models, len(found.tags), source, target)
+    begins = f">>{target}<<" if found.tags else ""
+    return Vocabulary(found.source.pieces, found.target.pieces, models, len(found.tags), source, target, begins)
 
 
 def check_same(once: Imported, twice: Imported) -> None:

@@ -122,3 +122,29 @@ def test_exported_models_read_tags(multilingual: Path) -> None:
     ours = load_tokenizer(multilingual / "vocabulary")
     tag = ours.source_pieces.index(">>de<<")
     assert theirs(">>de<< twenty-one")["input_ids"] == [tag, *ours.encode_source(["twenty-one"])[0]]
+
+
+def test_exported_models_begin_with_the_target_tag(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    trained = run_main(*PAIRS, "--config.data.tags=target", f"--workdir={tmp_path / 'run'}")
+    assert trained.returncode == 0, trained.stderr
+    options = ("--config.export.format=huggingface", "--config.export.check_lines=0")
+    for language, message in (("", "or set decode.target_lang"), ("de", "generate puts >>de<< there")):
+        folder = tmp_path / f"exported{language}"
+        done = run_main(
+            "--mode=export",
+            f"--workdir={tmp_path / 'run'}",
+            *options,
+            f"--config.export.path={folder}",
+            f"--config.decode.target_lang={language}",
+        )
+        assert done.returncode == 0, done.stderr
+        assert message in done.stderr
+        model = transformers.AutoModelForSeq2SeqLM.from_pretrained(folder)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+        tags = tokenizer.convert_tokens_to_ids([">>de<<", ">>en<<"])
+        assert model.generation_config.forced_bos_token_id == (tags[0] if language else None)
+        for tag in tags[not language :]:
+            options_of_tag = {} if tag == tags[0] else {"forced_bos_token_id": tag}
+            found = model.generate(**tokenizer("ten", return_tensors="pt"), max_new_tokens=4, **options_of_tag)
+            assert found[0, 1] == tag

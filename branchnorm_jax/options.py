@@ -880,8 +880,8 @@ class EvaluateConfig:
 
     @property
     def split_names(self) -> list[str]:
-        """`splits` as a list."""
-        return [name.strip() for name in self.splits.split(",")]
+        """`splits` as a list, without repetitions."""
+        return [*dict.fromkeys(name.strip() for name in self.splits.split(","))]
 
     def stride_in(self, context: int) -> int:
         """Returns `stride`, or half of the context if it is 0."""

@@ -74,6 +74,7 @@ class Translator:
         required: Sequence[Required] | None = None,
         tags: Sequence[Tags] | None = None,
         attention: bool = False,
+        name: str = "",
     ) -> list[list[Translation]]:
         """Returns the `nbest` translations of each line, in input order.
 
@@ -91,6 +92,7 @@ class Translator:
           required: what the translation of each line must contain, beside the terms of the glossary.
           tags: language tags of each line, for a multilingual model.
           attention: whether to compute attention weights.
+          name: name of the input, used in warnings.
 
         Raises:
           UserError: if the model cannot write a required prefix or phrase.
@@ -103,12 +105,13 @@ class Translator:
         ]
         results = self.translate_lines(params, alpha, given, progress)
         for line, (best, *_) in zip(given, results, strict=True):
+            where = f"{name}, line {line.number}" if name else f"line {line.number}"
             if best.warning:
-                self.warn(f"line {line.number}: {best.warning}")
+                self.warn(f"{where}: {best.warning}")
             if best.score == -math.inf:
                 suffix = " that starts with the given prefix" if line.required.prefix else ""
                 suffix += " that contains the required phrases" if self.phrases(line.text, line.required) else ""
-                self.warn(f"line {line.number}: no translation was found{suffix}")
+                self.warn(f"{where}: no translation was found{suffix}")
         return results
 
     def phrases(self, text: str, required: Required) -> list[list[int]]:
@@ -119,6 +122,22 @@ class Translator:
         """
         glossary = self.glossary if required.glossary is None else required.glossary
         return [self.encoded(each) for each in dict.fromkeys([*glossary.translations(text), *required.phrases])]
+
+    def prefix(self, text: str, tags: Tags = NO_TAGS) -> list[int]:
+        """Returns the token ids of the beginning of a translation, without its tags.
+
+        Raises:
+          UserError: if the model cannot write it, or has too few positions.
+        """
+        ids, longest = self.tokenizer.encode_target([text])[0][:-1], self.engine.longest
+        if UNK in ids:
+            raise UserError(f"the model cannot write {text!r}: its vocabulary lacks pieces of it; use other words")
+        if longest and len(tags.target) + len(ids) >= longest:
+            raise UserError(
+                f"the prefix has {len(ids)} tokens, and the model has {longest} positions (model.max_positions); "
+                "shorten it"
+            )
+        return ids
 
     @functools.cached_property
     def encoded(self) -> Callable[[str], list[int]]:
@@ -138,13 +157,7 @@ class Translator:
         `UserError` if the model cannot write a prefix or a phrase.
         """
         parts = self.parts(lines)
-        prefixes = [ids[:-1] for ids in self.tokenizer.encode_target([line.required.prefix for line in lines])]
-        for line, prefix in zip(lines, prefixes, strict=True):
-            if UNK in prefix:
-                raise UserError(
-                    f"line {line.number}: the model cannot write {line.required.prefix!r}: its vocabulary lacks pieces "
-                    "of it; use other words"
-                )
+        prefixes = [self.prefix(line.required.prefix, line.tags) for line in lines]
         owners = [owner for owner, each in enumerate(parts) for _ in each]
         sentences = [
             Sentence(
@@ -229,7 +242,6 @@ class Translator:
         Gives no warnings and computes no attention weights.
         """
         results = [[Translation("", 0.0, 0.0, source=(*each.source,))] * each.nbest for each in sentences]
-        self._check_lengths([*sentence.tags.target, *sentence.prefix, EOS] for sentence in sentences)
         queries = {index: each.query for index, each in enumerate(sentences) if not each.is_empty}
         for index in range(len(sentences)):
             if index not in queries:
@@ -323,12 +335,18 @@ class Translator:
     ) -> list[tuple[float, int]]:
         """Returns (log-probability, number of tokens) of each target given its source.
 
-        Log-probabilities are natural logarithms. Both numbers include EOS, but no language tag.
+        Log-probabilities are natural logarithms. Both numbers include EOS, but no language tag. Raises `UserError` if
+        a pair does not fit (see `fits`).
         """
         tags = tags or [NO_TAGS] * len(pairs)
         each = self.token_log_probs(params, alpha, *self.encode(pairs, tags))
         words = [log_probs[len(tag.target) :] for log_probs, tag in zip(each, tags, strict=True)]
         return [(float(log_probs.sum(dtype=np.float64)), len(log_probs)) for log_probs in words]
+
+    def fits(self, pairs: Sequence[tuple[str, str]], tags: Sequence[Tags]) -> list[bool]:
+        """Returns for each pair whether the model has positions for both sides: always, unless they are learned."""
+        longest = self.engine.longest or sys.maxsize
+        return [max(map(len, sides)) <= longest for sides in zip(*self.encode(pairs, tags), strict=True)]
 
     def encode(self, pairs: Sequence[tuple[str, str]], tags: Sequence[Tags]) -> tuple[list[list[int]], list[list[int]]]:
         """Returns the token ids of sources and targets, with their tags and EOS."""

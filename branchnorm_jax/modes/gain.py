@@ -20,6 +20,7 @@ class SourceGain:
 
     The source gain of a pair is log P(target | source) minus the mean of log P(target | other source) over the sources
     of `CONTRASTS` other pairs, in nats per target token. A source that has nothing to do with its target gains nothing.
+    Pairs that are longer than the learned positions of the model have no source gain, and are kept.
     """
 
     def __init__(self, config: Config, data: DataConfig) -> None:
@@ -38,10 +39,13 @@ class SourceGain:
         self.minimum = config.clean.min_gain
 
     def decisions(self, pairs: Sequence[Pair]) -> list[bool]:
-        """Returns which pairs to keep: all, if there are too few to compare them."""
-        if len(pairs) <= CONTRASTS:
-            return [True] * len(pairs)
-        return (self.gains(pairs) >= self.minimum).tolist()
+        """Returns which pairs to keep: all that cannot be compared, because there are too few, or they are too long."""
+        fits = np.array(self.trained.translator.fits(pairs, [self.tags] * len(pairs)), bool)
+        scored = [pair for pair, fit in zip(pairs, fits, strict=True) if fit]
+        kept = np.full(len(pairs), True)
+        if len(scored) > CONTRASTS:
+            kept[fits] = self.gains(scored) >= self.minimum
+        return kept.tolist()
 
     def gains(self, pairs: Sequence[Pair]) -> np.ndarray:
         """Returns the source gain of each pair, float64 [n]."""

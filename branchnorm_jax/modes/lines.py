@@ -11,6 +11,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from branchnorm_jax.data.lines import COMPRESSED
+from branchnorm_jax.data.tokenizer import Tags
 from branchnorm_jax.decoding.languages import Languages
 from branchnorm_jax.decoding.parts import has_several_sentences
 from branchnorm_jax.decoding.results import Translation
@@ -95,8 +96,8 @@ def translated(
             fields = [line.split("\t") for line in sources]
             sources = [source for source, *_ in fields]
             required = [Required(phrases=[*filter(None, map(str.strip, phrases))]) for _, *phrases in fields]
-            for number, needed in enumerate(required, start=done + 1):
-                check_phrases(trained, needed, f"{name}, line {number}")
+        for number, (needed, tag) in enumerate(zip(required or [], tags, strict=False), start=done + 1):
+            check_required(trained, needed, tag, f"{name}, line {number}")
         with logs.progress_bar(total or len(lines), done if total else 0, "line", "translate") as bar:
             results = trained.translator.translate(
                 trained.params,
@@ -107,6 +108,7 @@ def translated(
                 required,
                 tags,
                 config.decode.alignments,
+                name,
             )
         hinted = hinted or hint_at_sentences(config, trained, sources, results, done, name)
         split += count_split(results)
@@ -150,9 +152,10 @@ def hint_at_tag(languages: Languages, texts: list[str], done: int, name: str) ->
     return False
 
 
-def check_phrases(trained: Trained, required: Required, where: str) -> None:
-    """Raises `UserError` if the model cannot write a phrase."""
+def check_required(trained: Trained, required: Required, tags: Tags, where: str) -> None:
+    """Raises `UserError` if the model cannot write a prefix or a phrase."""
     try:
+        trained.translator.prefix(required.prefix, tags)
         for phrase in required.phrases:
             trained.translator.encoded(phrase)
     except UserError as error:
@@ -292,6 +295,12 @@ def scored(config: Config, trained: Trained, chunks: Iterator[list[str]], name: 
         lines, tags = languages.split_tags(lines, config.decode.target_lang, done + 1, config.decode.source_lang, name)
         hinted = hinted or hint_at_tag(languages, [line.partition("\t")[0] for line in lines], done, name)
         pairs = pairs_of(lines, done, "target", name)
+        if (fits := trained.translator.fits(pairs, tags)) and not all(fits):
+            number, longest = done + 1 + fits.index(False), trained.translator.engine.longest
+            raise UserError(
+                f"{name}, line {number}: longer than the {longest} positions of the model (model.max_positions); "
+                "split it"
+            )
         scores, printed = trained.translator.score(trained.params, trained.alpha, pairs, tags), list[str]()
         for (source, target), (log_prob, tokens) in zip(pairs, scores, strict=True):
             values = {"source": source, "target": target, "log_prob": round(log_prob, 6), "tokens": tokens}

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from branchnorm_jax.data.tokenizer import Tokenizer, train_tokenizer
+from branchnorm_jax.data.tokenizer import NO_TAGS, Tokenizer, train_tokenizer
 from branchnorm_jax.decoding import engine as engines
 from branchnorm_jax.decoding.engine import coarse, interleave, padded_length, padded_lengths, rounded
 from branchnorm_jax.decoding.glossary import make_glossary
@@ -215,7 +215,11 @@ def test_learned_positions_limit_the_length(translator: tuple[Translator, dict])
     np.testing.assert_allclose([log_prob for _, log_prob in best.pieces], expected, atol=1e-4)
     with pytest.raises(UserError, match=r"longer than the 8 positions of the model \(model.max_positions\)"):
         short.score(params, ALPHA, [("red", " ".join(WORDS))])
-    with pytest.raises(UserError, match="longer than the 8 positions"):
+    longest = short.tokenizer.decode_target(short.tokenizer.encode_target([" ".join(WORDS)])[0][:7])
+    pairs = [("red", longest), ("red", " ".join(WORDS)), (" ".join(WORDS), "red")]
+    assert short.fits(pairs, [NO_TAGS] * 3) == [True, False, False]
+    assert engine.fits(pairs, [NO_TAGS] * 3) == [True] * 3
+    with pytest.raises(UserError, match=r"tokens, and the model has 8 positions \(model.max_positions\)"):
         short.translate(params, ALPHA, ["red"], required=[Required(" ".join(WORDS))])
 
 

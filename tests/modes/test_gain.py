@@ -1,10 +1,12 @@
 """The source gain of pairs, as --mode=clean uses it."""
 
+import dataclasses
 import itertools
 import json
 import statistics
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 
@@ -43,6 +45,20 @@ def test_gain_is_the_log_probability_minus_that_given_other_sources(trained: Pat
     np.testing.assert_allclose(gain.gains(pairs), expected, atol=1e-5)
     assert gain.decisions(pairs) == [value >= 0.05 for value in gain.gains(pairs).tolist()]
     assert gain.decisions(pairs[:2]) == [True, True]
+
+
+def test_pairs_that_are_too_long_for_the_model_are_kept(trained: Path) -> None:
+    config = config_of(trained, min_gain=0.05)
+    gain = SourceGain(config, config.data)
+    pairs = list(itertools.islice(read_pairs(config.data, "train"), 6))
+    long = "seven " * 40, "sieben"
+    translator = gain.trained.translator
+    few = dataclasses.replace(translator.model.config, positions="learned", max_positions=64)
+    model = dataclasses.replace(translator.model, config=few)
+    params = jax.jit(model.init)(jax.random.key(0))
+    gain.trained = gain.trained._replace(translator=dataclasses.replace(translator, model=model), params=params)
+    alone = gain.decisions(pairs)
+    assert gain.decisions([*pairs[:3], long, *pairs[3:]]) == [*alone[:3], True, *alone[3:]]
 
 
 def test_pairs_with_a_small_gain_are_removed(trained: Path, tmp_path: Path) -> None:

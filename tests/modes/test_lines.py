@@ -101,6 +101,25 @@ def test_input_and_output_options(trained: Path, tmp_path: Path) -> None:
     assert "decode.input" in done.stderr
 
 
+def test_messages_about_a_line_name_the_file(trained: Path, capsys: Any) -> None:
+    """A model with few learned positions, of which only the vocabulary matters here."""
+    config = options(trained, target_prefix=True, input="a.tsv", max_length_a=0.0, max_length_b=2)
+    run = load(config, Workdir(trained))
+    model = run.translator.model
+    few = dataclasses.replace(model, config=dataclasses.replace(model.config, positions="learned", max_positions=8))
+    short = run._replace(translator=dataclasses.replace(run.translator, model=few))
+    long, chunk = " ".join(["seven"] * 20), [["one\teins"], ["two\tzwei", "three\t😀"]]
+    with pytest.raises(UserError, match=r"a.tsv, line 3: longer than the 8 positions of the model"):
+        list(lines.scored(config, short, iter([["", "", f"one\t{long}"]]), "a.tsv"))
+    with pytest.raises(UserError, match=r"a.tsv, line 1: the prefix has \d+ tokens, and the model has 8 positions"):
+        list(lines.translated(config, short, iter([[f"one\t{long}"]]), 0, 1))
+    with pytest.raises(UserError, match=r"a.tsv, line 3: the model cannot write '😀'"):
+        list(lines.translated(config, run, iter(chunk), 0, 3))
+    cut = options(trained, split="none", max_input_length=4, input="a.txt")
+    list(lines.translated(cut, load(cut, Workdir(trained)), iter([[long]]), 0, 1))
+    assert "a.txt, line 1: cut from" in capsys.readouterr().err
+
+
 def test_unwritable_outputs_are_rejected(tmp_path: Path) -> None:
     """Devices and pipes are rejected, because the finished file would replace them."""
     source, pipe = tmp_path / "in", tmp_path / "pipe"

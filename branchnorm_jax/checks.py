@@ -137,7 +137,7 @@ def _validate_train(config: Config) -> None:
         )
     if train.update_in_backward:
         _validate_update_in_backward(config)
-    if "rollback" in (train.nonfinite, train.spike):
+    if train.may_roll_back:
         if not train.checkpoint_every:
             raise UserError("config: a rollback needs checkpoints to go back to; set train.checkpoint_every")
         if train.rollback == "batches" and (train.keep_last - 1) * train.checkpoint_every < train.rollback_updates:

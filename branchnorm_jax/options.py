@@ -504,7 +504,7 @@ class TrainConfig:
     encoder_rate_steps: int = option(
         0, "number of updates that encoder_rate applies to; 0: all", unit="updates", minimum=0, maximum=1e9
     )
-    clip_norm: float = option(0.0, "maximum gradient norm of the trained parts; 0: no clipping", minimum=0)
+    clip_norm: float = option(0.0, "maximum gradient norm of all that train.freeze leaves; 0: no clipping", minimum=0)
     learning_rate: float = option(5e-4, "peak learning rate (noam: the factor)", minimum=0, common=True)
     schedule: str = option("inverse_sqrt", "learning-rate schedule, see branchnorm_jax/training/schedules.py")
     warmup_steps: int = option(
@@ -622,6 +622,11 @@ class TrainConfig:
     patience: int = option(
         0, "stop after this many validations without a better one; 0: never", unit="validations", minimum=0, free=True
     )
+
+    @property
+    def may_roll_back(self) -> bool:
+        """Whether trouble may take the run back to a checkpoint."""
+        return "rollback" in (self.nonfinite, self.spike)
 
     @property
     def parent(self) -> str:

@@ -25,7 +25,7 @@ import sys
 import time
 import traceback
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -110,6 +110,23 @@ def _of_all(fault: str) -> str:
     return next(filter(None, hosts.gather(fault)), "")
 
 
+@dataclasses.dataclass
+class _LatestRegular:
+    """Keeps the `n` newest checkpoints at multiples of `every`, for rollbacks.
+
+    Those of best validations come at other steps, too, and `LatestN` may keep none that is old enough.
+    """
+
+    n: int
+    every: int
+
+    def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
+        """Returns for each checkpoint, oldest first, whether to keep it."""
+        del context
+        kept = [checkpoint.step for checkpoint in checkpoints if checkpoint.step % self.every == 0][-self.n :]
+        return [checkpoint.step in kept for checkpoint in checkpoints]
+
+
 class Checkpoints:
     """The checkpoints of one workdir."""
 
@@ -130,7 +147,9 @@ class Checkpoints:
         self._directory = folder if folder.is_absolute() else folder.absolute()  # A URL is absolute.
         self._warn = warn
         self._failed = False  # Whether a save has failed.
-        keep = [preservation_policy.LatestN(train.keep_last)]
+        keep: list[preservation_policy.PreservationPolicy] = [preservation_policy.LatestN(train.keep_last)]
+        if train.may_roll_back:
+            keep.append(_LatestRegular(train.keep_last, train.checkpoint_every))
         if train.keep_best:
             keep.append(
                 preservation_policy.BestN(
@@ -426,7 +445,7 @@ class Checkpoints:
                 for name in items:
                     _check(CONTENTS[name], restored[name], restored["memory"]["checksums"][name])
             except Exception as error:  # The memory, too, may contain anything.
-                fault = _summary(error)
+                fault = self._fault(step, error)
             fault = _of_all(fault)
         return restored, fault
 

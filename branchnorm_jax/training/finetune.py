@@ -9,6 +9,7 @@ import shutil
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from branchnorm_jax.data.prepare import Corpus, prepare
 from branchnorm_jax.data.tags import add_tags, new_languages
@@ -107,6 +108,13 @@ def _check_deepening(config: Config, theirs: ModelConfig) -> None:
             f"train.deepen_from: train.freeze={frozen[0]} would also freeze the new layers; to train only these, set "
             "train.parent_rate=0"
         )
+    for stack, alpha in growth.alpha(ours)(jnp.int32(0)).items():
+        if (first := float(np.max(np.where(growth.old_layers(ours, stack), 0, alpha)))) > 0:
+            raise UserError(
+                f"train.deepen_from: alpha of the new layers must begin at 0, and begins at {first:.3g}, with which "
+                "they would change what the parent computes; leave model.alpha_start and model.alpha_order at their "
+                "defaults"
+            )
     if theirs.method not in deepen.METHODS.get(ours.method, ()):
         fitting = [method for method, parents in deepen.METHODS.items() if theirs.method in parents]
         hint = f"set model.method={fitting[0]}" if fitting else "only Post-LN, Pre-LN and BranchNorm can be deepened"
@@ -156,8 +164,8 @@ def first_parameters(config: Config, model: Transformer) -> tuple[Params, int]:
     """Returns the first parameters of a run with a parent, and the clock of alpha.
 
     Raises:
-      UserError: if alpha ends below the parent's alpha in this run, because the model would then compute another
-        function.
+      UserError: if alpha ends below the parent's alpha in this run, or begins above it, because the model would then
+        compute another function.
     """
     option = _option(config)
     theirs, parent, which = find_run(option, config.train.parent, config)
@@ -170,12 +178,19 @@ def first_parameters(config: Config, model: Transformer) -> tuple[Params, int]:
         logs.say(f"{config.model.grown_from} grows from the parameters of {parent.path}, step {step}")
         fresh = model.init(jax.random.fold_in(jax.random.key(config.train.seed), INIT_STREAM))
         return deepen.deepened(params, alpha, fresh, config.model), 0
-    end = growth.alpha(config.model)(jnp.int32(config.model.alpha_steps))
+    schedule = growth.alpha(config.model)
+    end = schedule(jnp.int32(config.model.alpha_steps))
     largest, allowed = (max(float(values.max()) for values in by_stack.values()) for by_stack in (alpha, end))
     if get_recipe(config.model.method).grows and largest > allowed + 1e-6:
         raise UserError(
             f"{option}: alpha is {largest:.3g} in {parent.path}, but ends at {allowed:.3g} here; "
             f"set model.alpha_end={theirs.model.alpha_end or '1'}"
+        )
+    mean, begin = schedules.mean(alpha), schedules.mean(schedule(jnp.int32(0)))
+    if get_recipe(config.model.method).grows and begin > mean + 1e-6:
+        raise UserError(
+            f"{option}: the mean of alpha is {mean:.3g} in {parent.path}, but begins at {begin:.3g} here; "
+            f"set model.alpha_start={theirs.model.alpha_start or '0'} and model.alpha_order={theirs.model.alpha_order}"
         )
     logs.say(f"starting from the parameters of {parent.path}, step {step}")
     return params, schedules.clock_at(config.model, alpha)

@@ -31,6 +31,7 @@ from branchnorm_jax.parallel import ending, hosts
 from branchnorm_jax.parallel.mesh import describe_shardings, from_processes, make_mesh, mesh_sizes, replicated
 from branchnorm_jax.parallel.rows import Rows
 from branchnorm_jax.parallel.watchdog import Watchdog
+from branchnorm_jax.tokens import PAD
 from branchnorm_jax.training import logs, schedules, trouble
 from branchnorm_jax.training.checkpoint import Checkpoints
 from branchnorm_jax.training.digests import sha256
@@ -118,10 +119,14 @@ def check_names(config: Config, elsewhere: int = 0) -> None:
             f"config: train.update_in_backward does not support {config.model.method}: its layers depend on all "
             "earlier layers"
         )
-    may_roll_back = "rollback" in (config.train.nonfinite, config.train.spike)
-    if may_roll_back and config.train.rollback == "alpha" and recipe.branch.end is None:
-        raise UserError(f"config: train.rollback=alpha: {config.model.method} has no alpha; use train.rollback=batches")
-    growth.alpha(config.model)
+    alpha = growth.alpha(config.model)
+    if config.train.may_roll_back and config.train.rollback == "alpha":
+        first, last = (alpha(jnp.int32(clock)) for clock in (0, config.model.alpha_steps))
+        if recipe.branch.end is None or all(jax.tree.leaves(jax.tree.map(jnp.array_equal, first, last))):
+            raise UserError(
+                f"config: train.rollback=alpha: alpha does not grow with {config.model.method} and these options; use "
+                "train.rollback=batches"
+            )
     schedules.check_frozen(config)
     make_optimizer(config.train, config.model)
     schedules.learning_rate(config.train, config.model.width)
@@ -203,9 +208,10 @@ class Run:
     def _first_batch(self) -> Batch:
         """Returns the first batch without empty rows, which would change the statistics of `profile`."""
         batch = self.plan.batch_at(0)
-        if len(batch.source) == self.rows.total(len(batch.source)):
+        full = (batch.target != PAD).any(axis=1)
+        if full.all() and len(full) == self.rows.total(len(full)):
             return Batch(*self.rows.put(self.rows.take(batch)))
-        return Batch(*jax.device_put(tuple(batch), replicated(self.mesh)))
+        return Batch(*jax.device_put(tuple(side[full] for side in batch), replicated(self.mesh)))
 
     def loop(self) -> int:
         """Runs the remaining updates.
@@ -262,6 +268,7 @@ class Run:
         self.loop_state = restored.rolled_back(before, decision.step)
         if rollback.left_out:
             first, last = rollback.left_out
+            first = max(first, self.step)  # Updates before the oldest checkpoint cannot be left out.
             self.loop_state.left_out.append([first, last])
             change = f"leaving out the batches of updates {first} to {last}"
         else:

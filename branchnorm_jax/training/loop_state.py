@@ -21,7 +21,7 @@ class LoopState:
     """Score of the last validation; higher is better."""
     best_score: float | None = None
     since_best: int = 0
-    """Number of validations since the best one."""
+    """Number of validations since the last one that was better than all before."""
     compile_seconds: float = 0.0
     """Time in seconds to trace, lower and compile the update for all shapes, in the last process that compiled it."""
     compiled_shapes: int = 0
@@ -48,8 +48,8 @@ class LoopState:
 
     @property
     def is_best(self) -> bool:
-        """Whether the last validation was the best one."""
-        return self.since_best == 0
+        """Whether the last validation was the best one, or equal to it."""
+        return self.score == self.best_score
 
     def leaves_out(self, step: int) -> bool:
         """Returns whether the update of `step` is left out."""
@@ -74,13 +74,12 @@ class LoopState:
         """Records the score of the validation at `step`.
 
         If `patience` > 0, the last `patience` + 1 scores are kept. Among equal scores the latest is the best, because
-        its state has seen more data. The run keeps the checkpoint of that state.
+        its state has seen more data. The run keeps the checkpoint of that state, but it counts as no improvement.
         """
         self.evaluated, self.score = step, score
-        if self.best_score is None or score >= self.best_score:
-            self.best_score, self.since_best = score, 0
-        else:
-            self.since_best += 1
+        better = self.best_score is None or score > self.best_score
+        self.since_best = 0 if better else self.since_best + 1
+        self.best_score = score if better else self.best_score
         if patience:
             self.recent_scores = [*self.recent_scores, score][-1 - patience :]
 

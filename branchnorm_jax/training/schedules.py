@@ -281,12 +281,13 @@ def clock_at(model: ModelConfig, alpha: Alpha) -> int:
     The result is at most T = `alpha_steps`.
     """
     schedule = jax.jit(growth.alpha(model))
+    clocks = range(model.alpha_steps)
+    return bisect.bisect_left(clocks, mean(alpha), key=lambda clock: mean(schedule(jnp.int32(clock))))
 
-    def mean(alpha: Alpha) -> float:
-        return float(np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(alpha)]).mean(dtype=np.float64))
 
-    wanted = mean(alpha)
-    return bisect.bisect_left(range(model.alpha_steps), wanted, key=lambda clock: mean(schedule(jnp.int32(clock))))
+def mean(alpha: Alpha) -> float:
+    """Returns the mean of alpha over all layers."""
+    return float(np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(alpha)]).mean(dtype=np.float64))
 
 
 def advance(clock: jax.Array, hold_steps: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -116,7 +116,8 @@ def layer_statistics(
 def weak_layers(gradient: Mapping[str, Any], alpha: Mapping[str, Any] | None = None) -> dict[str, list[int]]:
     """Returns the weak layers of each stack (see `WEAK`), counted from 1.
 
-    A stack without any gradient has no weak layers.
+    A stack without any gradient has no weak layers, nor has one with a norm that is not finite: beside infinity, all
+    others would seem to vanish.
 
     Args:
       gradient: stack -> norm of each layer's gradient, [L].
@@ -126,7 +127,8 @@ def weak_layers(gradient: Mapping[str, Any], alpha: Mapping[str, Any] | None = N
     weak = {}
     for stack, values in gradient.items():
         started = True if alpha is None else np.asarray(alpha[stack]) > 0
-        weak[stack] = (np.flatnonzero((values < WEAK * np.max(values)) & started) + 1).tolist()
+        finite = np.isfinite(values).all()
+        weak[stack] = (np.flatnonzero((values < WEAK * np.max(values)) & started & finite) + 1).tolist()
     return weak
 
 

@@ -57,6 +57,8 @@ def test_vanishing_names_the_stack_with_many_weak_layers() -> None:
     gradient = {"encoder": np.r_[np.zeros(1), np.ones(19)], "decoder": np.r_[np.full(3, 1e-4), np.ones(17)]}
     assert weak_layers(gradient) == {"encoder": [1], "decoder": [1, 2, 3]}
     assert vanishing(gradient) == "decoder layers 1-3 of 20"
+    for broken in (np.inf, np.nan):
+        assert vanishing({"encoder": np.array([broken, 1e18, 1e18])}) == ""
 
 
 def test_preflight_points_follow_the_schedules_of_the_run() -> None:

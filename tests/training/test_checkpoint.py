@@ -102,6 +102,33 @@ def test_latest_of_equal_scores_is_best(tmp_path: Path) -> None:
     assert checkpoints.best_step() == 2
 
 
+def test_best_checkpoints_do_not_replace_those_for_a_rollback(tmp_path: Path) -> None:
+    """The best ones are at 5, 15, 25 ..., the regular ones at 10, 20, 30 ..."""
+    scores: dict[int, float | None] = {step: float(step) for step in range(5, 40, 5)}
+    save(opened(tmp_path / "plain"), scores)
+    assert opened(tmp_path / "plain").steps() == [30, 35]
+    rolling = {"spike": "rollback", "checkpoint_every": 10}
+    save(opened(tmp_path / "rolling", **rolling), scores)
+    assert opened(tmp_path / "rolling", **rolling).steps() == [20, 30, 35]
+
+
+def test_an_error_of_the_device_is_no_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(opened(tmp_path), {1: 0.5, 2: 0.1})
+    checkpoints, original = opened(tmp_path), checkpoint.checksums
+    full = jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 8 bytes")
+    failures = iter([full])
+
+    def failing(tree: Any) -> Any:
+        if error := next(failures, None):
+            raise error
+        return original(tree)
+
+    monkeypatch.setattr(checkpoint, "checksums", failing)
+    with pytest.raises(StorageError, match=r"checkpoint 2 cannot be read .*; it is not deleted"):
+        checkpoints.restore_latest(state(0))
+    assert checkpoints.steps() == [1, 2]
+
+
 def test_last_checkpoint_is_used_without_validations(tmp_path: Path) -> None:
     save(opened(tmp_path, keep_best=0), {1: None, 2: None, 3: None})
     checkpoints = Checkpoints(tmp_path, TRAIN, lambda line: None, read_only=True)

@@ -144,6 +144,8 @@ def test_a_trained_run_grows_and_learns(trained: Path, tmp_path: Path) -> None:
         ({"grown_from": "2L-2L", "norm": "derf"}, {}, "branchnorm cannot grow with model.norm=derf"),
         ({"grown_from": "2L-2L", "width": 8}, {}, "model.width=16"),
         ({"grown_from": "2L-2L"}, {"finetune_from": "runs/x"}, "either train.finetune_from or train.deepen_from"),
+        ({"grown_from": "2L-2L", "alpha_start": "0.6"}, {}, "new layers must begin at 0, and begins at 0.6"),
+        ({"grown_from": "2L-2L", "alpha_order": "fix_sqrt_L"}, {}, "new layers must begin at 0, and begins at 0.5"),
         ({"grown_from": "2L-2L"}, {"freeze": "middle"}, "train.freeze: middle"),
         ({"grown_from": "2L-2L"}, {"freeze": "encoder"}, "train.freeze=encoder would also freeze the new layers"),
     ],

@@ -149,6 +149,17 @@ def test_different_models_are_rejected(trained: Path, tmp_path: Path, model: dic
         loop.train(child_of(trained, model=model), Workdir(tmp_path / "child"))
 
 
+@pytest.mark.parametrize("model", [{"alpha_start": "0.6"}, {"alpha_order": "fix_sqrt_L"}])
+def test_alpha_must_not_begin_above_that_of_the_parent(trained: Path, tmp_path: Path, model: dict[str, str]) -> None:
+    parent = configs.load(trained / "config.json")
+    # The clock of this parent has reached a fifth of T.
+    parent = dataclasses.replace(parent, model=dataclasses.replace(parent.model, alpha_steps=100))
+    before, child = Workdir(tmp_path / "parent"), Workdir(tmp_path / "child")
+    loop.train(dataclasses.replace(parent, train=dataclasses.replace(parent.train, steps=20)), before)
+    with pytest.raises(UserError, match=r"alpha is 0.2 in .*, but begins at 0.\d+ here; set model.alpha_start=0 and"):
+        loop.train(child_of(before.path, model=model), child)
+
+
 @pytest.fixture(scope="module")
 def tagged(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An untrained parent with the tags de and en, an unshared vocabulary and an output bias."""

@@ -10,6 +10,7 @@ from branchnorm_jax.evaluation.bleu import Score
 from branchnorm_jax.options import Config, DataConfig, EvaluateConfig, ModelConfig, TrainConfig
 from branchnorm_jax.training import loop, validation
 from branchnorm_jax.training.checkpoint import Checkpoints
+from branchnorm_jax.training.loop_state import LoopState
 from branchnorm_jax.workdir import Workdir
 
 
@@ -43,3 +44,12 @@ def test_comet_decides_which_checkpoint_is_the_best(tmp_path: Path, monkeypatch:
     assert [line["comet"] for line in lines] == [90.0 - count for count in range(1, len(seen) + 1)]
     checkpoints = Checkpoints(Workdir(tmp_path).stored("checkpoints"), config.train, lambda line: None)
     assert checkpoints.best_step() == lines[0]["step"]
+
+
+def test_an_equal_score_is_the_best_but_no_improvement() -> None:
+    """A run that stays at BLEU 0 has to end by `train.patience`, and its latest state has seen the most data."""
+    state, since = LoopState(), []
+    for step, score in enumerate((0.0, 0.0, 0.0, 1.0, 0.5, 1.0)):
+        state.add_score(step, score, 2)
+        since.append((state.since_best, state.is_best))
+    assert since == [(0, True), (1, True), (2, True), (0, True), (1, False), (2, True)]

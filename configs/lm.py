@@ -41,6 +41,7 @@ def get_config(depth: str = "") -> ml_collections.ConfigDict:
     config.train.eval_bleu_sentences = 0
     config.decode.beam_size = 1
     config.decode.temperature = 0.8
+    config.export.format = "huggingface"
     config.train.eval_every = 500
     config.train.checkpoint_every = 500
     set_depth(config, depth)

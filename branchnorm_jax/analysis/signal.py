@@ -136,7 +136,8 @@ def draw(signals: Mapping[str, Signal], path: Path, title: str) -> None:
     # Plot zeros at the bottom of the axis instead of omitting them.
     floor = 1e-12
     stacks = list(next(iter(signals.values())).gradient)
-    figure, axes = pyplot.subplots(2, 3, figsize=(13, 6), layout="constrained")
+    size = {"figsize": (13, 3 * len(stacks)), "layout": "constrained"}
+    figure, axes = pyplot.subplots(len(stacks), 3, squeeze=False, **size)
     for index, (method, signal) in enumerate(signals.items()):
         style = figures.line(index)
         for row, stack in enumerate(stacks):
@@ -151,10 +152,9 @@ def draw(signals: Mapping[str, Signal], path: Path, title: str) -> None:
     axes[0, 2].set(title=f"singular values, {stacks[0]} Jacobian", xlabel="rank", yscale="log")
     for axis in axes.flat:
         axis.xaxis.set_major_locator(ticker.MaxNLocator(integer=True))
-    for axis in (axes[1, 2], *axes[len(stacks) :, :2].flat):
+    for axis in axes[1:, 2]:
         axis.axis("off")
-    handles, labels = axes[0, 0].get_legend_handles_labels()
-    axes[1, 2].legend(handles, labels, loc="center", frameon=False)
+    figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside right upper", frameon=False)
     figure.suptitle(title)
     figure.savefig(path, dpi=120)
     pyplot.close(figure)

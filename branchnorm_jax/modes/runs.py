@@ -126,7 +126,7 @@ def preflight(config: Config, workdir: Workdir) -> None:
         narrow, points = flight.run_preflight(config, corpus, progress)
     verdict = flight.judge(points)
     m = narrow.model
-    shape = f"{m.method} {m.depth} at width {m.width}, {flight.ROWS} sentences a batch"
+    shape = f"{m.method} {m.depth} at width {m.width}, {flight.ROWS} rows a batch"
     write_atomically(workdir / "preflight.json", flight.to_json(narrow, verdict, points))
     written = [workdir / "preflight.json"]
     if figures.can_draw("preflight.png"):
@@ -184,7 +184,7 @@ def analyze(config: Config, workdir: Workdir) -> None:
     write_atomically(workdir / "signal.csv", signal.to_csv(signals))
     m = config.model
     state = "untrained" if trained is None else f"after {trained.step} updates"
-    title = f"{state}, {m.depth}, width {m.width}, {batch.source.shape[0]} sentences"
+    title = f"{state}, {m.depth}, width {m.width}, {batch.source.shape[0]} rows"
     signal.draw(signals, workdir / "signal.png", title)
     print(workdir / "signal.csv", workdir / "signal.png", sep="\n")
 

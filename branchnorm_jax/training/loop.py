@@ -511,10 +511,13 @@ class Run:
         if self.mesh.size > 1:
             logs.say(describe_shardings(self.mesh, self.abstract))
         items = len(self.corpus.train.lengths) // self.config.data.tokenisations
-        what = "rows or parts of rows" if c.family == "decoder" else "sentence pairs"
+        what, alone = ("rows or parts of rows", True) if c.family == "decoder" else ("sentence pairs", False)
+        shapes = (
+            f"{rows}x{target}" if alone else f"{rows}x{source}+{target}" for rows, source, target in self._shapes()
+        )
         logs.say(
             f"{items:,} {what}, {self.epoch:.0f} updates per epoch, "
-            f"batches of {', '.join(f'{rows}x{source}+{target}' for rows, source, target in self._shapes())} positions "
+            f"batches of {', '.join(shapes)} positions "
             f"({100 * self.plan.fill:.1f} % real tokens)"
         )
         if self.step == self.total:

@@ -105,7 +105,7 @@ def test_language_models_from_training_to_comparison(text: str, tmp_path: Path) 
     assert again.stdout == generated.stdout
 
     # Several documents end within the rows that are compared.
-    exported = run_main("--mode=export", f"--workdir={runs[0]}", "--config.export.format=huggingface")
+    exported = run_main("--mode=export", f"--workdir={runs[0]}")
     assert exported.returncode == 0, exported.stderr
     assert "largest difference of a token's log-probability" in exported.stderr
 

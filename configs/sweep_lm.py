@@ -35,7 +35,7 @@ def get_config(depth: str = "") -> ml_collections.ConfigDict:
     config.decode.batch_tokens = 8192
     points = "depth=12L train.learning_rate=1.5e-3,3e-3,6e-3,1.2e-2"
     config.sweep.grid = (
-        f"method=pre_ln,deepnorm,rezero,post_ln,gpt2norm,rezero_one {points}"
+        f"method=pre_ln,deepnorm,rezero,post_ln,gpt2norm,rezero_one,prores_pre_ln {points}"
         f" | method=branchnorm train.branch_update_power=0,2 {points}"  # as published, and with the default
         f" | method=gpas,siamese_norm,keel,deepnorm_deeploop,completep,depth_mup,block_attnres,mhc {points}"
         f" | method=pre_ln model.value_residual=True {points} | method=pre_ln model.norm=derf {points}"

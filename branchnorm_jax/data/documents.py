@@ -12,7 +12,7 @@ from typing import Any
 
 from upath import UPath
 
-from branchnorm_jax.data.lines import COMPRESSED, chunks, readable, sized_lines, unique_names
+from branchnorm_jax.data.lines import COMPRESSED, decompressed, sized_lines, unique_names
 from branchnorm_jax.data.textfiles import file_version, files_of
 from branchnorm_jax.errors import UserError
 from branchnorm_jax.options import DataConfig
@@ -99,16 +99,11 @@ def _plain_suffix(path: Path | UPath) -> str:
     return name.with_suffix("").suffix if name.suffix in COMPRESSED else name.suffix
 
 
-def _chunks(path: Path | UPath) -> Iterator[bytes]:
-    with readable(path):
-        yield from chunks(path)
-
-
 def _size(path: Path | UPath) -> int:
     """Returns the number of bytes of a file, uncompressed."""
     if isinstance(path, Path) and path.suffix not in COMPRESSED:
         return path.stat().st_size
-    return sum(map(len, _chunks(path)))
+    return sum(map(len, decompressed(path)))
 
 
 def _lines(path: Path | UPath, first: int, last: int | None) -> Iterator[Part]:
@@ -138,7 +133,7 @@ def _field(path: Path | UPath, number: int, line: str) -> str:
 
 def _whole(path: Path | UPath, first: int, last: int | None) -> Iterator[Part]:
     """Yields a file, or a range of its bytes, line by line."""
-    return _document(_divided(_decoded(path, _between(_chunks(path), first, last), first)))
+    return _document(_divided(_decoded(path, _between(decompressed(path), first, last), first)))
 
 
 def _divided(texts: Iterable[str]) -> Iterator[str]:

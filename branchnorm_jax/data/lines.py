@@ -102,7 +102,7 @@ def chunks(path: Path | UPath) -> Iterator[bytes]:
         yield from _frames(raw, path.suffix) if path.suffix in COMPRESSED else iter(lambda: raw.read(_CHUNK_BYTES), b"")
 
 
-def decompressed(path: Path) -> Iterator[bytes]:
+def decompressed(path: Path | UPath) -> Iterator[bytes]:
     """Yields the chunks of a file. Raises `UserError` during iteration if it cannot be read."""
     with readable(path):
         yield from chunks(path)

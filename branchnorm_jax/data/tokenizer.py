@@ -185,12 +185,13 @@ class Tokenizer:
         return self.target_processor.encode(lines)
 
     def text(self, ids: Iterable[int]) -> str:
-        """Returns the text of token ids up to the first EOS, with its line breaks."""
+        """Returns the text of token ids up to the first EOS, with its line breaks, and without PAD and tags."""
         return str(self.target_processor.decode([int(token) for token in itertools.takewhile(lambda t: t != EOS, ids)]))
 
     def decode_target(self, ids: Iterable[int]) -> str:
-        """Returns the text of token ids up to the first EOS, without PAD."""
-        return _decode(self.target_processor, ids)
+        """Returns the text of token ids up to the first EOS, as one line."""
+        # Byte pieces (byte_fallback) can form line breaks, but each input line must give one output line.
+        return _BREAKS.sub(" ", self.text(ids).strip("\r\n"))
 
 
 def leading_tags(pieces: Sequence[str]) -> list[str]:
@@ -216,13 +217,6 @@ def _exported(side: str, processor: Processor) -> dict[str, bytes]:
     if isinstance(processor, bpe.MosesBPE):
         return {f"{side}.codes": processor.codes()}
     return {f"{side}.spm": processor.serialized_model_proto()}
-
-
-def _decode(processor: Processor, ids: Iterable[int]) -> str:
-    before_eos = itertools.takewhile(lambda token: token != EOS, ids)
-    text = processor.decode([int(token) for token in before_eos])  # drops control symbols, including PAD
-    # Byte pieces (byte_fallback) can form line breaks, but each input line must give one output line.
-    return _BREAKS.sub(" ", text.strip("\r\n"))
 
 
 def train_tokenizer(

@@ -12,6 +12,7 @@ import numpy as np
 from branchnorm_jax.data.tokenizer import Tokenizer
 from branchnorm_jax.decoding import beam
 from branchnorm_jax.decoding.beam import Given, Hypotheses
+from branchnorm_jax.decoding.engine import padded_length
 from branchnorm_jax.model import incremental
 from branchnorm_jax.model.cache import Caches
 from branchnorm_jax.model.coefficients import Alpha
@@ -20,9 +21,6 @@ from branchnorm_jax.model.parameters import Params
 from branchnorm_jax.model.transformer import Transformer
 from branchnorm_jax.options import DecodeConfig
 from branchnorm_jax.tokens import EOS
-
-_SHORTEST = 16
-"""Smallest number of tokens that a program is compiled for. Others are powers of two."""
 
 
 class Continuation(NamedTuple):
@@ -78,7 +76,7 @@ class Generator:
         """
         encoded = [self.encode(prompt)[-self.room :] for prompt in prompts]
         ends = [min(len(ids) + self.config.max_new_tokens, self.context - 1) for ids in encoded]
-        length = min(self.context, _rounded(max(ends, default=0) + 1))
+        length = min(self.context, padded_length(max(ends, default=0) + 1))
         rows = max(1, self.config.batch_tokens // (length * self.config.beam_size))
         found: list[list[Continuation]] = []
         for begin in range(0, len(prompts), rows):
@@ -97,7 +95,7 @@ class Generator:
     ) -> list[list[Continuation]]:
         """Continues prompts that are searched at once, each to at most its entry of `ends`."""
         longest = max(map(len, encoded), default=0)
-        prefix = np.full((len(encoded), _rounded(longest) if longest else 0), -1, np.int32)
+        prefix = np.full((len(encoded), padded_length(longest) if longest else 0), -1, np.int32)
         for row, ids in zip(prefix, encoded, strict=True):
             row[: len(ids)] = ids
         limits = np.array(ends, np.int32)
@@ -145,7 +143,3 @@ class Generator:
             return beam.ranked(beam.run(step, start, config, jnp.int32(rows)))
 
         return search
-
-
-def _rounded(length: int) -> int:
-    return max(_SHORTEST, 1 << (length - 1).bit_length())

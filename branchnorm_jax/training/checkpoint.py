@@ -241,13 +241,11 @@ class Checkpoints:
         Raises:
           StorageError: if a checkpoint of this step exists already.
         """
-        values = jax.tree.map(lambda leaf: np.asarray(leaf).tolist(), alpha)
-        sums = {"params": checksums(params).tolist()}
         saved = self._manager.save(
             step,
             args=ocp.args.Composite(
                 params=ocp.args.StandardSave(params),
-                memory=ocp.args.JsonSave({"checksums": sums, "memory": memory, "alpha": values}),
+                memory=_memory(memory, alpha, params=params),
             ),
         )
         self.close()
@@ -271,11 +269,7 @@ class Checkpoints:
         """
         step = int(state.step)
         rest = _rest(state)
-        sums = {
-            "params": checksums(state.eval_params).tolist(),
-            "training": checksums(rest).tolist(),
-        }
-        values = jax.tree.map(lambda leaf: np.asarray(leaf).tolist(), alpha)
+        saved_memory = _memory(memory, alpha, params=state.eval_params, training=rest)
         self.wait()
         try:
             if step in self._manager.all_steps():
@@ -287,7 +281,7 @@ class Checkpoints:
                 args=ocp.args.Composite(
                     params=ocp.args.StandardSave(state.eval_params),
                     training=ocp.args.StandardSave(rest),
-                    memory=ocp.args.JsonSave({"checksums": sums, "memory": memory, "alpha": values}),
+                    memory=saved_memory,
                 ),
                 metrics=None if score is None else _metrics(score),
             )
@@ -502,6 +496,13 @@ def _mute_storage_library() -> None:
             report_unraisable(lost)
 
     sys.excepthook, sys.unraisablehook = excepthook, unraisablehook
+
+
+def _memory(memory: SavedLoopState, alpha: Alpha, **items: Any) -> ocp.args.JsonSave:
+    """Returns what a checkpoint stores beside its arrays: their checksums, the loop state and alpha."""
+    sums = {name: checksums(item).tolist() for name, item in items.items()}
+    values = jax.tree.map(lambda leaf: np.asarray(leaf).tolist(), alpha)
+    return ocp.args.JsonSave({"checksums": sums, "memory": memory, "alpha": values})
 
 
 def _rest(state: TrainState) -> dict[str, Any]:

@@ -67,18 +67,18 @@ def scale_by_layer_trust_ratio() -> optax.GradientTransformation:
     norms of its combination (DLCL), is the layer axis. Therefore this function computes one ratio per layer.
     """
 
-    def update(updates: Any, state: optax.EmptyState, params: Any = None) -> tuple[optax.Updates, optax.EmptyState]:
+    def update(updates: Any, params: Any = None) -> Any:
         def scale(part: Any, of: Any) -> Any:
-            return optax.scale_by_trust_ratio().update(part, state, of)[0]
+            return optax.scale_by_trust_ratio().update(part, optax.EmptyState(), of)[0]
 
         def scale_leaf(path: Any, part: Any, of: Any) -> Any:
             names = [key.key for key in path[:2]]
             by_layer = names[0] in STACKS or (names[0].endswith("_combination") and names[1] == "norm")
             return (jax.vmap(scale) if by_layer else scale)(part, of)
 
-        return jax.tree.map_with_path(scale_leaf, updates, params), state
+        return jax.tree.map_with_path(scale_leaf, updates, params)
 
-    return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
+    return optax.stateless(update)
 
 
 Factors = Mapping[str, float]
@@ -87,11 +87,11 @@ Factors = Mapping[str, float]
 
 def scale_parts(factors: Factors) -> optax.GradientTransformation:
     """Multiplies the updates of each part of the parameters by a factor."""
-
-    def update(updates: Any, state: optax.EmptyState, params: Any = None) -> tuple[optax.Updates, optax.EmptyState]:
-        return {name: optax.tree.scale(factors.get(name, 1.0), part) for name, part in updates.items()}, state
-
-    return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
+    return optax.stateless(
+        lambda updates, params=None: {
+            name: optax.tree.scale(factors.get(name, 1.0), part) for name, part in updates.items()
+        }
+    )
 
 
 def _adam(train: TrainConfig, factors: Factors) -> optax.GradientTransformation:

@@ -35,12 +35,11 @@ def inverse_sqrt(train: TrainConfig, width: int) -> Schedule:
     >>> [round(float(rate(jnp.int32(step))), 3) for step in (0, 50, 100, 400, 10_000)]
     [0.0, 0.5, 1.0, 0.5, 0.1]
     """
-    peak, warmup, first = train.learning_rate, train.warmup_steps, train.warmup_init
+    warm, peak, warmup = constant(train, width), train.learning_rate, train.warmup_steps
 
     def schedule(step: jax.Array) -> jax.Array:
         u = step.astype(jnp.float32)
-        rising = first + u * ((peak - first) / max(warmup, 1))
-        return jnp.where(u < warmup, rising, peak * jnp.sqrt(max(warmup, 1) / jnp.maximum(u, 1)))
+        return jnp.where(u < warmup, warm(step), peak * jnp.sqrt(max(warmup, 1) / jnp.maximum(u, 1)))
 
     return schedule
 

@@ -171,7 +171,7 @@ class Bucket:
 
     def _upload(self, path: Path) -> None:
         stamp = _stamp(path)
-        # A copy, because the file may grow during the upload.
+        # A copy: if another program writes to the file, the upload still has a fixed size.
         partial = path.with_name(f".{path.name}.part")
         shutil.copyfile(path, partial)
         self._files.put_file(str(partial), self._remote(path))

@@ -51,7 +51,8 @@ def write_atomically(path: Path, text: str) -> None:
     r"""Replaces the content of a file atomically.
 
     Readers see the complete old text or the complete new text, even after a crash. Names of files that are not UTF-8
-    give lone surrogates, which are written as their escapes, such as \udcff; JSON has the same ones.
+    give lone surrogates, which are written as escapes such as \udcff. These are valid in JSON, which is read back
+    unchanged.
 
     Raises:
       StorageError: if the file cannot be written.

@@ -504,7 +504,9 @@ class TrainConfig:
     encoder_rate_steps: int = option(
         0, "number of updates that encoder_rate applies to; 0: all", unit="updates", minimum=0, maximum=1e9
     )
-    clip_norm: float = option(0.0, "maximum gradient norm of all that train.freeze leaves; 0: no clipping", minimum=0)
+    clip_norm: float = option(
+        0.0, "maximum gradient norm of what train.freeze does not name; 0: no clipping", minimum=0
+    )
     learning_rate: float = option(5e-4, "peak learning rate (noam: the factor)", minimum=0, common=True)
     schedule: str = option("inverse_sqrt", "learning-rate schedule, see branchnorm_jax/training/schedules.py")
     warmup_steps: int = option(

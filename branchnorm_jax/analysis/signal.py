@@ -136,8 +136,8 @@ def draw(signals: Mapping[str, Signal], path: Path, title: str) -> None:
     # Plot zeros at the bottom of the axis instead of omitting them.
     floor = 1e-12
     stacks = list(next(iter(signals.values())).gradient)
-    size = {"figsize": (13, 3 * len(stacks)), "layout": "constrained"}
-    figure, axes = pyplot.subplots(len(stacks), 3, squeeze=False, **size)
+    rows = len(stacks)
+    figure, axes = pyplot.subplots(rows, 3, figsize=(13, 3 * rows), layout="constrained", squeeze=False)
     for index, (method, signal) in enumerate(signals.items()):
         style = figures.line(index)
         for row, stack in enumerate(stacks):

@@ -168,7 +168,7 @@ class _Digest:
     """Digest of a text and its vocabulary, fed part by part."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        # The version of this encoding, which is not that of the files: a run that is resumed must find its digest.
+        # A version of its own: resumed runs compare this digest with that of an earlier version of the files.
         self._sha256 = hashlib.sha256(f"1 {tokenizer.sha256}".encode())
 
     def add(self, part: Part) -> None:

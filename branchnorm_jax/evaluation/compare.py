@@ -119,8 +119,9 @@ def paired_test(
 
     It gives the results of the `sacrebleu` command, with the same seed, but no p-value that the data cannot support:
     p = 1 for equal scores, and p >= 2^(1 - n) for systems that differ in n lines. Exchanging the systems' lines at
-    random leaves all n in place, or exchanges all of them, with this probability, and both give the observed
-    difference. sacreBLEU counts only samples with a larger difference, so for small n its p-values are too small.
+    random leaves all n in place, or exchanges all of them, with probability 2^(1 - n), and both give the observed
+    difference. sacreBLEU counts only samples with a larger difference, so for small n its p-values are too small. The
+    bound also applies to the bootstrap.
 
     Returns:
       metric -> (signature, {system: result}); the result of the first system has no p-value.

@@ -17,7 +17,7 @@ from branchnorm_jax.files import write_atomically
 def scores(nll: np.ndarray, text: TextStore, context: int, stride: int) -> list[Score]:
     """Returns bits per byte, perplexity per token and nll per token in nats, of nll [n - 1].
 
-    The signatures name the number of unknown tokens, if there are any: what they stand for costs next to nothing.
+    The signatures name the number of unknown tokens, if there are any: each costs few bits, however much text it is.
     """
     total, signature = float(nll.sum(dtype=np.float64)), f"context:{context}|stride:{stride}"
     signature += f"|unknown:{text.unknown}" if text.unknown else ""
@@ -70,7 +70,7 @@ UNITS = 30
 """Texts with fewer documents are resampled line by line. With fewer lines, there is no p-value."""
 
 
-def compare_texts(systems: Mapping[str, LineLosses]) -> dict[str, Any]:
+def compare_texts(systems: Mapping[str, LineLosses], signatures: Mapping[str, str] | None = None) -> dict[str, Any]:
     """Compares language models on one text, by a paired bootstrap over its documents.
 
     Each sample draws as many documents as the text has, with replacement. If there are fewer than `UNITS`, it draws
@@ -80,10 +80,12 @@ def compare_texts(systems: Mapping[str, LineLosses]) -> dict[str, Any]:
     Args:
       systems: losses of each of at least two models by name; the first one is the baseline. Their vocabularies may
         differ.
+      signatures: how the losses of each model were computed.
 
     Returns:
       The content of compare.json: "unit" and "units", and for each model bits per byte, half the width of its 95 %
-      interval and, except for the baseline, the difference and its p-value (None for fewer than `UNITS` units).
+      interval, its signature and, except for the baseline, the difference and its p-value (None for fewer than `UNITS`
+      units).
 
     Raises:
       UserError: if they were not evaluated on one text.
@@ -94,8 +96,8 @@ def compare_texts(systems: Mapping[str, LineLosses]) -> dict[str, Any]:
         own = systems[name]
         if not all(np.array_equal(a, b) for a, b in zip(own[:3], first[:3], strict=True)):
             raise UserError(
-                f"compare: {name} and {baseline} were evaluated on different texts, which the results.json of each "
-                "names; run --mode=evaluate for both with the same text"
+                f'compare: {name} and {baseline} were evaluated on different texts (see "run" in each results.json); '
+                "run --mode=evaluate for both with the same text"
             )
     documents = len(np.unique(first.document))
     unit = first.document if documents >= UNITS else np.arange(len(first.document))
@@ -110,6 +112,8 @@ def compare_texts(systems: Mapping[str, LineLosses]) -> dict[str, Any]:
         samples[name] = draws @ nll / (draws @ sizes)
         low, high = np.percentile(samples[name], [2.5, 97.5])
         rows[name] = {"bits_per_byte": float(nll.sum() / sizes.sum()), "interval": float(high - low) / 2}
+        if signatures:
+            rows[name]["signature"] = signatures[name]
         if name != baseline:
             difference = rows[name]["bits_per_byte"] - rows[baseline]["bits_per_byte"]
             sampled = samples[name] - samples[baseline]
@@ -125,15 +129,15 @@ def compare_texts(systems: Mapping[str, LineLosses]) -> dict[str, Any]:
 
 
 def format_comparison(comparison: Mapping[str, Any]) -> str:
-    """Formats the result of `compare_texts` as a table. Each system has a "signature" as well."""
+    """Formats the result of `compare_texts` as a table."""
     rows, width = comparison["systems"], max(map(len, comparison["systems"]))
     lines = [f"bits per byte, bootstrap over {comparison['units']:,} {comparison['unit']}s"]
     for name, row in rows.items():
-        text = f"{name:<{width}}  {row['bits_per_byte']:.4f} ± {row['interval']:.4f}  {row['signature']}"
+        text = f"{name:<{width}}  {row['bits_per_byte']:.4f} ± {row['interval']:.4f}"
         if "difference" in row:
             p_value = row["p_bootstrap"]
             text += f"  {row['difference']:+.4f}  " + (
                 "too few for a p-value" if p_value is None else f"p = {p_value:.4f}"
             )
-        lines.append(text)
+        lines.append(f"{text}  {row['signature']}" if "signature" in row else text)
     return "\n".join(lines)

@@ -18,7 +18,7 @@ from branchnorm_jax.workdir import Workdir, runs_near
 
 
 def compare(config: Config, workdir: Workdir) -> None:
-    """Compares the systems of `compare.systems`; prints a table, writes compare.json and compare.html."""
+    """Compares the systems of `compare.systems`; prints a table, writes compare.json and, for translations, a page."""
     split, reference = config.compare.split, config.compare.reference
     given = systems_of(config.compare.systems)
     names = [name for name, _ in given]
@@ -35,12 +35,10 @@ def compare(config: Config, workdir: Workdir) -> None:
     runs = runs_of(given)
     if losses := losses_of(config.compare, names, runs):
         workdir.make()
-        compared = compare_texts(losses)
         signatures = {name: signature_of(runs[name], split) for name in losses}
-        for name, row in compared["systems"].items():
-            row["signature"] = signatures[name]
         if len({*signatures.values()}) > 1:
-            logs.say("the windows or the unknown tokens of the models differ, see their signatures")
+            logs.say("context, stride or the number of unknown tokens differ between the models; see their signatures")
+        compared = compare_texts(losses, signatures)
         write_atomically(workdir / "compare.json", json.dumps(compared, indent=2, ensure_ascii=False) + "\n")
         print(format_comparison(compared), workdir / "compare.json", sep="\n")
         return
@@ -143,7 +141,10 @@ def signature_of(workdir: Workdir, split: str) -> str:
     try:
         return str(json.loads(path.read_text(encoding="utf-8"))[split]["bits_per_byte"]["signature"])
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{path}: has no bits per byte of {split}; run --mode=evaluate there") from error
+        raise UserError(
+            f"{path}: has no bits per byte of {split} (a later evaluation with other options replaces them); run "
+            "--mode=evaluate there"
+        ) from error
 
 
 def written(workdir: Workdir, split: str, side: str) -> list[str]:

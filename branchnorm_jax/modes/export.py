@@ -10,6 +10,7 @@ import numpy as np
 
 from branchnorm_jax.bucket import is_url
 from branchnorm_jax.data.corpus import read_pairs
+from branchnorm_jax.decoding.languages import Languages
 from branchnorm_jax.decoding.translate import Translator
 from branchnorm_jax.errors import UserError
 from branchnorm_jax.export import ctranslate2, fold, huggingface
@@ -54,12 +55,10 @@ def export(config: Config, workdir: Workdir) -> None:
         logs.say("other engines divide scores by L^p: set their length penalty accordingly")
     if config.decode.temperature:
         logs.say("decode.temperature is not exported: to sample in the other engine, set its own options")
-    tagged, begins = config.data.pairs and config.data.tags in ("target", "both", "each"), ""
-    if tagged:
-        targets = {direction.target_lang for direction in config.data.directions()}
-        target = config.decode.target_lang or (targets.pop() if len(targets) == 1 else "")
-        begins = f">>{target}<<" if target else ""
-        passed = "pass it to CTranslate2 as target_prefix"
+    Languages(config.data, tokenizer).check(config.decode.source_lang, config.decode.target_lang)
+    begins = _first_tag(config)
+    if _begins_with_tag(config):
+        passed = f"pass {begins or 'it'} to CTranslate2 as target_prefix"
         if e.format == "huggingface":
             passed = "pass its id to generate as forced_bos_token_id, or set decode.target_lang"
             passed = f"generate puts {begins} there, unless forced_bos_token_id is another one" if begins else passed
@@ -109,6 +108,18 @@ def _languages(config: Config) -> tuple[str, str]:
     first, *others = config.data.directions()
     given = ("", "") if others and config.data.tags == "each" else (first.source_lang, first.target_lang)
     return config.decode.source_lang or given[0], config.decode.target_lang or given[1]
+
+
+def _begins_with_tag(config: Config) -> bool:
+    """Returns whether translations begin with the tag of their language."""
+    return bool(config.data.pairs) and config.data.tags in ("target", "both", "each")
+
+
+def _first_tag(config: Config) -> str:
+    """Returns the tag that begins every translation; "" if there is none, or if the user has to choose it."""
+    targets = {direction.target_lang for direction in config.data.directions()}
+    target = config.decode.target_lang or (targets.pop() if len(targets) == 1 else "")
+    return f">>{target}<<" if target and _begins_with_tag(config) else ""
 
 
 def check_export(

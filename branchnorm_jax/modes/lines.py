@@ -5,8 +5,9 @@ import itertools
 import json
 import os
 from collections.abc import Iterator
+from io import FileIO
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 
@@ -107,8 +108,8 @@ def translated(
                 bar.update,
                 required,
                 tags,
-                config.decode.alignments,
-                name,
+                attention=config.decode.alignments,
+                name=name,
             )
         hinted = hinted or hint_at_sentences(config, trained, sources, results, done, name)
         split += count_split(results)
@@ -176,8 +177,7 @@ def translate_file(config: Config, trained: Trained, source: Path, target: Path)
     made_of["vocabulary"] = trained.translator.tokenizer.sha256
     made_of["models"] = trained.checksums
     made_of["terms"] = trained.translator.glossary.sha256
-    kept = "it keeps the finished lines, and the same command continues after them"
-    with storing(part, kept), writable(part) as file:
+    with writable(part) as file:
         done, before = finished_lines(part), read_record(record)
         if done and before != made_of:
             changed = ", ".join(name for name in made_of if before.get(name) != made_of[name])
@@ -198,11 +198,18 @@ def translate_file(config: Config, trained: Trained, source: Path, target: Path)
             for _ in range(done // CHUNK):
                 next(chunks)
             for lines in translated(config, trained, chunks, done, total):
-                file.write("".join(line + "\n" for line in lines).encode())
-                file.flush()
-                os.fsync(file.fileno())
-        os.replace(part, target)
-        record.unlink()
+                with storing(part, "it keeps the finished lines, and the same command continues after them"):
+                    append("".join(line + "\n" for line in lines).encode(), file)
+        with storing(target):
+            os.replace(part, target)
+            record.unlink()
+
+
+def append(content: bytes, file: FileIO) -> None:
+    """Writes to an unbuffered file, which may take a part at a time, and to the disk."""
+    while content:
+        content = content[file.write(content) :]
+    os.fsync(file.fileno())
 
 
 def read_record(path: Path) -> dict[str, Any]:
@@ -215,15 +222,15 @@ def read_record(path: Path) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def writable(path: Path) -> Iterator[BinaryIO]:
-    """Opens a file for appending and locks it.
+def writable(path: Path) -> Iterator[FileIO]:
+    """Opens a file for appending, without a buffer that could fail when it is closed, and locks it.
 
     Raises:
       UserError: if the file cannot be opened, or another process has locked or just finished it.
     """
     with contextlib.ExitStack() as stack:
         try:
-            file = stack.enter_context(open(path, "ab"))
+            file = stack.enter_context(open(path, "ab", buffering=0))
         except OSError as error:
             raise UserError(f"{path}: cannot be written: {error.strerror}; choose another decode.output") from error
         lock(file, f"{path}: another process is writing this translation")
@@ -295,7 +302,8 @@ def scored(config: Config, trained: Trained, chunks: Iterator[list[str]], name: 
         lines, tags = languages.split_tags(lines, config.decode.target_lang, done + 1, config.decode.source_lang, name)
         hinted = hinted or hint_at_tag(languages, [line.partition("\t")[0] for line in lines], done, name)
         pairs = pairs_of(lines, done, "target", name)
-        if (fits := trained.translator.fits(pairs, tags)) and not all(fits):
+        fits = trained.translator.fits(pairs, tags)
+        if not all(fits):
             number, longest = done + 1 + fits.index(False), trained.translator.engine.longest
             raise UserError(
                 f"{name}, line {number}: longer than the {longest} positions of the model (model.max_positions); "

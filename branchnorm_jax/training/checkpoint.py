@@ -114,7 +114,7 @@ def _of_all(fault: str) -> str:
 class _LatestRegular:
     """Keeps the `n` newest checkpoints at multiples of `every`, for rollbacks.
 
-    Those of best validations come at other steps, too, and `LatestN` may keep none that is old enough.
+    Best validations also save checkpoints, at other steps, so the newest ones may all be too new.
     """
 
     n: int
@@ -137,7 +137,7 @@ class Checkpoints:
 
         Args:
           directory: the folder of the checkpoints.
-          train: the options `keep_last` and `keep_best`.
+          train: the options of checkpoints and rollbacks.
           warn: receives one line for each checkpoint that cannot be used.
           read_only: False only for the training process that holds the lock of the workdir. That process creates the
             folder and deletes temporary directories in it.
@@ -148,7 +148,7 @@ class Checkpoints:
         self._warn = warn
         self._failed = False  # Whether a save has failed.
         keep: list[preservation_policy.PreservationPolicy] = [preservation_policy.LatestN(train.keep_last)]
-        if train.may_roll_back:
+        if train.may_roll_back and train.rollback == "batches":
             keep.append(_LatestRegular(train.keep_last, train.checkpoint_every))
         if train.keep_best:
             keep.append(

@@ -178,20 +178,21 @@ def first_parameters(config: Config, model: Transformer) -> tuple[Params, int]:
         logs.say(f"{config.model.grown_from} grows from the parameters of {parent.path}, step {step}")
         fresh = model.init(jax.random.fold_in(jax.random.key(config.train.seed), INIT_STREAM))
         return deepen.deepened(params, alpha, fresh, config.model), 0
-    schedule = growth.alpha(config.model)
-    end = schedule(jnp.int32(config.model.alpha_steps))
-    largest, allowed = (max(float(values.max()) for values in by_stack.values()) for by_stack in (alpha, end))
-    if get_recipe(config.model.method).grows and largest > allowed + 1e-6:
-        raise UserError(
-            f"{option}: alpha is {largest:.3g} in {parent.path}, but ends at {allowed:.3g} here; "
-            f"set model.alpha_end={theirs.model.alpha_end or '1'}"
-        )
-    mean, begin = schedules.mean(alpha), schedules.mean(schedule(jnp.int32(0)))
-    if get_recipe(config.model.method).grows and begin > mean + 1e-6:
-        raise UserError(
-            f"{option}: the mean of alpha is {mean:.3g} in {parent.path}, but begins at {begin:.3g} here; "
-            f"set model.alpha_start={theirs.model.alpha_start or '0'} and model.alpha_order={theirs.model.alpha_order}"
-        )
+    if get_recipe(config.model.method).grows:
+        begin, end = (growth.alpha(config.model)(jnp.int32(clock)) for clock in (0, config.model.alpha_steps))
+        largest, allowed = (max(float(values.max()) for values in by_stack.values()) for by_stack in (alpha, end))
+        if largest > allowed + 1e-6:
+            raise UserError(
+                f"{option}: alpha is {largest:.3g} in {parent.path}, but ends at {allowed:.3g} here; "
+                f"set model.alpha_end={theirs.model.alpha_end or '1'}"
+            )
+        mean, first = schedules.mean(alpha), schedules.mean(begin)
+        if first > mean + 1e-6:
+            names = "alpha_start", "alpha_order"
+            raise UserError(
+                f"{option}: the mean of alpha is {mean:.3g} in {parent.path}, but begins at {first:.3g} here; set "
+                + " ".join(f"model.{name}={getattr(theirs.model, name)}" for name in names)
+            )
     logs.say(f"starting from the parameters of {parent.path}, step {step}")
     return params, schedules.clock_at(config.model, alpha)
 

@@ -93,12 +93,12 @@ def hidden(module: str) -> Iterator[None]:
 class TensorBoard:
     """Writes scalars to TensorBoard event files, without TensorFlow.
 
-    Points are written at once, and not by the thread of tensorboardX's `SummaryWriter`: if the disk is full, that
-    thread ends, and the program waits for it for ever.
+    The calling thread writes the points, and not the thread of tensorboardX's `SummaryWriter`: if the disk is full,
+    that thread ends, and the program waits for it for ever.
     """
 
     SYNC = 30.0
-    """Seconds after which the points are synchronised with the disk, which may take longer than an update."""
+    """Seconds after which the next call writes the buffered points to the disk, which may take a while."""
 
     def __init__(self, directory: Path, first_step: int) -> None:
         """Opens an event file in `directory`.
@@ -122,8 +122,10 @@ class TensorBoard:
         self._event, self._scalar = Event, scalar
         with storing(directory):
             directory.mkdir(exist_ok=True)
-            self._events = EventsWriter(str(directory / "events"))
-            self._events.write_event(Event(step=first_step, session_log=SessionLog(status=SessionLog.START)))
+            # The library names files by whole seconds, and would replace one that a rollback has just closed.
+            self._events = EventsWriter(str(directory / "events"), f".{first_step}.{time.time_ns()}")
+            start = SessionLog(status=SessionLog.START)
+            self._events.write_event(Event(wall_time=time.time(), step=first_step, session_log=start))
 
     def write(self, step: int, scalars: Mapping[str, float]) -> None:
         """Adds one point per name at `step`. Values that are not finite are skipped.

@@ -122,7 +122,7 @@ def check_names(config: Config, elsewhere: int = 0) -> None:
     alpha = growth.alpha(config.model)
     if config.train.may_roll_back and config.train.rollback == "alpha":
         first, last = (alpha(jnp.int32(clock)) for clock in (0, config.model.alpha_steps))
-        if recipe.branch.end is None or all(jax.tree.leaves(jax.tree.map(jnp.array_equal, first, last))):
+        if not recipe.grows or all(jax.tree.leaves(jax.tree.map(jnp.array_equal, first, last))):
             raise UserError(
                 f"config: train.rollback=alpha: alpha does not grow with {config.model.method} and these options; use "
                 "train.rollback=batches"
@@ -260,7 +260,7 @@ class Run:
             self.checkpoints.wait()
         rollback = trouble.plan_rollback(decision, train, before)
         del self.state  # The device memory may be too small for two states.
-        # All checkpoints are from before the trouble. If all are newer than `until`, restore the oldest one.
+        # If all checkpoints are newer than `until`, restore the oldest one.
         until = max(rollback.until, min(self.checkpoints.steps(), default=0))
         self.state, restored = self._restored(until)
         self.step, self.stop_reason = int(self.state.step), ""
@@ -269,6 +269,9 @@ class Run:
         if rollback.left_out:
             first, last = rollback.left_out
             first = max(first, self.step)  # Updates before the oldest checkpoint cannot be left out.
+            if first > last:
+                text = f"diverged: {decision.reason}; there is no checkpoint from before the trouble"
+                raise DivergedError(text, decision.step, decision.kind)
             self.loop_state.left_out.append([first, last])
             change = f"leaving out the batches of updates {first} to {last}"
         else:

@@ -116,8 +116,8 @@ def layer_statistics(
 def weak_layers(gradient: Mapping[str, Any], alpha: Mapping[str, Any] | None = None) -> dict[str, list[int]]:
     """Returns the weak layers of each stack (see `WEAK`), counted from 1.
 
-    A stack without any gradient has no weak layers, nor has one with a norm that is not finite: beside infinity, all
-    others would seem to vanish.
+    A stack without any gradient, or with a norm that is not finite, has no weak layers: next to infinity, all other
+    norms would look small.
 
     Args:
       gradient: stack -> norm of each layer's gradient, [L].

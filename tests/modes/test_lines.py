@@ -48,12 +48,12 @@ def test_interrupted_translation_continues(
 
     original, calls = Translator.translate, 0
 
-    def dies(self: Translator, *arguments: Any) -> Any:
+    def dies(self: Translator, *arguments: Any, **named: Any) -> Any:
         nonlocal calls
         calls += 1
         if calls == 3:
             raise KeyboardInterrupt
-        return original(self, *arguments)
+        return original(self, *arguments, **named)
 
     monkeypatch.setattr(Translator, "translate", dies)
     (tmp_path / "link").symlink_to(other)
@@ -102,7 +102,7 @@ def test_input_and_output_options(trained: Path, tmp_path: Path) -> None:
 
 
 def test_messages_about_a_line_name_the_file(trained: Path, capsys: Any) -> None:
-    """A model with few learned positions, of which only the vocabulary matters here."""
+    """Only the vocabulary of the model with few learned positions matters here."""
     config = options(trained, target_prefix=True, input="a.tsv", max_length_a=0.0, max_length_b=2)
     run = load(config, Workdir(trained))
     model = run.translator.model

@@ -144,7 +144,7 @@ def test_exported_models_begin_with_the_target_tag(tmp_path: Path) -> None:
         tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
         tags = tokenizer.convert_tokens_to_ids([">>de<<", ">>en<<"])
         assert model.generation_config.forced_bos_token_id == (tags[0] if language else None)
-        for tag in tags[not language :]:
+        for tag in tags if language else tags[1:]:
             options_of_tag = {} if tag == tags[0] else {"forced_bos_token_id": tag}
             found = model.generate(**tokenizer("ten", return_tensors="pt"), max_new_tokens=4, **options_of_tag)
             assert found[0, 1] == tag

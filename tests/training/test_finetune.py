@@ -156,7 +156,9 @@ def test_alpha_must_not_begin_above_that_of_the_parent(trained: Path, tmp_path: 
     parent = dataclasses.replace(parent, model=dataclasses.replace(parent.model, alpha_steps=100))
     before, child = Workdir(tmp_path / "parent"), Workdir(tmp_path / "child")
     loop.train(dataclasses.replace(parent, train=dataclasses.replace(parent.train, steps=20)), before)
-    with pytest.raises(UserError, match=r"alpha is 0.2 in .*, but begins at 0.\d+ here; set model.alpha_start=0 and"):
+    with pytest.raises(
+        UserError, match=r"alpha is 0.2 in .*, but begins at 0.\d+ here; set model.alpha_start= model.alpha_order=equal"
+    ):
         loop.train(child_of(before.path, model=model), child)
 
 

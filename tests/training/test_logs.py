@@ -7,6 +7,7 @@ import math
 import resource
 import struct
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -103,6 +104,9 @@ def test_a_log_that_cannot_be_written_is_named(
 
 def test_event_files_have_the_points_and_hide_repeated_ones(tmp_path: Path) -> None:
     event_pb2 = pytest.importorskip("tensorboardX.proto.event_pb2")
+    TensorBoard(tmp_path / "other", 0).close()
+    TensorBoard(tmp_path / "other", 0).close()
+    assert len(list((tmp_path / "other").iterdir())) == 2, "a second file in the same second replaces none"
     board = TensorBoard(tmp_path, 3)
     board.write(3, {"loss": 2.5, "norm": math.nan})
     board.write(4, {"loss": 1.5, "valid/nll": 0.5})
@@ -114,6 +118,7 @@ def test_event_files_have_the_points_and_hide_repeated_ones(tmp_path: Path) -> N
         events.append(event_pb2.Event.FromString(content[12 : 12 + size]))
         content = content[16 + size :]
     first, start, *points = events
+    assert all(abs(event.wall_time - time.time()) < 600 for event in events)
     assert first.file_version == "brain.Event:2"
     assert (start.step, start.session_log.status) == (3, event_pb2.SessionLog.START)
     values = [(event.step, value.tag, value.simple_value) for event in points for value in event.summary.value]

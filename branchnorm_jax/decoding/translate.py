@@ -69,12 +69,11 @@ class Translator:
         params: Params,
         alpha: Alpha,
         lines: Sequence[str],
-        first_line: int = 1,
+        first: tuple[str, int] = ("", 1),
         progress: Callable[[int], Any] = lambda done: None,
         required: Sequence[Required] | None = None,
         tags: Sequence[Tags] | None = None,
         attention: bool = False,
-        name: str = "",
     ) -> list[list[Translation]]:
         """Returns the `nbest` translations of each line, in input order.
 
@@ -87,12 +86,11 @@ class Translator:
           params: the model's parameters.
           alpha: alpha_t of the checkpoint.
           lines: source text.
-          first_line: number of the first line, used in warnings and to seed samples.
+          first: name of the input, for warnings, and number of the first line, which also seeds samples.
           progress: called with the number of lines that have been finished since the last call.
           required: what the translation of each line must contain, beside the terms of the glossary.
           tags: language tags of each line, for a multilingual model.
           attention: whether to compute attention weights.
-          name: name of the input, used in warnings.
 
         Raises:
           UserError: if the model cannot write a required prefix or phrase.
@@ -101,11 +99,11 @@ class Translator:
         each = zip(lines, tags or [NO_TAGS] * len(lines), required, strict=True)
         given = [
             Line(text, number, tag, needed, self.config.nbest, attention)
-            for number, (text, tag, needed) in enumerate(each, start=first_line)
+            for number, (text, tag, needed) in enumerate(each, start=first[1])
         ]
         results = self.translate_lines(params, alpha, given, progress)
         for line, (best, *_) in zip(given, results, strict=True):
-            where = f"{name}, line {line.number}" if name else f"line {line.number}"
+            where = f"{first[0]}, line {line.number}" if first[0] else f"line {line.number}"
             if best.warning:
                 self.warn(f"{where}: {best.warning}")
             if best.score == -math.inf:

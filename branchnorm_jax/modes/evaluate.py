@@ -66,7 +66,7 @@ def evaluate(config: Config, workdir: Workdir) -> None:
         agree(config, **{f"the text of {name}": hashlib.sha256(json.dumps([sources, references]).encode()).hexdigest()})
         with logs.progress_bar(len(sources), 0, "line", name) as bar:
             nbest = trained.translator.translate(
-                trained.params, trained.alpha, sources, progress=bar.update, tags=[tag] * len(sources), name=name
+                trained.params, trained.alpha, sources, (name, 1), bar.update, tags=[tag] * len(sources)
             )
         say_split(count_split(nbest), config.decode, trained.translator.limit)
         if not hosts.is_first():

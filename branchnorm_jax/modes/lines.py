@@ -104,12 +104,11 @@ def translated(
                 trained.params,
                 trained.alpha,
                 sources,
-                done + 1,
+                (name, done + 1),
                 bar.update,
                 required,
                 tags,
-                attention=config.decode.alignments,
-                name=name,
+                config.decode.alignments,
             )
         hinted = hinted or hint_at_sentences(config, trained, sources, results, done, name)
         split += count_split(results)

@@ -187,7 +187,7 @@ def test_long_lines_are_cut_with_a_warning(translator: tuple[Translator, dict]) 
     short = dataclasses.replace(
         engine, config=dataclasses.replace(engine.config, max_input_length=6, split="none"), warn=warnings.append
     )
-    translations = short.translate(params, ALPHA, ["red", " ".join(WORDS)], first_line=41)
+    translations = short.translate(params, ALPHA, ["red", " ".join(WORDS)], first=("", 41))
     assert len(warnings) == 1
     assert "line 42" in warnings[0]
     ids = engine.tokenizer.encode_source([" ".join(WORDS)])[0]

@@ -43,8 +43,12 @@ def storing(path: Path, advice: str = "") -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        message = f"{error.filename or path}: cannot be written ({error.strerror or error})"
+        message = _unwritable(error.filename or path, error)
         raise StorageError(f"{message}; {advice}" if advice else message) from error
+
+
+def _unwritable(name: object, error: OSError) -> str:
+    return f"{name}: cannot be written ({error.strerror or error})"
 
 
 def write_atomically(path: Path, text: str) -> None:
@@ -90,7 +94,7 @@ def _temporary(final: Path) -> Iterator[Path]:
         yield temporary
     except OSError as error:
         name = str(error.filename or final).replace(str(temporary), str(final))
-        raise StorageError(f"{name}: cannot be written ({error.strerror or error})") from error
+        raise StorageError(_unwritable(name, error)) from error
     finally:
         _delete(temporary)
 

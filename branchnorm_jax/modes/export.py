@@ -10,6 +10,7 @@ import numpy as np
 
 from branchnorm_jax.bucket import is_url
 from branchnorm_jax.data.corpus import read_pairs
+from branchnorm_jax.data.tokenizer import Tokenizer
 from branchnorm_jax.decoding.languages import Languages
 from branchnorm_jax.decoding.translate import Translator
 from branchnorm_jax.errors import UserError
@@ -56,8 +57,9 @@ def export(config: Config, workdir: Workdir) -> None:
     if config.decode.temperature:
         logs.say("decode.temperature is not exported: to sample in the other engine, set its own options")
     Languages(config.data, tokenizer).check(config.decode.source_lang, config.decode.target_lang)
-    begins = _first_tag(config)
-    if _begins_with_tag(config):
+    tags = _first_tags(config, tokenizer)
+    begins = tags[0] if len(tags) == 1 else ""
+    if tags:
         passed = f"pass {begins or 'it'} to CTranslate2 as target_prefix"
         if e.format == "huggingface":
             passed = "pass its id to generate as forced_bos_token_id, or set decode.target_lang"
@@ -110,16 +112,11 @@ def _languages(config: Config) -> tuple[str, str]:
     return config.decode.source_lang or given[0], config.decode.target_lang or given[1]
 
 
-def _begins_with_tag(config: Config) -> bool:
-    """Returns whether translations begin with the tag of their language."""
-    return bool(config.data.pairs) and config.data.tags in ("target", "both", "each")
-
-
-def _first_tag(config: Config) -> str:
-    """Returns the tag that begins every translation; "" if there is none, or if the user has to choose it."""
-    targets = {direction.target_lang for direction in config.data.directions()}
-    target = config.decode.target_lang or (targets.pop() if len(targets) == 1 else "")
-    return f">>{target}<<" if target and _begins_with_tag(config) else ""
+def _first_tags(config: Config, tokenizer: Tokenizer) -> list[str]:
+    """Returns the language tags that translations begin with, one of them each; [] if they begin with text."""
+    data, chosen = config.data, config.decode.target_lang
+    tags = (tokenizer.tags(data, data.sources[0], target) for target in ([chosen] if chosen else data.targets))
+    return [tokenizer.target_pieces[tag] for each in tags for tag in each.target]
 
 
 def check_export(

@@ -514,10 +514,9 @@ class Run:
         if self.mesh.size > 1:
             logs.say(describe_shardings(self.mesh, self.abstract))
         items = len(self.corpus.train.lengths) // self.config.data.tokenisations
-        what, alone = ("rows or parts of rows", True) if c.family == "decoder" else ("sentence pairs", False)
-        shapes = (
-            f"{rows}x{target}" if alone else f"{rows}x{source}+{target}" for rows, source, target in self._shapes()
-        )
+        one_side = c.family == "decoder"
+        what = "rows or parts of rows" if one_side else "sentence pairs"
+        shapes = (f"{rows}x{target if one_side else f'{source}+{target}'}" for rows, source, target in self._shapes())
         logs.say(
             f"{items:,} {what}, {self.epoch:.0f} updates per epoch, "
             f"batches of {', '.join(shapes)} positions "

@@ -12,6 +12,7 @@ from branchnorm_jax.errors import UserError
 from branchnorm_jax.evaluation import compare as comparing
 from branchnorm_jax.evaluation.text import LineLosses, compare_texts, format_comparison, read_losses
 from branchnorm_jax.files import real, write_atomically
+from branchnorm_jax.modes.output import best_translation
 from branchnorm_jax.options import CompareConfig, Config
 from branchnorm_jax.training import logs
 from branchnorm_jax.workdir import Workdir, runs_near
@@ -43,7 +44,7 @@ def compare(config: Config, workdir: Workdir) -> None:
         print(format_comparison(compared), workdir / "compare.json", sep="\n")
         return
     systems = {
-        name: written(runs[name], split, "hypothesis") if name in runs else list(text_lines(Path(path)))
+        name: written(runs[name], split, "hypothesis") if name in runs else translations_of(Path(path))
         for name, path in given
     }
     references = list(text_lines(Path(reference))) if reference else []
@@ -113,6 +114,21 @@ def runs_of(systems: Sequence[tuple[str, str]]) -> dict[str, Workdir]:
         if load_config(config).sweep.grid and not run.has_checkpoints:
             raise UserError(f"compare: {run.path} is the folder of a sweep; name the folders of its runs")
     return runs
+
+
+def translations_of(path: Path) -> list[str]:
+    """Returns the translations in a file: its lines, or what is best in each line of `decode.format=jsonl`.
+
+    Raises:
+      UserError: if the file cannot be read.
+    """
+    translations = []
+    for number, line in enumerate(text_lines(path), start=1):
+        try:
+            translations.append(best_translation(line))
+        except (ValueError, LookupError, TypeError) as error:
+            raise UserError(f"{path}, line {number}: no translation in this JSON: {error}") from error
+    return translations
 
 
 def losses_of(config: CompareConfig, names: Sequence[str], runs: Mapping[str, Workdir]) -> dict[str, LineLosses]:

@@ -50,6 +50,18 @@ def json_line(source: str, hypotheses: Sequence[Translation], config: DecodeConf
     return to_json({"source": source} | (each[0] if config.nbest == 1 else {"hypotheses": each}))
 
 
+def best_translation(line: str) -> str:
+    """Returns the best translation in a line of `json_line`, and any other line as it is.
+
+    Raises:
+      ValueError, LookupError, TypeError: if the line begins like one of `json_line` and is something else.
+    """
+    if not line.startswith('{"source": '):
+        return line
+    fields = json.loads(line)
+    return str(fields.get("hypotheses", [fields])[0]["translation"])
+
+
 def to_json(values: dict[str, Any]) -> str:
     """Returns an object as one line of JSON."""
     return json.dumps(values, ensure_ascii=False, allow_nan=False)

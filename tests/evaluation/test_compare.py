@@ -287,6 +287,10 @@ def test_invalid_input_is_rejected(tmp_path: Path) -> None:
         mode_compare(
             Config(compare=CompareConfig(systems=f"{__file__},{file}", reference=str(file))), Workdir(Path("x"))
         )
+    (tmp_path / "cut.jsonl").write_text('{"source": "x", "translation": "y"}\n{"source": "x", "tra\n')
+    systems = CompareConfig(systems=f"{tmp_path / 'cut.jsonl'},{file}", reference=str(file), target_lang="en")
+    with pytest.raises(UserError, match=r"cut\.jsonl, line 2: no translation in this JSON"):
+        mode_compare(Config(compare=systems), Workdir(Path("x")))
     systems = CompareConfig(systems=f"{__file__},{file}", reference=str(file), target_lang="en")
     with pytest.raises(UserError, match="cannot write in this workdir"):
         mode_compare(Config(compare=systems), Workdir(file))

@@ -1,5 +1,6 @@
 """JSON output has the values of the text output, and its alignments are places in its lists of pieces."""
 
+import dataclasses
 import json
 import math
 from pathlib import Path
@@ -12,7 +13,7 @@ from branchnorm_jax.data import numerals
 from branchnorm_jax.data.tokenizer import Tokenizer, train_tokenizer
 from branchnorm_jax.decoding.parts import Part
 from branchnorm_jax.decoding.results import Translation, joined
-from branchnorm_jax.modes.output import json_line, plain_lines
+from branchnorm_jax.modes.output import best_translation, json_line, plain_lines
 from branchnorm_jax.options import DataConfig, DecodeConfig
 from tests.conftest import run_main
 
@@ -62,6 +63,9 @@ def test_json_equals_text(tokenizer: Tokenizer, parts: list[str]) -> None:
         assert alignment.split() == [f"{places[0][i]}-{places[1][j]}" for i, j in fields["alignments"]]
         assert "</s>" not in [targets[j] for _, j in fields["alignments"]]
     best = found[:1]
+    for shown in (found, best):
+        line = json_line("x", shown, dataclasses.replace(config, nbest=len(shown)), tokenizer)
+        assert best_translation(line) == best[0].text
     plain = json.loads(json_line("x", best, DecodeConfig(), tokenizer))
     assert plain.keys() == {"source", "translation", "score", "log_prob"} | ({"parts"} if len(parts) > 1 else set())
     assert plain["translation"] == plain_lines(0, best, DecodeConfig())[0]

@@ -3,7 +3,7 @@
     python -m benchmarks.residual_weights runs/sweep_lm
 
 Writes benchmarks/results/residual_weights.csv: the columns of sweep.csv for each ReZero run that has ended, and, from
-its layers.jsonl with |r| as the mean over a layer's sub-layers,
+its layers.jsonl,
 
 - weight_peak: the largest mean of |r| over all layers, and peak_update, the update in which it is reached;
 - weight_end: this mean in the last line, divided by the peak;
@@ -25,7 +25,7 @@ from branchnorm_jax.analysis.sweep import from_csv, to_csv
 from branchnorm_jax.training.logs import read_lines
 
 WEIGHTS = "factor/branch"
-"""Prefix of the names of r in layers.jsonl; r of ReZero has a number per sub-layer."""
+"""Name of r in layers.jsonl."""
 
 NEAR = 0.9
 """Share of its peak at which a group of layers counts as grown."""
@@ -62,9 +62,8 @@ def collect(sweep: Path) -> list[dict[str, Any]]:
         if row["method"] != "rezero" or row["status"] != "done":
             continue
         lines = read_lines(sweep / row["run"] / "layers.jsonl", ("decoder",))
-        each = [[values for name, values in line["decoder"].items() if name.startswith(WEIGHTS)] for line in lines]
         steps = np.array([line["step"] for line in lines])
-        rows.append(row | measure(steps, np.abs(np.array(each)).mean(1)))
+        rows.append(row | measure(steps, np.abs([line["decoder"][WEIGHTS] for line in lines])))
     return rows
 
 

@@ -10,7 +10,8 @@ A selection chooses rows in the notation of a sweep's grid: "method=post_ln,pre_
   is not better than the limit, because models that learn nothing have equal scores.
 
 If the rows of a set differ in more than the seed, the setting with the lowest mean validation loss counts, so that each
-method has its own best learning rate. Diverged runs are worse than all others. Runs that have not ended do not count.
+method has its own best learning rate. The mean is over the seeds that all settings have, if there are any. Diverged
+runs are worse than all others. Runs that have not ended do not count.
 """
 
 import csv
@@ -28,6 +29,8 @@ from branchnorm_jax.analysis.sweep import AXES
 Row = Mapping[str, Any]
 Data = Mapping[str, Any]
 """A table of reproduction.toml."""
+
+SEED = "train.seed"
 
 HOLDS, FAILS, UNDECIDED, UNMEASURED = "holds", "does not hold", "undecided", "not run"
 ENDED = "done", "diverged", ""
@@ -70,7 +73,7 @@ class Source(NamedTuple):
     """
 
     rows: Sequence[Row]
-    settings: Sequence[str] = sorted(AXES - {"train.seed"})
+    settings: Sequence[str] = sorted(AXES - {SEED})
     choose: str = "valid_nll"
     deterministic: bool = False
 
@@ -175,7 +178,9 @@ def pick(selector: Mapping[str, str], source: Source, metric: Metric) -> Side:
             groups.setdefault(tuple(text_of(row, option) for option in source.settings), []).append(row)
     if not groups:
         return Side(name_of(selector), [])
-    losses = {key: statistics.mean(cost_of(row, source.choose, 1) for row in rows) for key, rows in groups.items()}
+    shared = set.intersection(*({text_of(row, SEED) for row in rows} for rows in groups.values()))
+    compared = {key: [row for row in rows if text_of(row, SEED) in shared] or rows for key, rows in groups.items()}
+    losses = {key: statistics.mean(cost_of(row, source.choose, 1) for row in rows) for key, rows in compared.items()}
     best = min(losses, key=lambda key: losses[key])
     varied = {option: best[i] for i, option in enumerate(source.settings) if len({key[i] for key in groups}) > 1}
     setting = name_of({option: value for option, value in varied.items() if value}) or "the default"

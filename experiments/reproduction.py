@@ -148,8 +148,8 @@ def runs_section(entries: Data) -> list[str]:
 def render(entries: Data) -> str:
     """Returns the document: an overview of each paper, the items, the result files."""
     count = collections.Counter(re.split(r"[,;(]", verdict_of(item, entries))[0].strip() for item in entries["items"])
-    total = ", ".join(f"{number} {verdict}" for verdict, number in count.most_common())
-    parts = [entries["text"]["opening"].strip(), f"The {len(entries['items'])} items: {total}."]
+    total = ", ".join(f"{verdict} {number}" for verdict, number in count.most_common())
+    parts = [entries["text"]["opening"].strip(), f"Verdicts of the {len(entries['items'])} items: {total}."]
     sections = []
     for key, paper in entries["papers"].items():
         items = [item for item in entries["items"] if item["paper"] == key]

@@ -45,6 +45,18 @@ def test_order_compares_all_seeds(scores: dict[str, list[Any]], verdict: str, re
     assert (outcome.verdict, outcome.remark) == (verdict, remark)
 
 
+def test_settings_are_compared_on_the_seeds_that_both_have() -> None:
+    table = [
+        {"method": "a", "train.learning_rate": rate, "train.seed": seed, "bleu": bleu, "valid_nll": loss}
+        for rate, seed, bleu, loss in (("1", "0", 20, 2.0), ("1", "1", 18, 2.6), ("2", "0", 19, 2.1))
+    ]
+    # Without a shared seed, the means of all seeds are compared.
+    others = [row | {"train.seed": f"{row['train.learning_rate']}{row['train.seed']}"} for row in table]
+    for given, rate in ((table, 1), (others, 2)):
+        (side,) = judge({"trains": "method=a", "limit": 10}, Source(given), BLEU).sides
+        assert side.setting == f"learning_rate={rate}"
+
+
 def test_lower_is_better_for_losses() -> None:
     table = [{"method": "a", "loss": "0.5"}, {"method": "b", "loss": "0.7"}]
     claim = {"better": "method=a", "than": "method=b"}

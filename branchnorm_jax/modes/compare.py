@@ -37,9 +37,9 @@ def compare(config: Config, workdir: Workdir) -> None:
     if losses := losses_of(config.compare, names, runs):
         workdir.make()
         signatures = {name: signature_of(runs[name], split) for name in losses}
+        compared = compare_texts(losses, signatures)
         if len({*signatures.values()}) > 1:
             logs.say("context, stride or the number of unknown tokens differ between the models; see their signatures")
-        compared = compare_texts(losses, signatures)
         write_atomically(workdir / "compare.json", json.dumps(compared, indent=2, ensure_ascii=False) + "\n")
         print(format_comparison(compared), workdir / "compare.json", sep="\n")
         return
@@ -171,7 +171,10 @@ def written(workdir: Workdir, split: str, side: str) -> list[str]:
     """
     path = workdir / "evaluation" / f"{split}.{side}"
     if not path.exists():
-        splits = ", ".join(sorted(file.stem for file in path.parent.glob(f"*.{side}"))) or "none"
+        found = sorted(file.stem for file in path.parent.glob(f"*.{side}"))
+        if pairs := [each for each in found if each.startswith(f"{split}.")]:
+            raise UserError(f"{path}: each language pair has a file of its own; set compare.split={' or '.join(pairs)}")
+        splits = ", ".join(found) or "none"
         name, _, pair = split.partition(".")
         flags = f"--mode=evaluate --workdir={workdir.stored('.')} --config.evaluate.splits={name}"
         flags += f" --config.evaluate.pairs={pair}" * bool(pair)

@@ -1,5 +1,6 @@
 """--mode=translate and --mode=score: process lines and print the results in the order of the input."""
 
+import collections
 import contextlib
 import itertools
 import json
@@ -7,7 +8,7 @@ import os
 from collections.abc import Iterator
 from io import FileIO
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -18,7 +19,7 @@ from branchnorm_jax.decoding.parts import has_several_sentences
 from branchnorm_jax.decoding.results import Translation
 from branchnorm_jax.decoding.sentences import Required
 from branchnorm_jax.decoding.text import token_nll, windows
-from branchnorm_jax.errors import UserError
+from branchnorm_jax.errors import Preempted, UserError
 from branchnorm_jax.files import lock, real, storing, write_atomically
 from branchnorm_jax.modes.common import CHUNK, Trained, count_split, lines_ahead, load, opened, read_chunks, say_split
 from branchnorm_jax.modes.output import json_line, plain_lines, to_json
@@ -38,7 +39,7 @@ def translate(config: Config, workdir: Workdir) -> None:
     workdir.check_config(config)
     d = config.decode
     if d.output:
-        check_files(Path(d.input), Path(d.output))
+        check_files(Path(d.input), Path(d.output), Path(d.glossary))
     trained = load(config, workdir)
     if d.output:
         translate_file(config, trained, Path(d.input), Path(d.output))
@@ -48,8 +49,8 @@ def translate(config: Config, workdir: Workdir) -> None:
             print(*lines, sep="\n", flush=True)
 
 
-def check_files(source: Path, target: Path) -> None:
-    """Raises `UserError` if the paths are invalid.
+def check_files(source: Path, target: Path, glossary: Path = Path()) -> None:
+    """Raises `UserError` if the paths are invalid, or if the translation would replace a file that is not its own.
 
     The check runs before the model is loaded, because these mistakes would otherwise appear late.
     """
@@ -66,8 +67,58 @@ def check_files(source: Path, target: Path) -> None:
     if target.exists() and not target.is_file():
         # The finished file would replace whatever is at this path, even a device.
         raise UserError(f"decode.output={target}: not a regular file; leave decode.output empty to write to stdout")
-    if target.exists() and target.samefile(source):
-        raise UserError(f"decode.output={target}: this is also decode.input; choose another file")
+    for path in (target, *partial(target)):
+        for option, other in (("input", source), ("glossary", glossary)):
+            if path.exists() and other.exists() and path.samefile(other):
+                raise UserError(
+                    f"decode.output={target}: {path} is also decode.{option}, and would be replaced; choose another"
+                )
+    read_record(target)
+
+
+def partial(target: Path) -> tuple[Path, Path]:
+    """Returns the file with the lines of a translation that is not complete, and the file that describes them."""
+    target = real(target)  # If it is a link, the final replacement must hit the file, not the link.
+    return target.with_name(f"{target.name}.part"), target.with_name(f"{target.name}.part.json")
+
+
+class Request(NamedTuple):
+    """What a list of input lines asks for: sources, languages, and what the translations must contain."""
+
+    sources: list[str]
+    tags: list[Tags]
+    required: list[Required] | None
+
+
+def requests(config: Config, trained: Trained, chunks: Iterator[list[str]], done: int) -> Iterator[Request]:
+    """Takes chunks of lines apart.
+
+    Args:
+      config: options of the run.
+      trained: the model.
+      chunks: lists of input lines.
+      done: number of lines before the first chunk.
+
+    Raises:
+      UserError: during iteration, if a line cannot be translated; the message names it.
+    """
+    languages, name = Languages(config.data, trained.translator.tokenizer), config.decode.input or "stdin"
+    for lines in chunks:
+        sources, tags = languages.split_tags(
+            lines, config.decode.target_lang, done + 1, config.decode.source_lang, name
+        )
+        required = None
+        if config.decode.target_prefix:
+            pairs = pairs_of(sources, done, "prefix of the target", name)
+            sources, required = [source for source, _ in pairs], [Required(prefix) for _, prefix in pairs]
+        if config.decode.constraints:
+            fields = [line.split("\t") for line in sources]
+            sources = [source for source, *_ in fields]
+            required = [Required(phrases=[*filter(None, map(str.strip, phrases))]) for _, *phrases in fields]
+        for number, (needed, tag) in enumerate(zip(required or [], tags, strict=False), start=done + 1):
+            check_required(trained, needed, tag, f"{name}, line {number}")
+        yield Request(sources, tags, required)
+        done += len(lines)
 
 
 def translated(
@@ -84,22 +135,9 @@ def translated(
     """
     languages, split, hinted = Languages(config.data, trained.translator.tokenizer), 0, False
     name, hinted_at_tag = config.decode.input or "stdin", False
-    for lines in chunks:
-        sources, tags = languages.split_tags(
-            lines, config.decode.target_lang, done + 1, config.decode.source_lang, name
-        )
+    for sources, tags, required in requests(config, trained, chunks, done):
         hinted_at_tag = hinted_at_tag or hint_at_tag(languages, sources, done, name)
-        required = None
-        if config.decode.target_prefix:
-            pairs = pairs_of(sources, done, "prefix of the target", name)
-            sources, required = [source for source, _ in pairs], [Required(prefix) for _, prefix in pairs]
-        if config.decode.constraints:
-            fields = [line.split("\t") for line in sources]
-            sources = [source for source, *_ in fields]
-            required = [Required(phrases=[*filter(None, map(str.strip, phrases))]) for _, *phrases in fields]
-        for number, (needed, tag) in enumerate(zip(required or [], tags, strict=False), start=done + 1):
-            check_required(trained, needed, tag, f"{name}, line {number}")
-        with logs.progress_bar(total or len(lines), done if total else 0, "line", "translate") as bar:
+        with logs.progress_bar(total or len(sources), done if total else 0, "line", "translate") as bar:
             results = trained.translator.translate(
                 trained.params,
                 trained.alpha,
@@ -118,7 +156,7 @@ def translated(
         else:
             numbered = enumerate(results, start=done)
             yield [line for index, found in numbered for line in plain_lines(index, found, config.decode)]
-        done += len(lines)
+        done += len(sources)
     say_split(split, config.decode, trained.translator.limit)
 
 
@@ -166,24 +204,22 @@ def translate_file(config: Config, trained: Trained, source: Path, target: Path)
     """Translates a file; resumes an earlier translation of the same file with the same models and options.
 
     `target` is created when the translation is complete. Until then the finished lines are in `<target>.part`, and
-    `<target>.part.json` records the source file, the models and the options of these lines.
+    `<target>.part.json` records the source file, the models and the options of these lines. All lines are checked
+    first: once the user has mended a faulty one, it is another file, and its translation begins again.
     """
-    target = real(target)  # If it is a link, the final replacement must hit the file, not the link.
-    part, record = (target.with_name(target.name + suffix) for suffix in (".part", ".part.json"))
-    stat = source.stat()
+    target, (part, record), stat = real(target), partial(target), source.stat()
+    with opened(str(source)) as (stream, name):
+        collections.deque(requests(config, trained, read_chunks(stream, name, CHUNK), 0), maxlen=0)
     made_of = config.decode.search
     made_of["file"] = [str(source.absolute()), stat.st_size, stat.st_mtime_ns]
     made_of["vocabulary"] = trained.translator.tokenizer.sha256
     made_of["models"] = trained.checksums
     made_of["terms"] = trained.translator.glossary.sha256
     with writable(part) as file:
-        done, before = finished_lines(part), read_record(record)
+        done, before = finished_lines(part), read_record(target)
         if done and before != made_of:
             changed = ", ".join(name for name in made_of if before.get(name) != made_of[name])
-            logs.say(
-                f"{part}: translating {done:,} lines again, because they were made with different "
-                f"{changed if before else 'options'}"
-            )
+            logs.say(f"{part}: translating {done:,} lines again, because they were made with different {changed}")
             done = 0
         each = 1 if config.decode.format == "jsonl" else config.decode.nbest
         done = done // each // CHUNK * CHUNK
@@ -196,9 +232,14 @@ def translate_file(config: Config, trained: Trained, source: Path, target: Path)
             total, chunks = lines_ahead(stream), read_chunks(stream, name, CHUNK)
             for _ in range(done // CHUNK):
                 next(chunks)
-            for lines in translated(config, trained, chunks, done, total):
-                with storing(part, "it keeps the finished lines, and the same command continues after them"):
-                    append("".join(line + "\n" for line in lines).encode(), file)
+            kept = "it keeps the finished lines, and the same command continues after them"
+            try:
+                for lines in translated(config, trained, chunks, done, total):
+                    with storing(part, kept):
+                        append("".join(line + "\n" for line in lines).encode(), file)
+            except (KeyboardInterrupt, Preempted):
+                logs.say(f"{part}: {kept}")
+                raise
         with storing(target):
             os.replace(part, target)
             record.unlink()
@@ -211,13 +252,26 @@ def append(content: bytes, file: FileIO) -> None:
     os.fsync(file.fileno())
 
 
-def read_record(path: Path) -> dict[str, Any]:
-    """Reads the record of a partial translation; returns {} if it is missing or invalid."""
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return content if isinstance(content, dict) else {}
+def read_record(target: Path) -> dict[str, Any]:
+    """Returns what the partial translation of a target was made of; {} if there is none.
+
+    Raises:
+      UserError: if one of its two files is there and does not come from a translation.
+    """
+    part, record = partial(target)
+    content: Any = {}
+    if record.exists():
+        with contextlib.suppress(OSError, ValueError):
+            content = json.loads(record.read_bytes())
+        ours = isinstance(content, dict) and {"file", "models"} <= content.keys()
+    else:
+        ours = not part.exists() or not part.stat().st_size
+    if not ours:
+        raise UserError(
+            f"{part}: it or {record.name} exists, and they are not the beginning of a translation; move them away, or "
+            "choose another decode.output"
+        )
+    return dict(content)
 
 
 @contextlib.contextmanager

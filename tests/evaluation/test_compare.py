@@ -247,6 +247,8 @@ def test_directions_that_were_never_trained_can_be_compared(tmp_path: Path, caps
     comparison, log = compared(tmp_path, systems, "test.de-zh", capsys)
     assert comparison["frequencies_of"] == "training text"
     assert "instead" not in log
+    with pytest.raises(UserError, match=r"test.hypothesis: each language pair .*; set compare.split=test.de-zh$"):
+        compared(tmp_path, systems, "test", capsys)
     with pytest.raises(
         UserError,
         match=r"valid.fr-en.hypothesis: no such file; evaluated splits: test.de-zh; change compare.split, or run with "

@@ -81,6 +81,11 @@ def test_language_models_from_training_to_comparison(text: str, tmp_path: Path) 
         (tmp_path / "lines" / f"test.{number}.txt").write_text(line, encoding="utf-8")
     evaluated = run_main("--mode=evaluate", f"--workdir={runs[0]}", f"--config.data.path={tmp_path / 'lines'}")
     assert evaluated.returncode == 0, evaluated.stderr
+    other_text = run_main(
+        "--mode=compare", f"--workdir={tmp_path / 'none'}", f"--config.compare.systems={runs[0]},{runs[1]}"
+    )
+    assert (other_text.returncode, "context, stride" in other_text.stderr) == (2, False)
+    assert "evaluated on different texts" in other_text.stderr
     table = [line.split("\t") for line in (runs[0] / "evaluation" / "test.lines.tsv").read_text().splitlines()[1:]]
     stdin = f"{documents[0]}\n\n{documents[1]}\n"
     scored = run_main("--mode=score", f"--workdir={runs[0]}", stdin=stdin)

@@ -60,6 +60,7 @@ def test_interrupted_translation_continues(
     with pytest.raises(KeyboardInterrupt):
         lines.translate_file(config, run, source, tmp_path / "link")
     part = tmp_path / "other.part"
+    assert f"{part}: it keeps the finished lines, and the same command continues" in capsys.readouterr().err
     assert part.read_bytes() == b"".join(expected.splitlines(keepends=True)[: 8 * nbest])
     with open(part, "ab") as file:
         file.write(b"half a li")
@@ -80,6 +81,39 @@ def test_interrupted_translation_continues(
         f"{part}: translating {4 * nbest} lines again, because they were made with different length_penalty, min_length"
         in capsys.readouterr().err
     )
+
+
+def test_files_of_the_user_are_not_replaced(trained: Path, tmp_path: Path) -> None:
+    (tmp_path / "in").write_text("one\n")
+    for name, content in (("a.part", "notes"), ("b.part.json", '{"my": "settings"}'), ("c.part.json", "[]")):
+        (tmp_path / name).write_text(content)
+        with pytest.raises(UserError, match=f"{name[0]}.part: .* are not the beginning of a translation"):
+            lines.check_files(tmp_path / "in", tmp_path / name[0])
+        assert (tmp_path / name).read_text() == content
+    for name in ("d", "d.part", "d.part.json"):
+        (tmp_path / name).write_text("one\n")
+        with pytest.raises(UserError, match=f"{name} is also decode.input, and would be replaced"):
+            lines.check_files(tmp_path / name, tmp_path / "d")
+        with pytest.raises(UserError, match=f"{name} is also decode.glossary, and would be replaced"):
+            lines.check_files(tmp_path / "in", tmp_path / "d", tmp_path / name)
+        (tmp_path / name).unlink()
+    (tmp_path / "d").write_text("older")
+    for glossary in ("in", "missing"):
+        lines.check_files(tmp_path / "in", tmp_path / "d", tmp_path / glossary)
+
+
+def test_faulty_lines_are_found_before_the_first_translation(trained: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr(lines, "CHUNK", 2)
+    monkeypatch.setattr(Translator, "translate", lambda *_, **__: pytest.fail("translated"))
+    (tmp_path / "in").write_bytes(b"one\ntwo\nthree\n\xff\n")
+    config = options(trained)
+    with pytest.raises(UserError, match="in, line 4: not valid UTF-8"):
+        lines.translate_file(config, load(config, Workdir(trained)), tmp_path / "in", tmp_path / "out")
+    (tmp_path / "in").write_bytes(b"one\tein\ntwo\t\nthree\n")
+    config = options(trained, target_prefix=True, input="in")
+    with pytest.raises(UserError, match="in, line 3: expected source<TAB>prefix"):
+        lines.translate_file(config, load(config, Workdir(trained)), tmp_path / "in", tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["in"]
 
 
 def test_input_and_output_options(trained: Path, tmp_path: Path) -> None:

@@ -80,6 +80,8 @@ def make_plan(config: Config, progress: Callable[[], Any] = lambda: None) -> dic
         "forward_flops_by_part": flops,
         "sentence_length": sentence,
         "row_length": length,
+        # Rows of documents are full, so their number is that of all tokens.
+        "tokens_per_update": rows * length * count if config.data.source == "documents" else config.train.batch_tokens,
         "device": config.plan.device or jax.devices()[0].device_kind,
         "devices": count * config.parallel.model,
         "usable_bytes": device.memory,
@@ -124,7 +126,7 @@ def _count(tree: Any) -> int:
 
 def format_plan(config: Config, plan: Mapping[str, Any]) -> str:
     """Formats a plan as text that fits on one screen."""
-    m, batch_tokens = config.model, config.train.batch_tokens
+    m, batch_tokens = config.model, plan["tokens_per_update"]
     depth, length = m.depth, plan["sentence_length"]
     flops = plan["flops_per_target_token"]
     sizes = ("state", "parameter", "optimizer", "ema", "gradient", "carry")
@@ -197,12 +199,13 @@ def warning(config: Config, memory: float, needed: float) -> str:
     The warning is one line and lists the options that lower the need.
     """
     remat = config.model.remat
+    longest = "data.context" if config.data.source == "documents" else "data.max_length"
     if needed <= memory:
         return ""
     knobs = {
         "model.remat=nested": remat != "nested",
         "a larger train.accumulation": not config.train.update_in_backward,
-        "a smaller train.batch_tokens or data.max_length": True,
+        f"a smaller train.batch_tokens or {longest}": True,
     }
     return (
         f"warning: an update may not fit: it needs {needed / 1e9:,.2f} GB with model.remat={remat}, but the "

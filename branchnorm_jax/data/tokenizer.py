@@ -427,7 +427,8 @@ def _train(config: DataConfig, text: Iterable[str], text_of: str, whole: bool = 
             eos_piece="</s>",
             unk_piece="<unk>",
             control_symbols=[f">>{lang}<<" for lang in config.tagged],
-            user_defined_symbols=["\n"] if whole else [],
+            # SentencePiece does not see a carriage return at the end of a line, so it would be unknown.
+            user_defined_symbols=["\n", "\r"] if whole else [],
             add_dummy_prefix=not whole,
             minloglevel=2,
         )

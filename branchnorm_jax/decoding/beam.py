@@ -387,6 +387,10 @@ def best(search: Search, state: Progress, scores: jax.Array, log_z: jax.Array) -
     )
 
 
+COLDEST = 1e-6
+"""Smallest temperature: the division by a smaller one could give several infinite scores."""
+
+
 def sample(search: Search, scores: jax.Array, log_z: jax.Array, config: DecodeConfig) -> Choice:
     """Samples a token for each hypothesis from softmax(scores / temperature).
 
@@ -394,7 +398,7 @@ def sample(search: Search, scores: jax.Array, log_z: jax.Array, config: DecodeCo
     hypothesis and the position.
     """
     batch, k, vocabulary = scores.shape
-    tempered = scores / config.temperature
+    tempered = scores / max(config.temperature, COLDEST)
     if config.top_k:
         threshold = top(tempered, min(config.top_k, vocabulary))[0][..., -1:]
         tempered = jnp.where(tempered < threshold, -jnp.inf, tempered)

@@ -28,9 +28,11 @@ class Continuation(NamedTuple):
 
     text: str
     log_prob: float
-    """Natural log-probability, the end of the document included, the prompt excluded."""
+    """Natural log-probability, the prompt excluded; with the end of the document, if it has `ended`."""
     tokens: tuple[int, ...]
     """Token ids, without the end of the document."""
+    ended: bool
+    """Whether the model ended the document. Otherwise its length reached the limit."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,18 +108,19 @@ class Generator:
         found: Hypotheses = jax.device_get(self._search(length)(params, alpha, given))
         return [
             [
-                self._continuation(found, row, rank, len(ids))
+                self._continuation(found, row, rank, len(ids), ends[row])
                 for rank in range(self.config.nbest)
                 if found.scores[row, rank] != -np.inf  # an unused place of the beam
             ]
             for row, ids in enumerate(encoded)
         ]
 
-    def _continuation(self, found: Hypotheses, row: int, rank: int, start: int) -> Continuation:
+    def _continuation(self, found: Hypotheses, row: int, rank: int, start: int, limit: int) -> Continuation:
         tokens = found.tokens[row, rank].tolist()
         end = tokens.index(EOS) if EOS in tokens else len(tokens)
-        log_prob = float(found.token_log_probs[row, rank, start : end + 1].sum(dtype=np.float64))
-        return Continuation(self.tokenizer.text(tokens[start:end]), log_prob, tuple(tokens[start:end]))
+        ended = end < limit  # At the limit, the search puts EOS, whatever its probability is.
+        log_prob = float(found.token_log_probs[row, rank, start : end + ended].sum(dtype=np.float64))
+        return Continuation(self.tokenizer.text(tokens[start:end]), log_prob, tuple(tokens[start:end]), ended)
 
     @functools.lru_cache(maxsize=8)  # noqa: B019 - a generator lives as long as its programs
     def _search(self, length: int) -> Callable[..., Hypotheses]:

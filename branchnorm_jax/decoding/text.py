@@ -10,7 +10,7 @@ import numpy as np
 from branchnorm_jax.model.coefficients import Alpha
 from branchnorm_jax.model.parameters import Params
 from branchnorm_jax.model.transformer import Transformer
-from branchnorm_jax.tokens import PAD
+from branchnorm_jax.tokens import EOS, PAD
 
 _SHORTEST = 16
 """Smallest row length. Longer ones are powers of two, so there are few programs."""
@@ -59,6 +59,7 @@ def token_nll(
     context: int,
     batch_tokens: int,
     progress: Callable[[int], Any] = lambda count: None,
+    packed: bool = False,
 ) -> np.ndarray:
     """Returns the nll of every token of a text but the first, in nats: float32 [n - 1].
 
@@ -71,6 +72,8 @@ def token_nll(
       context: length of the longest possible window.
       batch_tokens: number of tokens of a batch.
       progress: called with the number of windows of each finished batch.
+      packed: whether each window begins with EOS in place of its first token, as each part of a long document does in
+        training with `data.rows=packed`.
     """
     out = np.zeros(len(tokens) - 1, np.float32)
     for group, length in _batches(chosen, context, batch_tokens):
@@ -82,6 +85,8 @@ def token_nll(
         inputs, targets = (
             np.pad(np.where(real, tokens[np.minimum(places + shift, len(out))], PAD), filler) for shift in (0, 1)
         )
+        if packed:
+            inputs[:, 0] = EOS
         values = np.asarray(_nll(model, params, alpha, inputs.astype(np.int32), targets.astype(np.int32)))[: len(group)]
         predicted = real & (places >= first)
         out[places[predicted]] = values[predicted]

@@ -1,6 +1,7 @@
 """Scores of language models on a text, the losses of its lines, and the comparison of models."""
 
 import math
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,17 +14,20 @@ from branchnorm_jax.errors import UserError
 from branchnorm_jax.evaluation.bleu import Score
 from branchnorm_jax.files import write_atomically
 
+_LARGEST = math.log(sys.float_info.max)
+
 
 def scores(nll: np.ndarray, text: TextStore, context: int, stride: int) -> list[Score]:
     """Returns bits per byte, perplexity per token and nll per token in nats, of nll [n - 1].
 
-    The signatures name the number of unknown tokens, if there are any: each costs few bits, however much text it is.
+    The signatures name the number of unknown tokens, if there are any: each costs few bits, however much text it is. A
+    perplexity that no float can hold is the largest float.
     """
     total, signature = float(nll.sum(dtype=np.float64)), f"context:{context}|stride:{stride}"
     signature += f"|unknown:{text.unknown}" if text.unknown else ""
     return [
         Score("bits_per_byte", total / (math.log(2) * text.bytes), f"{signature}|bytes:{text.bytes}"),
-        Score("perplexity", math.exp(total / len(nll)), f"{signature}|tokens:{len(nll)}"),
+        Score("perplexity", math.exp(min(total / len(nll), _LARGEST)), f"{signature}|tokens:{len(nll)}"),
         Score("nll", total / len(nll), f"{signature}|tokens:{len(nll)}"),
     ]
 
@@ -104,14 +108,15 @@ def compare_texts(systems: Mapping[str, LineLosses], signatures: Mapping[str, st
     _, index = np.unique(unit, return_inverse=True)
     units = int(index.max()) + 1
     sizes = np.bincount(index, first.bytes, units)
-    draws = np.random.default_rng(0).multinomial(units, np.full(units, 1 / units), SAMPLES)
+    bits = np.stack([np.bincount(index, losses.nll, units) for losses in systems.values()]) / math.log(2)
+    rng, share = np.random.default_rng(0), np.full(units, 1 / units)
+    # One sample at a time: all draws of a text of a million lines would take 8 GB.
+    draws = (rng.multinomial(units, share) for _ in range(SAMPLES))
+    samples = dict(zip(systems, np.stack([bits @ draw / (sizes @ draw) for draw in draws], axis=1), strict=True))
     rows: dict[str, dict[str, Any]] = {}
-    samples: dict[str, np.ndarray] = {}
-    for name, losses in systems.items():
-        nll = np.bincount(index, losses.nll, units) / math.log(2)
-        samples[name] = draws @ nll / (draws @ sizes)
+    for name, total in zip(systems, bits.sum(1).tolist(), strict=True):
         low, high = np.percentile(samples[name], [2.5, 97.5])
-        rows[name] = {"bits_per_byte": float(nll.sum() / sizes.sum()), "interval": float(high - low) / 2}
+        rows[name] = {"bits_per_byte": total / float(sizes.sum()), "interval": float(high - low) / 2}
         if signatures:
             rows[name]["signature"] = signatures[name]
         if name != baseline:

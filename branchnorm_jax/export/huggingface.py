@@ -148,7 +148,7 @@ def write(
     }
     if vocabulary.begins in vocabulary.target:
         tokens["forced_bos_token_id"] = int(ids[1][vocabulary.target.index(vocabulary.begins)])
-    search = _generation_config(decode, longest, tokens["pad_token_id"])
+    search = generation_config(decode, longest, tokens["pad_token_id"])
     if OUTPUT_BIAS not in stock.can and plain.unused:
         # With both options, `generate` computes the same probabilities as a bias of minus infinity.
         search |= {"suppress_tokens": plain.unused, "renormalize_logits": True}
@@ -202,7 +202,14 @@ def _ids(rows: Sequence[int], size: int) -> np.ndarray:
     return theirs
 
 
-def _generation_config(decode: DecodeConfig, longest: int, pad: int) -> dict[str, Any]:
+def generation_config(decode: DecodeConfig, longest: int, pad: int) -> dict[str, Any]:
+    """Returns the options of beam search under their names in `transformers`.
+
+    Args:
+      decode: the options.
+      longest: maximum number of tokens.
+      pad: id of PAD.
+    """
     return {
         "num_beams": decode.beam_size,
         "length_penalty": decode.length_penalty,

@@ -10,6 +10,7 @@ import numpy as np
 from branchnorm_jax.errors import MissingExtraError
 from branchnorm_jax.export import bart
 from branchnorm_jax.export.fold import Plain
+from branchnorm_jax.export.huggingface import generation_config
 from branchnorm_jax.export.weights import save
 from branchnorm_jax.model.embedding import sinusoids
 from branchnorm_jax.options import DecodeConfig, ModelConfig
@@ -73,10 +74,12 @@ def write(plain: Plain, config: ModelConfig, decode: DecodeConfig, folder: Path,
         "attention_dropout": config.attention_dropout,
         "tie_word_embeddings": False,
     }
-    sampling = {"temperature": decode.temperature, "top_k": decode.top_k, "top_p": decode.top_p}
-    # A longer text has no positions. transformers prefers max_new_tokens, which does not know the length of the prompt.
-    search: dict[str, Any] = {"do_sample": decode.temperature > 0, "max_length": len(positions)}
-    search |= sampling if decode.temperature else {"num_beams": decode.beam_size}
+    # transformers prefers max_new_tokens, which does not know the length of the prompt.
+    search = generation_config(decode, context, PAD)
+    if decode.temperature:
+        sampling = {"temperature": decode.temperature, "top_k": decode.top_k, "top_p": decode.top_p}
+        no_beam = {"num_beams": 1, "length_penalty": 1.0, "early_stopping": False}
+        search |= {"do_sample": True} | sampling | no_beam
     _json(folder / "config.json", settings | tokens)
     _json(folder / "generation_config.json", search | tokens)
     if in_bytes:

@@ -3,6 +3,7 @@
 import dataclasses
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -48,7 +49,8 @@ def evaluate_text(config: Config, workdir: Workdir) -> None:
             logs.say(line)
         chosen = windows(text.starts, context, stride)
         with logs.progress_bar(len(chosen.begin), 0, "window", split) as bar:
-            nll = token_nll(model, params, alpha, text.tokens, chosen, context, config.decode.batch_tokens, bar.update)
+            batch_tokens, packed = config.decode.batch_tokens, config.data.rows == "packed"
+            nll = token_nll(model, params, alpha, text.tokens, chosen, context, batch_tokens, bar.update, packed)
         results[split] = scores(nll, text, context, stride)
         if hosts.is_first():
             directory.mkdir(exist_ok=True)
@@ -80,8 +82,8 @@ def generate(config: Config, workdir: Workdir) -> None:
             found = generator.generate(params, alpha, lines, done)
             for prompt, continuations in zip(lines, found, strict=True):
                 for each in continuations:
-                    values = {"prompt": prompt, "text": each.text, "log_prob": round(each.log_prob, 6)}
-                    values["tokens"] = len(each.tokens)
+                    values: dict[str, Any] = {"prompt": prompt, "text": each.text, "log_prob": round(each.log_prob, 6)}
+                    values |= {"tokens": len(each.tokens), "ended": each.ended}
                     as_json = config.decode.format == "jsonl"
                     print(to_json(values) if as_json else f"{prompt}{each.text}\n")
             sys.stdout.flush()

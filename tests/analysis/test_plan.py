@@ -33,6 +33,7 @@ from branchnorm_jax.model.transformer import Transformer
 from branchnorm_jax.modes import runs
 from branchnorm_jax.options import Config, ParallelConfig, PlanConfig
 from branchnorm_jax.workdir import Workdir
+from configs import lm
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 
@@ -228,6 +229,14 @@ def test_warning_lists_what_lowers_the_memory() -> None:
     assert re.search(r"1.01 GB with model.remat=none, .*model.remat=nested.*accumulation.*batch", message), message
     message = warning(with_remat(run, "nested"), 1e9, needed=2e9)
     assert re.search(r"model.remat=nested, .* in this order: a larger train.accumulation", message), message
+
+
+def test_plans_of_language_models_count_full_rows() -> None:
+    run = configs.from_config_dict(lm.get_config("2L"))
+    run = dataclasses.replace(run, train=dataclasses.replace(run.train, batch_tokens=4000))
+    # There is room for 15 rows of 256 tokens; the number of rows is a multiple of eight.
+    assert make_plan(run)["tokens_per_update"] == 8 * 256
+    assert "data.context" in warning(run, 1e9, needed=2e9)
 
 
 @pytest.mark.slow

@@ -242,6 +242,15 @@ def test_a_signal_stops_the_training_at_once(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["unigram", "bpe"])
+def test_line_ends_of_language_models_are_pieces(tmp_path, kind):
+    texts = [f"{source}\r\n" for source, _ in PAIRS]
+    tokenizer = train_text_tokenizer(config_of(vocab_type=kind), texts, tmp_path / "v")
+    (ids,) = tokenizer.encode_target(["".join(texts)])
+    assert UNK not in ids
+    assert tokenizer.text(ids[:-1]) == "".join(texts)
+
+
+@pytest.mark.parametrize("kind", ["unigram", "bpe"])
 def test_training_prints_nothing(tmp_path, capfd, kind):
     train_tokenizer(config_of(vocab_type=kind), [*PAIRS, ("x" * 5000, "\u2585")], tmp_path / "v")
     with pytest.raises(UserError):

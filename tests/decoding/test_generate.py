@@ -49,7 +49,7 @@ def test_greedy_search_takes_the_most_probable_token(positions: str) -> None:
     greedy = generator(positions=positions, beam_size=1, nbest=1, max_new_tokens=9)
     prompts = ["ab", "", "a longer prompt"]
     for prompt, (found,) in zip(prompts, greedy.generate(PARAMS, ALPHA, prompts), strict=True):
-        tokens = [EOS, *(3 + byte for byte in prompt.encode())]
+        tokens, total = [EOS, *(3 + byte for byte in prompt.encode())], 0.0
         for _ in range(9):
             inputs = jnp.array([tokens + [PAD] * (32 - len(tokens))])
             log_probs = np.array(jax.nn.log_softmax(forced(greedy.model, inputs)[0, len(tokens) - 1]))
@@ -57,29 +57,41 @@ def test_greedy_search_takes_the_most_probable_token(positions: str) -> None:
             if not len(tokens) - 1 - len(prompt):
                 log_probs[EOS] = -np.inf  # decode.min_length=1
             tokens.append(int(log_probs.argmax()))
+            total += log_probs[tokens[-1]]
             if tokens[-1] == EOS:
                 break
         own = tokens[1 + len(prompt) :]
         assert list(found.tokens) == [token for token in own if token != EOS]
+        # At the limit of nine tokens, the search does not ask the model for an end.
+        assert (found.ended, found.log_prob) == (EOS in own, pytest.approx(total, abs=1e-4))
 
 
 def test_the_length_penalty_counts_the_continuation_alone() -> None:
     ending = jax.tree.map(lambda leaf: leaf, PARAMS)
     ending["embedding"]["bias"] = ending["embedding"]["bias"].at[EOS].set(6.0)
-    wide = generator(beam_size=6, nbest=6, max_new_tokens=5, length_penalty=1.5)
+    wide = generator(beam_size=6, nbest=6, max_new_tokens=12, length_penalty=1.5)
     (found,) = wide.generate(ending, ALPHA, ["a prompt of many more bytes"])
-    lengths = [len(one.tokens) + 1 for one in found]
+    ended = [one for one in found if one.ended]
+    lengths = [len(one.tokens) + 1 for one in ended]
     assert len({*lengths}) > 1
-    scores = [one.log_prob / length**1.5 for one, length in zip(found, lengths, strict=True)]
+    scores = [one.log_prob / length**1.5 for one, length in zip(ended, lengths, strict=True)]
     assert scores == sorted(scores, reverse=True)
 
 
 def test_a_search_that_finds_fewer_continuations_returns_fewer() -> None:
     wide = generator(beam_size=300, nbest=300, max_new_tokens=1)
     (found,) = wide.generate(PARAMS, ALPHA, ["x"])
-    # A continuation is one of 256 bytes, or the end at once; PAD, EOS and UNK are the other pieces.
+    # A continuation is one of 256 bytes; decode.min_length=1 forbids the end at once.
     assert len(found) == len({one.tokens for one in found})
     assert sum(np.exp(one.log_prob) for one in found) <= 1 + 1e-5
+    assert not any(one.ended for one in found)
+
+
+def test_samples_of_a_low_temperature_are_the_most_probable_tokens() -> None:
+    best = generator(beam_size=1, nbest=1, max_new_tokens=8).generate(PARAMS, ALPHA, ["x"])
+    for temperature in (1e-5, 1e-38):
+        cold = generator(beam_size=1, nbest=1, max_new_tokens=8, temperature=temperature)
+        assert cold.generate(PARAMS, ALPHA, ["x"])[0][0].tokens == best[0][0].tokens
 
 
 def test_samples_are_the_same_for_the_same_number_and_seed() -> None:

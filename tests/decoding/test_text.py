@@ -47,14 +47,16 @@ def log_softmax(params: Any, inputs: jax.Array) -> jax.Array:
     return jax.nn.log_softmax(MODEL(params, inputs, inputs, jnp.float32(1))[0])
 
 
+@pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize(("context", "stride"), [(4, 4), (5, 2), (40, 7)])
-def test_nll_is_that_of_each_window_alone(context: int, stride: int) -> None:
+def test_nll_is_that_of_each_window_alone(context: int, stride: int, packed: bool) -> None:
     store, params = text([3, 21, 1, 9]), MODEL.init(jax.random.key(1))
     chosen = windows(store.starts, context, stride)
-    found = token_nll(MODEL, params, jnp.float32(1), store.tokens, chosen, context, batch_tokens=64)
+    found = token_nll(MODEL, params, jnp.float32(1), store.tokens, chosen, context, batch_tokens=64, packed=packed)
     expected = np.zeros(len(store.tokens) - 1)
     for begin, first, end in zip(*chosen, strict=True):
         row = np.pad(store.tokens[begin:end], (0, 40 - (end - begin))).astype(np.int32)
+        row[0] = EOS if packed else row[0]
         log_probs = np.asarray(log_softmax(params, jnp.asarray(row[None])))
         for place in range(first, end):
             expected[place] = -log_probs[place - begin, int(store.tokens[place + 1])]

@@ -1,5 +1,6 @@
 """Language models in Hugging Face's OPTForCausalLM: the same log-probabilities, tokens and text."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +25,12 @@ def network(**options: Any) -> Transformer:
     return Transformer(ModelConfig(family="decoder", **SIZES | options), 259, 259, (7,) * ("mask_unused" in options))
 
 
-def written(model: Transformer, folder: Path) -> Any:
+def written(model: Transformer, folder: Path, **decode: Any) -> Any:
     """Exports random parameters; returns them."""
     params = random_params(model, "float32")
     plain = fold.fold(model, params, ALPHA)
     assert opt.obstacle(plain, model.config) == ""
-    opt.write(plain, model.config, DecodeConfig(beam_size=1), folder, 16, in_bytes=True)
+    opt.write(plain, model.config, DecodeConfig(**{"beam_size": 1} | decode), folder, 16, in_bytes=True)
     return params
 
 
@@ -53,6 +54,19 @@ def test_log_probabilities_are_equal(options: Any, tmp_path: Path) -> None:
         inputs = jnp.asarray(text[None, :-1], jnp.int32)
         log_probs = np.asarray(jax.nn.log_softmax(model(params, inputs, inputs, ALPHA)[0]))
         np.testing.assert_allclose(theirs, log_probs[np.arange(len(text) - 1), text[1:]], atol=2e-5)
+
+
+def test_search_options_are_exported(tmp_path: Path) -> None:
+    model = network(method="branchnorm", positions="learned", max_positions=64)
+    written(model, tmp_path, beam_size=4, length_penalty=2.0, no_repeat_ngram=3, min_length=5, nbest=2)
+    found = json.loads((tmp_path / "generation_config.json").read_text())
+    expected = {"num_beams": 4, "length_penalty": 2.0, "no_repeat_ngram_size": 3, "min_new_tokens": 5}
+    assert expected.items() <= found.items()
+    assert (found["num_return_sequences"], found["max_length"], "do_sample" in found) == (2, 16, False)
+    written(model, tmp_path, beam_size=4, nbest=2, temperature=0.7, top_k=9)
+    found = json.loads((tmp_path / "generation_config.json").read_text())
+    expected = {"do_sample": True, "temperature": 0.7, "top_k": 9, "num_beams": 1, "num_return_sequences": 2}
+    assert expected.items() <= found.items()
 
 
 def test_tokenizer_and_generation_are_theirs(tmp_path: Path) -> None:

@@ -43,7 +43,7 @@ RATES = {
 NOT_TRAINING = ("method=rezero_one", "method=branchnorm train.branch_update_power=0")
 
 
-def get_config(depth: str = "12L") -> ml_collections.ConfigDict:
+def get_config(depth: str = "") -> ml_collections.ConfigDict:
     """Narrow models, which take minutes on a CPU core at 12L."""
     config = lm.get_config(depth)
     config.model.width = 64
@@ -58,7 +58,7 @@ def get_config(depth: str = "12L") -> ml_collections.ConfigDict:
     config.train.checkpoint_every = 250
     config.evaluate.stride = 128
     config.decode.batch_tokens = 8192
-    if depth == "12L":
+    if depth in ("", "12L"):
         tuned = [f"{s} depth=12L train.learning_rate=1.5e-3,3e-3,6e-3,1.2e-2" for s in (*RATES, *NOT_TRAINING)]
         seeds = [f"{s} depth=12L train.learning_rate={rate} train.seed=1,2" for s, (rate, _) in RATES.items()]
         config.sweep.grid = " | ".join(tuned + seeds)

@@ -33,10 +33,14 @@ WEIGHTS = 4_000_000
 
 
 class TranslationRequest(NamedTuple):
-    """A parsed request; `tags` has one entry per line, and `glossary` the terms of the request and of the server."""
+    """A parsed request.
+
+    `tags` and `warnings` have one entry per line, and `glossary` the terms of the request and of the server.
+    """
 
     lines: tuple[str, ...]
     tags: tuple[Tags, ...]
+    warnings: tuple[str, ...]
     nbest: int
     alignments: bool
     glossary: Glossary = NO_TERMS
@@ -107,7 +111,8 @@ def parse(
         if tokens > serve.max_term_tokens:
             most = f"{serve.max_term_tokens:,} (serve.max_term_tokens)"
             raise UserError(f"line {number}: its terms have {tokens:,} tokens, more than {most}; split the line")
-    return TranslationRequest(tuple(texts), tuple(tags), nbest, alignments, glossary)
+    warnings = tuple(map(languages.ignored_tag, texts))
+    return TranslationRequest(tuple(texts), tuple(tags), warnings, nbest, alignments, glossary)
 
 
 def parse_glossary(entries: Any, serve: ServeConfig, decode: DecodeConfig) -> Glossary:
@@ -159,30 +164,31 @@ def answers(
             for number, (text, tag) in enumerate(zip(request.lines, request.tags, strict=True), start=1)
         ]
         results = iter(translator.translate_lines(params, alpha, lines))
-        return [
-            to_json({"translations": shown([next(results) for _ in request.lines], translator.tokenizer)})
-            for request in requests
-        ]
+        each = [(request.warnings, [next(results) for _ in request.lines]) for request in requests]
+        return [to_json({"translations": shown(found, translator.tokenizer, warnings)}) for warnings, found in each]
 
     return translate
 
 
-def shown(results: Sequence[Sequence[Translation]], tokenizer: Tokenizer) -> list[list[dict[str, Any]]]:
+def shown(
+    results: Sequence[Sequence[Translation]], tokenizer: Tokenizer, warnings: Sequence[str]
+) -> list[list[dict[str, Any]]]:
     """Converts the translations of each line to JSON values.
 
+    Each translation of a line has the warning about the line, if there is one, and those about itself.
     Attention weights come with the pieces of both sides. They are 0 between different parts of a line that was split.
     After `WEIGHTS` numbers, the alignments of the other lines are left out, with a warning.
     """
     left = WEIGHTS
 
-    def fields_of(translation: Translation) -> dict[str, Any]:
+    def fields_of(translation: Translation, warning: str) -> dict[str, Any]:
         nonlocal left
         fields: dict[str, Any] = {
             "text": translation.text,
             "score": translation.score,
             "log_prob": translation.log_prob,
         }
-        warnings = [translation.warning] if translation.warning else []
+        said = [*filter(None, (warning, translation.warning))]
         if blocks := translation.blocks:
             weights = math.prod(np.sum([block.shape for block in blocks], axis=0).tolist())
             if weights <= left:
@@ -191,10 +197,13 @@ def shown(results: Sequence[Sequence[Translation]], tokenizer: Tokenizer) -> lis
                 fields["source_pieces"] = tokenizer.source_pieces_of(list(translation.source))
                 fields["alignment"] = np.round(block_diagonal(blocks).astype(np.float64), 5).tolist()
             else:
-                warnings.append(f"no alignment: those of one request have at most {WEIGHTS:,} weights; send less text")
-        return fields | ({"warnings": warnings} if warnings else {})
+                said.append(f"no alignment: those of one request have at most {WEIGHTS:,} weights; send less text")
+        return fields | ({"warnings": said} if said else {})
 
-    return [[fields_of(each) for each in translations if each.score > -math.inf] for translations in results]
+    return [
+        [fields_of(each, warning) for each in translations if each.score > -math.inf]
+        for translations, warning in zip(results, warnings, strict=True)
+    ]
 
 
 def to_json(content: Mapping[str, Any]) -> bytes:

@@ -103,6 +103,9 @@ def test_server_selects_the_language_by_field_or_tag(multilingual: Path) -> None
         ((by_tag,),) = translations(server.url, text=">>de<< twenty-one", alignments=True)
         ((other,),) = translations(server.url, text="twenty-one", target_lang="en", alignments=True)
         assert by_field == by_tag != other
+        assert "warnings" not in by_tag
+        ((inside,),) = translations(server.url, text="twenty-one >>de<<", target_lang="en")
+        assert [each[:51] for each in inside["warnings"]] == [">>de<< is read as text, not as a language tag: only"]
         assert not any(piece.startswith(">>") for piece in by_tag["source_pieces"] + by_tag["pieces"])
         assert len(by_tag["alignment"][0]) == len(by_tag["source_pieces"])
         for request in ({"text": "one"}, {"text": "one", "target_lang": "fr"}, {"text": "one", "target_lang": 3}):

@@ -209,7 +209,7 @@ def test_long_lines_are_translated_in_parts(server: Server, trained: Path) -> No
 def test_cut_lines_return_a_warning(trained: Path) -> None:
     tokenizer = load_tokenizer(trained / "vocabulary")
     texts = [Translation("one", -1.0, -2.0, warning=warning) for warning in ("cut", "")]
-    ((cut, whole),) = messages.shown([texts], tokenizer)
+    ((cut, whole),) = messages.shown([texts], tokenizer, [""])
     assert cut == whole | {"warnings": ["cut"]}
 
 

@@ -59,12 +59,13 @@ def get_config(depth: str = "") -> ml_collections.ConfigDict:
     config.evaluate.stride = 128
     config.decode.batch_tokens = 8192
     if depth in ("", "12L"):
-        tuned = [f"{s} depth=12L train.learning_rate=1.5e-3,3e-3,6e-3,1.2e-2" for s in (*RATES, *NOT_TRAINING)]
+        points = "depth=12L train.learning_rate=1.5e-3,3e-3,6e-3,1.2e-2 train.seed=0"
+        tuned = [f"{s} {points}" for s in (*RATES, *NOT_TRAINING)]
         seeds = [f"{s} depth=12L train.learning_rate={rate} train.seed=1,2" for s, (rate, _) in RATES.items()]
         config.sweep.grid = " | ".join(tuned + seeds)
+        config.sweep.baseline = "pre_ln"
     else:
         deep = [f"{s} depth={depth} train.learning_rate={rate} train.seed=0,1,2" for s, (_, rate) in RATES.items()]
         config.sweep.grid = " | ".join(deep)
     config.sweep.columns = "train.learning_rate,depth"
-    config.sweep.baseline = "pre_ln"
     return config

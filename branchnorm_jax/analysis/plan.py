@@ -80,7 +80,7 @@ def make_plan(config: Config, progress: Callable[[], Any] = lambda: None) -> dic
         "forward_flops_by_part": flops,
         "sentence_length": sentence,
         "row_length": length,
-        # Rows of documents are full, so their number is that of all tokens.
+        # For documents, batch_tokens is rounded down to whole rows.
         "tokens_per_update": rows * length * count if config.data.source == "documents" else config.train.batch_tokens,
         "device": config.plan.device or jax.devices()[0].device_kind,
         "devices": count * config.parallel.model,

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -41,7 +42,7 @@ def write_results(path: Path, results: dict[str, list[Score]], directory: Path, 
 
     It contains {split: {metric: {score, signature, hypotheses}}}, and `extra` under "run". Splits that are already in
     the file are kept if their "run" (checkpoint and decoding options) is the same. "hypotheses" is missing for a mean
-    over splits, which has no file of its own.
+    over splits, which has no file of its own. An infinite score is null.
     """
     table: dict[str, Any] = {}
     with contextlib.suppress(OSError, ValueError, AttributeError, KeyError):
@@ -50,7 +51,7 @@ def write_results(path: Path, results: dict[str, list[Score]], directory: Path, 
     table |= {
         split: {
             score.name: {
-                "score": score.score,
+                "score": score.score if math.isfinite(score.score) else None,
                 "signature": score.signature,
             }
             | ({"hypotheses": str(text.relative_to(path.parent))} if text.exists() else {})

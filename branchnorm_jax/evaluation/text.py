@@ -17,18 +17,20 @@ from branchnorm_jax.files import write_atomically
 _LARGEST = math.log(sys.float_info.max)
 
 
-def scores(nll: np.ndarray, text: TextStore, context: int, stride: int) -> list[Score]:
+def scores(nll: np.ndarray, text: TextStore, context: int, stride: int, packed: bool = False) -> list[Score]:
     """Returns bits per byte, perplexity per token and nll per token in nats, of nll [n - 1].
 
-    The signatures name the number of unknown tokens, if there are any: each costs few bits, however much text it is. A
-    perplexity that no float can hold is the largest float.
+    The signatures name the number of unknown tokens, if there are any: each costs few bits, however much text it is.
+    They also say whether the windows were `packed`, see `token_nll`. A perplexity that no float can hold is infinite.
     """
     total, signature = float(nll.sum(dtype=np.float64)), f"context:{context}|stride:{stride}"
     signature += f"|unknown:{text.unknown}" if text.unknown else ""
+    signature += "|rows:packed" if packed else ""
+    mean = total / len(nll)
     return [
         Score("bits_per_byte", total / (math.log(2) * text.bytes), f"{signature}|bytes:{text.bytes}"),
-        Score("perplexity", math.exp(min(total / len(nll), _LARGEST)), f"{signature}|tokens:{len(nll)}"),
-        Score("nll", total / len(nll), f"{signature}|tokens:{len(nll)}"),
+        Score("perplexity", math.exp(mean) if mean < _LARGEST else math.inf, f"{signature}|tokens:{len(nll)}"),
+        Score("nll", mean, f"{signature}|tokens:{len(nll)}"),
     ]
 
 

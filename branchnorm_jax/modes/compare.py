@@ -39,7 +39,7 @@ def compare(config: Config, workdir: Workdir) -> None:
         signatures = {name: signature_of(runs[name], split) for name in losses}
         compared = compare_texts(losses, signatures)
         if len({*signatures.values()}) > 1:
-            logs.say("context, stride or the number of unknown tokens differ between the models; see their signatures")
+            logs.say("context, stride, rows or unknown tokens differ between the models; see their signatures")
         write_atomically(workdir / "compare.json", json.dumps(compared, indent=2, ensure_ascii=False) + "\n")
         print(format_comparison(compared), workdir / "compare.json", sep="\n")
         return

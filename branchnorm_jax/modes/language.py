@@ -36,12 +36,14 @@ def evaluate_text(config: Config, workdir: Workdir) -> None:
     Writes results.json and, for each split, evaluation/<split>.lines.tsv with the loss of every line.
     """
     context, stride = config.data.context, config.evaluate.stride_in(config.data.context)
+    packed = config.data.rows == "packed"
     tokenizer, model, params, alpha, step = restore(config, workdir)
     models = [checksums((params, alpha)).tolist()]
     agree(config, step=step, models=models)
     logs.say(f"evaluating the checkpoint of step {step} (decode.checkpoint={config.decode.checkpoint})")
     directory, results = workdir / "evaluation", dict[str, list[Score]]()
     run = {"step": step, "models": models, "checkpoint": config.decode.checkpoint, **text_options(config.data)}
+    run["rows"] = config.data.rows
     for split in config.evaluate.split_names:
         text = build_text(config.data, tokenizer, split, workdir / "corpus")
         agree(config, **{f"the text of {split}": text.fingerprint})
@@ -49,9 +51,9 @@ def evaluate_text(config: Config, workdir: Workdir) -> None:
             logs.say(line)
         chosen = windows(text.starts, context, stride)
         with logs.progress_bar(len(chosen.begin), 0, "window", split) as bar:
-            batch_tokens, packed = config.decode.batch_tokens, config.data.rows == "packed"
+            batch_tokens = config.decode.batch_tokens
             nll = token_nll(model, params, alpha, text.tokens, chosen, context, batch_tokens, bar.update, packed)
-        results[split] = scores(nll, text, context, stride)
+        results[split] = scores(nll, text, context, stride, packed)
         if hosts.is_first():
             directory.mkdir(exist_ok=True)
             write_lines(directory / f"{split}.lines.tsv", nll, text)

@@ -19,7 +19,7 @@ from branchnorm_jax.decoding.parts import has_several_sentences
 from branchnorm_jax.decoding.results import Translation
 from branchnorm_jax.decoding.sentences import Required
 from branchnorm_jax.decoding.text import token_nll, windows
-from branchnorm_jax.errors import Preempted, UserError
+from branchnorm_jax.errors import UserError
 from branchnorm_jax.files import lock, real, storing, write_atomically
 from branchnorm_jax.modes.common import CHUNK, Trained, count_split, lines_ahead, load, opened, read_chunks, say_split
 from branchnorm_jax.modes.output import json_line, plain_lines, to_json
@@ -71,7 +71,7 @@ def check_files(source: Path, target: Path, glossary: Path = Path()) -> None:
         for option, other in (("input", source), ("glossary", glossary)):
             if path.exists() and other.exists() and path.samefile(other):
                 raise UserError(
-                    f"decode.output={target}: {path} is also decode.{option}, and would be replaced; choose another"
+                    f"decode.output={target}: {path} is decode.{option}, and would be replaced; choose another name"
                 )
     read_record(target)
 
@@ -237,8 +237,9 @@ def translate_file(config: Config, trained: Trained, source: Path, target: Path)
                 for lines in translated(config, trained, chunks, done, total):
                     with storing(part, kept):
                         append("".join(line + "\n" for line in lines).encode(), file)
-            except (KeyboardInterrupt, Preempted):
-                logs.say(f"{part}: {kept}")
+            except KeyboardInterrupt:
+                if part.stat().st_size:
+                    logs.say(f"{part}: {kept}")
                 raise
         with storing(target):
             os.replace(part, target)
@@ -267,9 +268,10 @@ def read_record(target: Path) -> dict[str, Any]:
     else:
         ours = not part.exists() or not part.stat().st_size
     if not ours:
+        found = record if record.exists() else part
         raise UserError(
-            f"{part}: it or {record.name} exists, and they are not the beginning of a translation; move them away, or "
-            "choose another decode.output"
+            f"{found}: exists, and does not belong to a translation that was interrupted; move it away, or choose "
+            "another decode.output"
         )
     return dict(content)
 

@@ -84,7 +84,7 @@ def test_language_models_from_training_to_comparison(text: str, tmp_path: Path) 
     other_text = run_main(
         "--mode=compare", f"--workdir={tmp_path / 'none'}", f"--config.compare.systems={runs[0]},{runs[1]}"
     )
-    assert (other_text.returncode, "context, stride" in other_text.stderr) == (2, False)
+    assert (other_text.returncode, "see their signatures" in other_text.stderr) == (2, False)
     assert "evaluated on different texts" in other_text.stderr
     table = [line.split("\t") for line in (runs[0] / "evaluation" / "test.lines.tsv").read_text().splitlines()[1:]]
     stdin = f"{documents[0]}\n\n{documents[1]}\n"

@@ -87,14 +87,14 @@ def test_files_of_the_user_are_not_replaced(trained: Path, tmp_path: Path) -> No
     (tmp_path / "in").write_text("one\n")
     for name, content in (("a.part", "notes"), ("b.part.json", '{"my": "settings"}'), ("c.part.json", "[]")):
         (tmp_path / name).write_text(content)
-        with pytest.raises(UserError, match=f"{name[0]}.part: .* are not the beginning of a translation"):
+        with pytest.raises(UserError, match=f"{name}: exists, and does not belong to a translation"):
             lines.check_files(tmp_path / "in", tmp_path / name[0])
         assert (tmp_path / name).read_text() == content
     for name in ("d", "d.part", "d.part.json"):
         (tmp_path / name).write_text("one\n")
-        with pytest.raises(UserError, match=f"{name} is also decode.input, and would be replaced"):
+        with pytest.raises(UserError, match=f"{name} is decode.input, and would be replaced"):
             lines.check_files(tmp_path / name, tmp_path / "d")
-        with pytest.raises(UserError, match=f"{name} is also decode.glossary, and would be replaced"):
+        with pytest.raises(UserError, match=f"{name} is decode.glossary, and would be replaced"):
             lines.check_files(tmp_path / "in", tmp_path / "d", tmp_path / name)
         (tmp_path / name).unlink()
     (tmp_path / "d").write_text("older")

@@ -10,6 +10,7 @@ import numpy as np
 from branchnorm_jax.model.coefficients import Alpha
 from branchnorm_jax.model.parameters import Params
 from branchnorm_jax.model.transformer import Transformer
+from branchnorm_jax.options import DataConfig
 from branchnorm_jax.tokens import EOS, PAD
 
 _SHORTEST = 16
@@ -56,12 +57,14 @@ def token_nll(
     alpha: Alpha,
     tokens: np.ndarray,
     chosen: Windows,
-    context: int,
+    data: DataConfig,
     batch_tokens: int,
     progress: Callable[[int], Any] = lambda count: None,
-    packed: bool = False,
 ) -> np.ndarray:
     """Returns the nll of every token of a text but the first, in nats: float32 [n - 1].
+
+    With `data.rows=packed`, EOS takes the place of the first token of each window, because each part of a long document
+    begins with it in training.
 
     Args:
       model: a language model.
@@ -69,14 +72,12 @@ def token_nll(
       alpha: alpha_t.
       tokens: the text, int [n]; see `TextStore`.
       chosen: the windows.
-      context: length of the longest possible window.
+      data: has `context`, the length of the longest possible window, and `rows`.
       batch_tokens: number of tokens of a batch.
       progress: called with the number of windows of each finished batch.
-      packed: whether each window begins with EOS in place of its first token, as each part of a long document does in
-        training with `data.rows=packed`.
     """
     out = np.zeros(len(tokens) - 1, np.float32)
-    for group, length in _batches(chosen, context, batch_tokens):
+    for group, length in _batches(chosen, data.context, batch_tokens):
         begin, first, end = (values[group][:, None] for values in chosen)
         rows = max(1, batch_tokens // length)
         places = begin + np.arange(length)
@@ -85,7 +86,7 @@ def token_nll(
         inputs, targets = (
             np.pad(np.where(real, tokens[np.minimum(places + shift, len(out))], PAD), filler) for shift in (0, 1)
         )
-        if packed:
+        if data.rows == "packed":
             inputs[:, 0] = EOS
         values = np.asarray(_nll(model, params, alpha, inputs.astype(np.int32), targets.astype(np.int32)))[: len(group)]
         predicted = real & (places >= first)

@@ -17,15 +17,15 @@ from branchnorm_jax.files import write_atomically
 _LARGEST = math.log(sys.float_info.max)
 
 
-def scores(nll: np.ndarray, text: TextStore, context: int, stride: int, packed: bool = False) -> list[Score]:
+def scores(nll: np.ndarray, text: TextStore, context: int, stride: int, rows: str = "stream") -> list[Score]:
     """Returns bits per byte, perplexity per token and nll per token in nats, of nll [n - 1].
 
     The signatures name the number of unknown tokens, if there are any: each costs few bits, however much text it is.
-    They also say whether the windows were `packed`, see `token_nll`. A perplexity that no float can hold is infinite.
+    They also name `rows`, if it is not "stream", see `token_nll`. A perplexity that no float can hold is infinite.
     """
     total, signature = float(nll.sum(dtype=np.float64)), f"context:{context}|stride:{stride}"
     signature += f"|unknown:{text.unknown}" if text.unknown else ""
-    signature += "|rows:packed" if packed else ""
+    signature += f"|rows:{rows}" if rows != "stream" else ""
     mean = total / len(nll)
     return [
         Score("bits_per_byte", total / (math.log(2) * text.bytes), f"{signature}|bytes:{text.bytes}"),

@@ -36,7 +36,6 @@ def evaluate_text(config: Config, workdir: Workdir) -> None:
     Writes results.json and, for each split, evaluation/<split>.lines.tsv with the loss of every line.
     """
     context, stride = config.data.context, config.evaluate.stride_in(config.data.context)
-    packed = config.data.rows == "packed"
     tokenizer, model, params, alpha, step = restore(config, workdir)
     models = [checksums((params, alpha)).tolist()]
     agree(config, step=step, models=models)
@@ -52,8 +51,8 @@ def evaluate_text(config: Config, workdir: Workdir) -> None:
         chosen = windows(text.starts, context, stride)
         with logs.progress_bar(len(chosen.begin), 0, "window", split) as bar:
             batch_tokens = config.decode.batch_tokens
-            nll = token_nll(model, params, alpha, text.tokens, chosen, context, batch_tokens, bar.update, packed)
-        results[split] = scores(nll, text, context, stride, packed)
+            nll = token_nll(model, params, alpha, text.tokens, chosen, config.data, batch_tokens, bar.update)
+        results[split] = scores(nll, text, context, stride, config.data.rows)
         if hosts.is_first():
             directory.mkdir(exist_ok=True)
             write_lines(directory / f"{split}.lines.tsv", nll, text)
@@ -119,8 +118,10 @@ def export_text(config: Config, workdir: Workdir, folder: Path) -> None:
             rows = Windows(*(values[: config.export.check_lines] for values in rows))
             texts = [text.tokens[begin : end + 1] for begin, end in zip(rows.begin, rows.end, strict=True)]
 
+            as_it_is = dataclasses.replace(config.data, rows="stream")  # OPT reads the first token of each row.
+
             def ours() -> list[np.ndarray]:
-                nll = token_nll(exact, params, alpha, text.tokens, rows, context, config.decode.batch_tokens)
+                nll = token_nll(exact, params, alpha, text.tokens, rows, as_it_is, config.decode.batch_tokens)
                 return [-nll[first:end] for first, end in zip(rows.first, rows.end, strict=True)]
 
             def theirs() -> list[np.ndarray]:

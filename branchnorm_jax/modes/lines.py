@@ -379,14 +379,13 @@ def score_text(config: Config, workdir: Workdir) -> None:
     """
     context, stride = config.data.context, config.evaluate.stride_in(config.data.context)
     tokenizer, model, params, alpha, _ = restore(config, workdir)
-    packed = config.data.rows == "packed"
     with opened(config.decode.input) as (stream, name):
         for lines in read_chunks(stream, name, CHUNK):
             encoded = tokenizer.encode_target(lines)
             starts = np.cumsum([0, *map(len, encoded)])
             tokens = np.array([EOS, *itertools.chain(*encoded)])
             chosen = windows(starts, context, stride)
-            nll = token_nll(model, params, alpha, tokens, chosen, context, config.decode.batch_tokens, packed=packed)
+            nll = token_nll(model, params, alpha, tokens, chosen, config.data, config.decode.batch_tokens)
             sums = np.add.reduceat(nll.astype(np.float64), starts[:-1])
             printed = []
             for line, log_prob, count in zip(lines, (-sums).tolist(), np.diff(starts).tolist(), strict=True):

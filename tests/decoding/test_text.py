@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from branchnorm_jax.data.texts import TextStore
 from branchnorm_jax.decoding.text import token_nll, windows
 from branchnorm_jax.model.transformer import Transformer
-from branchnorm_jax.options import ModelConfig
+from branchnorm_jax.options import DataConfig, ModelConfig
 from branchnorm_jax.tokens import EOS
 
 SIZES = dict[str, Any](encoder_layers=0, decoder_layers=2, width=8, ffn_width=12, heads=2, dropout=0.0)
@@ -47,16 +47,17 @@ def log_softmax(params: Any, inputs: jax.Array) -> jax.Array:
     return jax.nn.log_softmax(MODEL(params, inputs, inputs, jnp.float32(1))[0])
 
 
-@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("rows", ["stream", "packed"])
 @pytest.mark.parametrize(("context", "stride"), [(4, 4), (5, 2), (40, 7)])
-def test_nll_is_that_of_each_window_alone(context: int, stride: int, packed: bool) -> None:
+def test_nll_is_that_of_each_window_alone(context: int, stride: int, rows: str) -> None:
     store, params = text([3, 21, 1, 9]), MODEL.init(jax.random.key(1))
+    data = DataConfig(context=context, rows=rows)
     chosen = windows(store.starts, context, stride)
-    found = token_nll(MODEL, params, jnp.float32(1), store.tokens, chosen, context, batch_tokens=64, packed=packed)
+    found = token_nll(MODEL, params, jnp.float32(1), store.tokens, chosen, data, batch_tokens=64)
     expected = np.zeros(len(store.tokens) - 1)
     for begin, first, end in zip(*chosen, strict=True):
         row = np.pad(store.tokens[begin:end], (0, 40 - (end - begin))).astype(np.int32)
-        row[0] = EOS if packed else row[0]
+        row[0] = EOS if rows == "packed" else row[0]
         log_probs = np.asarray(log_softmax(params, jnp.asarray(row[None])))
         for place in range(first, end):
             expected[place] = -log_probs[place - begin, int(store.tokens[place + 1])]

@@ -83,6 +83,10 @@ def _validate_family(config: Config) -> None:
         "model.decoder_start": ("eos",),
         "data.pairs": ("",),
         "data.subword_samples": (0,),
+        "data.source_normalization": ("nmt_nfkc",),
+        "data.target_normalization": ("nfc",),
+        "data.max_length": (256,),
+        "data.max_ratio": (0,),
         "decode.ensemble": ("",),
         "decode.glossary": ("",),
         "decode.constraints": (False,),
@@ -102,12 +106,16 @@ def _validate_family(config: Config) -> None:
         "train.encoder_rate": (1,),
         "train.encoder_rate_steps": (0,),
     }
+    hints = {
+        "decode.output": "; --mode=generate prints to stdout",
+        "data.max_length": "; the length of its rows is data.context",
+    }
     by_name = sections(config)
     for full, allowed in fitting.items():
         section, _, name = full.partition(".")
         if (value := getattr(by_name[section], name)) not in allowed:
             options = " or ".join(str(each) or "''" for each in allowed)
-            hint = "; --mode=generate prints to stdout" if full == "decode.output" else ""
+            hint = hints.get(full, "")
             raise UserError(f"config: a language model needs {full}={options}, not {value}{hint}")
     if len(data.corpora()) > 1 or data.corpora()[0][1] != 1:
         raise UserError(

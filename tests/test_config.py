@@ -186,6 +186,10 @@ def test_translation_needs_an_encoder(depth):
         ("train.eval_bleu_sentences", 9, ["train.eval_bleu_sentences=0"]),
         ("decode.ensemble", "runs/other", ["decode.ensemble=''"]),
         ("data.train_split", "a:2,b", ["a single corpus"]),
+        ("data.max_length", 512, ["data.max_length=256", "the length of its rows is data.context"]),
+        ("data.max_ratio", 2.0, ["data.max_ratio=0"]),
+        ("data.source_normalization", "nfkc", ["data.source_normalization=nmt_nfkc"]),
+        ("data.target_normalization", "nfkc", ["data.target_normalization=nfc"]),
     ],
 )
 def test_language_models_refuse_options_of_translation(option, value, parts):

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from faults import kills
-from faults.kills import TRAINED, Job, age, differing, digest, kind, steps_of
-from faults.processes import TINY, Finished, run
+from faults.kills import SHORT_TEXTS, TRAINED, Job, age, differing, digest, kind, steps_of
+from faults.processes import Finished, run
 from faults.supervisor import FAILURES, KILL, Fault, place_of, supervise, unavailable
 from faults.trial import Family, Outcome, Trial, Unavailable
 
@@ -25,7 +25,12 @@ EVERY = 4
 MOST = 4
 """Checkpoints that a run may leave: train.keep_last=2, train.keep_best=1, and one whose deletion was interrupted."""
 
-SHORT = (*TINY, "--config.train.steps=12", f"--config.train.checkpoint_every={EVERY}", "--config.train.eval_every=8")
+SHORT = (
+    *SHORT_TEXTS,
+    "--config.train.steps=12",
+    f"--config.train.checkpoint_every={EVERY}",
+    "--config.train.eval_every=8",
+)
 
 JOBS: dict[str, Job] = {
     "train": Job(SHORT, TRAINED),

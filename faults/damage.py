@@ -7,19 +7,18 @@ give the result of the intact workdir, or say what is wrong in one line that nam
 import random
 import re
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from faults.kills import digest
-from faults.processes import TINY, Finished, run
+from faults.kills import SHORT_TEXTS, Job, digest, write_texts
+from faults.processes import Finished, run
 from faults.trial import Family, Outcome, Trial
 
-COMMANDS: dict[str, tuple[Sequence[str], Sequence[str]]] = {
-    "train": ((*TINY, "--config.train.steps=33"), ("status.json", "metrics.jsonl", "validation.jsonl")),
-    "evaluate": (("--mode=evaluate", "--config.evaluate.splits=valid"), ("results.json", "evaluation/*")),
+COMMANDS: dict[str, Job] = {
+    "train": Job((*SHORT_TEXTS, "--config.train.steps=33"), ("status.json", "metrics.jsonl", "validation.jsonl")),
+    "evaluate": Job(("--mode=evaluate", "--config.evaluate.splits=valid"), ("results.json", "evaluation/*")),
 }
-"""Name -> options, and the files with its results."""
 
 LOGS = re.compile(r"metrics\.jsonl|layers\.jsonl|validation\.jsonl|tensorboard/|compile_cache/|data\.json|status\.json")
 """Files that nothing is computed from. Their own content may be lost."""
@@ -117,31 +116,33 @@ def prepare(shared: Path, seconds: float) -> Trial:
     expected: dict[str, dict[str, str]] = {}
     if not (shared / "made").exists():
         shutil.rmtree(shared, ignore_errors=True)
+        write_texts(shared)
         for folder, steps in ((older, 15), (whole, 30)):
-            done = run([*TINY, f"--config.train.steps={steps}", f"--workdir={folder}"], cache)
+            trained = Job((*SHORT_TEXTS, f"--config.train.steps={steps}"), ())
+            done = run(trained.filled(folder, shared), cache)
             if done.code:
                 raise RuntimeError(done.error)
-        for name, (options, _) in COMMANDS.items():
+        for name, job in COMMANDS.items():
             shutil.copytree(whole, shared / name)
-            done = run([*options, f"--workdir={shared / name}"], cache)
+            done = run(job.filled(shared / name, shared), cache)
             if done.code:
                 raise RuntimeError(done.error)
         (shared / "made").touch()
-    for name, (_, results) in COMMANDS.items():
-        expected[name] = digest(shared / name, results)
+    for name, job in COMMANDS.items():
+        expected[name] = digest(shared / name, job.results)
 
     def trial(rng: random.Random, folder: Path) -> Outcome:
         damaged = folder / "damaged"
         shutil.copytree(whole, damaged)
         case = damage(damaged, older, rng)
         where, lost, wrong, last, code = " ".join(filter(None, (case.file, case.detail))), "", "", "", 0
-        for name, (options, results) in COMMANDS.items():
+        for name, job in COMMANDS.items():
             workdir = folder / name
             shutil.copytree(damaged, workdir)
-            done = run([*options, f"--workdir={workdir}"], cache)
+            done = run(job.filled(workdir, shared), cache)
             said = [line for line in done.error.splitlines() if not EXPECTED_LINES.search(line)]
             intact = {file: value for file, value in expected[name].items() if file != case.file}
-            same = done.code == 0 and digest(workdir, results, without=case.file) == intact
+            same = done.code == 0 and digest(workdir, job.results, without=case.file) == intact
             new_lost, new_wrong = verdict(name, case, done, same, said)
             lost, wrong = lost or new_lost, wrong or new_wrong
             last, code = last or (said[-1] if said else ""), code or done.code

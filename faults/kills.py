@@ -44,6 +44,9 @@ class Job(NamedTuple):
 
 TRAINED = ("status.json", "metrics.jsonl")
 
+SHORT_TEXTS = (*TINY, "--config.data.source=text", "--config.data.path={texts}", "--config.data.vocab_size=200")
+"""Options of the run on texts that take less time to evaluate; see `write_texts`."""
+
 JOBS: dict[str, Job] = {
     "train": Job(TINY, TRAINED),
     "train.accumulation": Job((*TINY, "--config.train.accumulation=2"), TRAINED),
@@ -60,16 +63,7 @@ JOBS: dict[str, Job] = {
         ),
         TRAINED,
     ),
-    "several pairs": Job(
-        (
-            *TINY,
-            "--config.data.source=text",
-            "--config.data.path={texts}",
-            "--config.data.pairs=en-de,de-en",
-            "--config.data.vocab_size=200",
-        ),
-        TRAINED,
-    ),
+    "several pairs": Job((*SHORT_TEXTS, "--config.data.pairs=en-de,de-en"), TRAINED),
     "language model": Job(
         (
             "--config=configs/lm.py:2L",

@@ -101,15 +101,14 @@ class TensorBoard:
     """Seconds after which the next call writes the buffered points to the disk, which may take a while."""
 
     def __init__(self, directory: Path, first_step: int) -> None:
-        """Opens an event file in `directory`.
+        """Prepares an event file in `directory`, which the first point opens: a finished run gets no empty ones.
 
         TensorBoard hides the points that an interrupted run wrote at `first_step` and later. Without tensorboardX the
         class writes no event files, and reports this in one line on stderr.
-
-        Raises:
-          StorageError: if the file cannot be written.
         """
-        self._directory, self._events, self._synchronised = directory, None, time.monotonic()
+        self._directory, self._first_step, self._synchronised = directory, first_step, time.monotonic()
+        self._writer: Any = None
+        self._events: Any = None
         try:
             # The library imports PyTorch if it is installed, which takes a second and is not needed for numbers.
             with needs_extra("plots", "TensorBoard needs tensorboardX"), hidden("torch"):
@@ -119,13 +118,8 @@ class TensorBoard:
         except MissingExtraError as error:
             say(f"{directory} is not written: {error}")
             return
-        self._event, self._scalar = Event, scalar
-        with storing(directory):
-            directory.mkdir(exist_ok=True)
-            # The library names files by whole seconds, and would replace one that a rollback has just closed.
-            self._events = EventsWriter(str(directory / "events"), f".{first_step}.{time.time_ns()}")
-            start = SessionLog(status=SessionLog.START)
-            self._events.write_event(Event(wall_time=time.time(), step=first_step, session_log=start))
+        self._event, self._scalar, self._start = Event, scalar, SessionLog(status=SessionLog.START)
+        self._writer = EventsWriter
 
     def write(self, step: int, scalars: Mapping[str, float]) -> None:
         """Adds one point per name at `step`. Values that are not finite are skipped.
@@ -133,10 +127,15 @@ class TensorBoard:
         Raises:
           StorageError: if the file cannot be written.
         """
-        if not self._events:
+        if not self._writer:
             return
         now = time.time()
         with storing(self._directory):
+            if not self._events:
+                self._directory.mkdir(exist_ok=True)
+                # The library names files by whole seconds, and would replace one that a rollback has just closed.
+                self._events = self._writer(str(self._directory / "events"), f".{self._first_step}.{time.time_ns()}")
+                self._events.write_event(self._event(wall_time=now, step=self._first_step, session_log=self._start))
             for name, value in scalars.items():
                 if math.isfinite(value):
                     self._events.write_event(self._event(wall_time=now, step=step, summary=self._scalar(name, value)))

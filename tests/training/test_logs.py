@@ -104,9 +104,14 @@ def test_a_log_that_cannot_be_written_is_named(
 
 def test_event_files_have_the_points_and_hide_repeated_ones(tmp_path: Path) -> None:
     event_pb2 = pytest.importorskip("tensorboardX.proto.event_pb2")
-    TensorBoard(tmp_path / "other", 0).close()
-    TensorBoard(tmp_path / "other", 0).close()
-    assert len(list((tmp_path / "other").iterdir())) == 2, "a second file in the same second replaces none"
+    other = tmp_path / "other"
+    TensorBoard(other, 0).close()
+    assert not other.exists(), "a start without updates leaves no empty file"
+    for _ in range(2):
+        again = TensorBoard(other, 0)
+        again.write(0, {"loss": 2.5})
+        again.close()
+    assert len(list(other.iterdir())) == 2, "a second file in the same second replaces none"
     board = TensorBoard(tmp_path, 3)
     board.write(3, {"loss": 2.5, "norm": math.nan})
     board.write(4, {"loss": 1.5, "valid/nll": 0.5})

@@ -42,8 +42,8 @@ JOBS: dict[str, Job] = {
 MESSAGE = re.compile(r"(StorageError|UserError): |<workdir>.*: |checkpoint \d+ in <workdir>|step \d|resuming ")
 """Lines on stderr because of a fault: what failed, a damaged checkpoint, and that a run goes on."""
 
-RANDOM = re.compile(r"[0-9a-f]{32}|\d{6,}")
-"""Parts of names that differ between equal runs."""
+RANDOM = re.compile(r"[0-9a-f]{32}|(\d+\.)?\d{6,}")
+"""Parts of names that differ between equal runs. An event file has its first update and a time."""
 
 
 class Undisturbed(NamedTuple):
@@ -120,7 +120,8 @@ def verdict(job: str, workdir: Path, fault: Fault, hit: str, done: Finished, sai
     saving = hit.startswith("checkpoints/") and not fault.place.startswith(("open", "delete"))
     if done.code == 2 and saving:
         return f"a failed save is no user error: {done.said}"
-    new = [line for line in done.error.splitlines() if kind(line.replace(str(workdir), "")) not in said]
+    lines = [line for line in done.error.splitlines() if "repeating updates" not in line]  # after an earlier fault
+    new = [line for line in lines if kind(line.replace(str(workdir), "")) not in said]
     if done.code and str(workdir) not in done.said:
         return f"the message does not say where: {done.said}"
     if done.code and len(new) > 1 and "warn" not in job:

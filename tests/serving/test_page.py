@@ -56,6 +56,18 @@ def url(model: tuple[Languages, dict[str, Any]]) -> Iterator[str]:
         yield address
 
 
+class Unusual(Device):
+    """Translates "none" to nothing, "long" with many attention weights, and other lines with none."""
+
+    def __call__(self, requests: Sequence[TranslationRequest]) -> list[bytes]:
+        (line,) = requests[0].lines
+        one: dict[str, Any] = {"text": line.upper(), "score": 0, "log_prob": 0}
+        if line == "long":
+            pieces = ["a"] * 300
+            one |= {"pieces": pieces, "source_pieces": pieces, "alignment": [[0.5] * 300] * 300}
+        return [to_json({"translations": [[] if line == "none" else [one, one | {"text": "OTHER"}]]})]
+
+
 def open_page(page: Any, url: str) -> Any:
     """Loads the page and waits until it has the languages."""
     from selenium.webdriver.support.ui import WebDriverWait
@@ -187,3 +199,33 @@ def test_page_of_a_server_that_starts_becomes_ready(model: tuple[Languages, dict
         assert status.text == ""
         assert browser.find_element("id", "text").get_property("value") == "one"
         assert chosen(browser) == ["eng_Latn", "arb_Arab"]
+
+
+@pytest.mark.parametrize(
+    ("line", "best", "said"),
+    [
+        ("none", "", "Warning: not translated: no translation was found."),
+        ("long", "LONG", "The 90,000 attention weights are too many to show; translate a shorter text."),
+        ("cut", "CUT", "No attention weights."),
+    ],
+)
+def test_unusual_answers_are_shown(
+    model: tuple[Languages, dict[str, Any]],
+    browser: Any,  # noqa: F811
+    line: str,
+    best: str,
+    said: str,
+) -> None:
+    from selenium.webdriver.common.by import By
+    from selenium.webdriver.common.keys import Keys
+
+    def texts(selector: str) -> list[str]:
+        return [each.text for each in browser.find_elements(By.CSS_SELECTOR, selector)]
+
+    languages, health = model
+    with serving(Unusual(), [], languages=languages, about=health) as address:
+        wait = open_page(browser, address)
+        browser.find_element("id", "text").send_keys(line, Keys.CONTROL, Keys.ENTER)
+        wait.until(lambda _: said in texts(".warning") + texts(".scroll"))
+        assert (texts(".best"), texts("#error")) == ([best], [""])
+        assert texts("fieldset bdi") == ([best, "OTHER"] if best else [])

@@ -62,6 +62,42 @@ def _validate_model(config: Config) -> None:
         )
 
 
+_LANGUAGE_MODEL_VALUES: dict[str, tuple[Any, ...]] = {
+    "model.shared_embeddings": ("all", "none"),
+    "model.decoder_start": ("eos",),
+    "data.pairs": ("",),
+    "data.subword_samples": (0,),
+    "data.source_normalization": ("nmt_nfkc",),
+    "data.target_normalization": ("nfc",),
+    "data.max_length": (256,),
+    "data.max_ratio": (0,),
+    "decode.ensemble": ("",),
+    "decode.glossary": ("",),
+    "decode.constraints": (False,),
+    "decode.target_prefix": (False,),
+    "decode.output": ("",),
+    "decode.alignments": (False,),
+    "decode.token_scores": (False,),
+    "decode.dtype": ("auto",),
+    "decode.unroll": (0,),
+    "decode.streams": (0,),
+    "decode.split": ("auto",),
+    "decode.source_lang": ("",),
+    "decode.target_lang": ("",),
+    "evaluate.comet": ("",),
+    "train.eval_bleu_sentences": (0,),
+    "train.best_metric": ("loss",),
+    "train.encoder_rate": (1,),
+    "train.encoder_rate_steps": (0,),
+}
+"""Option -> the values that a language model allows; the others are for translation."""
+
+_LANGUAGE_MODEL_HINTS = {
+    "decode.output": "; --mode=generate prints to stdout",
+    "data.max_length": "; the length of its rows is data.context",
+}
+
+
 def _validate_family(config: Config) -> None:
     """Checks that model, data and training are all for translation or all for language models."""
     model, decoder = config.model, config.model.family == "decoder"
@@ -78,44 +114,12 @@ def _validate_family(config: Config) -> None:
             raise UserError("config: data.vocab_type=bytes is for language models; use unigram or bpe")
         return
     data = config.data
-    fitting: dict[str, tuple[Any, ...]] = {
-        "model.shared_embeddings": ("all", "none"),
-        "model.decoder_start": ("eos",),
-        "data.pairs": ("",),
-        "data.subword_samples": (0,),
-        "data.source_normalization": ("nmt_nfkc",),
-        "data.target_normalization": ("nfc",),
-        "data.max_length": (256,),
-        "data.max_ratio": (0,),
-        "decode.ensemble": ("",),
-        "decode.glossary": ("",),
-        "decode.constraints": (False,),
-        "decode.target_prefix": (False,),
-        "decode.output": ("",),
-        "decode.alignments": (False,),
-        "decode.token_scores": (False,),
-        "decode.dtype": ("auto",),
-        "decode.unroll": (0,),
-        "decode.streams": (0,),
-        "decode.split": ("auto",),
-        "decode.source_lang": ("",),
-        "decode.target_lang": ("",),
-        "evaluate.comet": ("",),
-        "train.eval_bleu_sentences": (0,),
-        "train.best_metric": ("loss",),
-        "train.encoder_rate": (1,),
-        "train.encoder_rate_steps": (0,),
-    }
-    hints = {
-        "decode.output": "; --mode=generate prints to stdout",
-        "data.max_length": "; the length of its rows is data.context",
-    }
     by_name = sections(config)
-    for full, allowed in fitting.items():
+    for full, allowed in _LANGUAGE_MODEL_VALUES.items():
         section, _, name = full.partition(".")
         if (value := getattr(by_name[section], name)) not in allowed:
             options = " or ".join(str(each) or "''" for each in allowed)
-            hint = hints.get(full, "")
+            hint = _LANGUAGE_MODEL_HINTS.get(full, "")
             raise UserError(f"config: a language model needs {full}={options}, not {value}{hint}")
     if len(data.corpora()) > 1 or data.corpora()[0][1] != 1:
         raise UserError(

@@ -450,11 +450,12 @@ class Checkpoints:
           StorageError: if the error says nothing about the content. Another attempt may succeed, so the checkpoint must
             neither be deleted nor replaced by another one.
         """
-        if _UNREACHABLE.search(f"{type(error).__name__}: {error}"):
+        origin = _origin(error)
+        if _UNREACHABLE.search(f"{type(origin).__name__}: {origin}"):
             raise StorageError(
-                f"{self._directory}: checkpoint {step} cannot be read ({_summary(error)}); it is not deleted"
+                f"{self._directory}: checkpoint {step} cannot be read ({_summary(origin)}); it is not deleted"
             ) from error
-        return _summary(error)
+        return _summary(origin)
 
     def forget_after(self, step: int) -> None:
         """Deletes the checkpoints newer than `step`, so that the run can write them again.
@@ -467,8 +468,9 @@ class Checkpoints:
 
     def _storage_error(self, what: str, error: Exception) -> StorageError:
         """Returns the error that reports a failed save."""
-        full = getattr(error, "errno", None) == errno.ENOSPC or "No space" in str(error)
-        reason = "no space left on the device" if full else _summary(error)
+        origin = _origin(error)
+        full = getattr(origin, "errno", None) == errno.ENOSPC or "No space" in str(origin)
+        reason = "no space left on the device" if full else _summary(origin)
         return StorageError(f"{self._directory}: {what} could not be written: {reason}; earlier checkpoints are kept")
 
 
@@ -525,7 +527,12 @@ def _check(what: str, tree: Any, expected: list[int]) -> None:
         raise ValueError(f"the checksums of its {what} do not match")
 
 
-def _summary(error: Exception) -> str:
+def _origin(error: BaseException) -> BaseException:
+    """Returns the exception that others were raised from. Those of the storage library only say where it happened."""
+    return _origin(error.__cause__) if error.__cause__ else error
+
+
+def _summary(error: BaseException) -> str:
     """Returns the type and the first line of an exception, with at most 160 characters of that line."""
     text = str(error).strip().splitlines()
     return f"{type(error).__name__}: {text[0][:160]}" if text else type(error).__name__

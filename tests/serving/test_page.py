@@ -68,6 +68,17 @@ class Unusual(Device):
         return [to_json({"translations": [[] if line == "none" else [one, one | {"text": "OTHER"}]]})]
 
 
+class Ranked(Device):
+    """Gives each line as many translations as were asked for, with a warning about the second."""
+
+    def __call__(self, requests: Sequence[TranslationRequest]) -> list[bytes]:
+        (request,) = requests
+        scores = {"score": 0, "log_prob": 0, "pieces": []}
+        warnings = [{}, {"warnings": ["it is second"]}, *[{}] * 3]
+        ranked = [{"text": f"T{rank}"} | scores | warnings[rank] for rank in range(request.nbest)]
+        return [to_json({"translations": [ranked for _ in request.lines]})]
+
+
 def open_page(page: Any, url: str) -> Any:
     """Loads the page and waits until it has the languages."""
     from selenium.webdriver.support.ui import WebDriverWait
@@ -229,3 +240,65 @@ def test_unusual_answers_are_shown(
         wait.until(lambda _: said in texts(".warning") + texts(".scroll"))
         assert (texts(".best"), texts("#error")) == ([best], [""])
         assert texts("fieldset bdi") == ([best, "OTHER"] if best else [])
+
+
+def test_lines_warnings_and_focus_are_those_of_the_text(model: tuple[Languages, dict[str, Any]], browser: Any) -> None:  # noqa: F811
+    """Lines keep their numbers, each translation has its own warnings, and the button keeps the focus."""
+    from selenium.webdriver.common.by import By
+    from selenium.webdriver.common.keys import Keys
+
+    def texts(selector: str) -> list[str]:
+        return [each.text for each in browser.find_elements(By.CSS_SELECTOR, selector)]
+
+    languages, health = model
+    with serving(Ranked(), [], languages=languages, about=health) as address:
+        wait = open_page(browser, address)
+        box, button = (browser.find_element("id", name) for name in ("text", "translate"))
+        box.send_keys(Keys.ENTER, Keys.ENTER, "one", Keys.ENTER, Keys.ENTER, ">>no<< two")
+        button.send_keys(Keys.ENTER)
+        wait.until(lambda _: texts("#error")[0].startswith("line 5: this model was trained to"))
+        assert browser.switch_to.active_element == button
+        box.clear()
+        box.send_keys(Keys.ENTER, "one", Keys.ENTER, " ", Keys.ENTER, "two", Keys.CONTROL, Keys.ENTER)
+        wait.until(lambda _: texts(".source") == ["one", "two"])
+        assert browser.switch_to.active_element == box
+        summaries = browser.find_elements(By.CSS_SELECTOR, "summary")
+        assert [each.accessible_name for each in summaries] == ["Details of line 2", "Details of line 4"]
+        summaries[1].click()
+        choices = wait.until(lambda _: browser.find_elements(By.CSS_SELECTOR, "article input"))
+        assert (texts(".best"), texts(".warning")) == (["T0", "T0"], [])
+        choices[1].click()
+        assert (texts(".best"), texts(".warning")) == (["T0", "T1"], ["Warning: it is second."])
+        choices[2].click()
+        assert (texts(".best"), texts(".warning")) == (["T0", "T2"], [])
+        # "Copy all" keeps the blank lines.
+        browser.execute_script("navigator.clipboard.writeText = (text) => { document.copied = text; }")
+        browser.find_element("id", "copy").click()
+        assert browser.execute_script("return document.copied") == "\nT0\n\nT2"
+
+
+def test_an_open_page_follows_the_server(model: tuple[Languages, dict[str, Any]], browser: Any) -> None:  # noqa: F811
+    """After a new start with a smaller beam, the page needs no reload and keeps the languages that were chosen."""
+    from selenium.webdriver.common.by import By
+    from selenium.webdriver.common.keys import Keys
+    from selenium.webdriver.support.ui import Select
+
+    def answers(text: str) -> int:
+        browser.find_element("id", "text").send_keys(text, Keys.CONTROL, Keys.ENTER)
+        wait.until(lambda _: browser.find_elements(By.CSS_SELECTOR, "article input"))
+        wait.until(lambda _: browser.find_element("id", "translate").is_enabled())
+        return len(browser.find_elements(By.CSS_SELECTOR, "article input"))
+
+    languages, health = model
+    with serving(Ranked(), [], languages=languages, about=health) as address:
+        wait = open_page(browser, address)
+        assert answers("one") == DecodeConfig().beam_size
+        Select(browser.find_element("id", "target_lang")).select_by_visible_text("German")
+    again = socket.create_server(("127.0.0.1", int(address.rpartition(":")[2])))
+    small = DecodeConfig(beam_size=2)
+    health = health | {"decode": health["decode"] | {"beam_size": 2}}
+    with serving(Ranked(), [], languages=languages, about=health, at=again, decode=small):
+        assert answers(" two") == 2
+        assert browser.find_element("id", "error").text == ""
+        assert chosen(browser) == ["eng_Latn", "deu_Latn"]
+        assert browser.find_element("id", "model").text.endswith("beam of 2")

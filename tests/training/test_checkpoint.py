@@ -36,6 +36,12 @@ def opened(path: Path, **changes: Any) -> Checkpoints:
     return Checkpoints(path, dataclasses.replace(TRAIN, **changes), lambda line: None)
 
 
+def raised_from(error: Exception, cause: Exception) -> Exception:
+    """Returns an error with a cause, as those of Orbax."""
+    error.__cause__ = cause
+    return error
+
+
 def save(checkpoints: Checkpoints, scores: dict[int, float | None]) -> None:
     for step, score in scores.items():
         checkpoints.save(state(step), jnp.float32(1.0), {}, score)
@@ -206,6 +212,7 @@ def test_checkpoints_of_an_older_revision_are_restored(tmp_path: Path) -> None:
         OSError(12, "Cannot allocate memory"),
         MemoryError("no memory"),
         ConnectionResetError("Connection reset by peer"),
+        raised_from(Exception("while reading array index (1,)"), ValueError("INTERNAL: [OS error 5: EIO]")),
     ],
     ids=lambda error: str(error)[:12],
 )

@@ -6,7 +6,7 @@ A checkpoint of step t has three items:
 
 - params: the parameters for evaluation (the moving average if the run keeps one);
 - training: the rest of the train state;
-- memory: JSON with the checksums of the other two items, the loop state and alpha.
+- memory: JSON with the checksums of the other two items, the loop state, alpha, and a checksum of these.
 
 A checkpoint with a wrong checksum is never restored. The checksums are necessary because Orbax does not detect flipped
 bits.
@@ -85,7 +85,7 @@ class _Manager(ocp.CheckpointManager):
         """Returns the score of a checkpoint and its checksum, which old checkpoints lack, or None without a score."""
         try:
             found = super().metrics(step)
-            if found is None or found.get("sum", _sum(found["score"])) == _sum(found["score"]):
+            if found is None or found.get("sum", _sum(float(found["score"]))) == _sum(float(found["score"])):
                 return found
         except (ValueError, KeyError, TypeError, AttributeError):
             pass
@@ -97,12 +97,12 @@ class _Manager(ocp.CheckpointManager):
 
 def _metrics(score: float) -> dict[str, Any]:
     """Returns what a checkpoint says about its validation."""
-    return {"score": score, "sum": _sum(score)}
+    return {"score": score, "sum": _sum(float(score))}
 
 
-def _sum(score: float) -> int:
-    """Returns a checksum of a score."""
-    return zlib.crc32(repr(float(score)).encode())
+def _sum(value: Any) -> int:
+    """Returns a checksum of a JSON value."""
+    return zlib.crc32(json.dumps(value, sort_keys=True).encode())
 
 
 def _of_all(fault: str) -> str:
@@ -436,9 +436,10 @@ class Checkpoints:
         fault = _of_all(fault)
         if not fault:
             try:
+                check_memory(restored["memory"])
                 for name in items:
                     _check(CONTENTS[name], restored[name], restored["memory"]["checksums"][name])
-            except Exception as error:  # The memory, too, may contain anything.
+            except Exception as error:
                 fault = self._fault(step, error)
             fault = _of_all(fault)
         return restored, fault
@@ -504,7 +505,15 @@ def _memory(memory: SavedLoopState, alpha: Alpha, **items: Any) -> ocp.args.Json
     """Returns what a checkpoint stores beside its arrays: their checksums, the loop state and alpha."""
     sums = {name: checksums(item).tolist() for name, item in items.items()}
     values = jax.tree.map(lambda leaf: np.asarray(leaf).tolist(), alpha)
-    return ocp.args.JsonSave({"checksums": sums, "memory": memory, "alpha": values})
+    contents = {"checksums": sums, "memory": memory, "alpha": values}
+    return ocp.args.JsonSave(contents | {"sum": _sum(contents)})
+
+
+def check_memory(saved: dict[str, Any]) -> None:
+    """Raises an exception if the JSON of a checkpoint is damaged. That of old checkpoints has no checksum."""
+    contents = {name: value for name, value in saved.items() if name != "sum"}
+    if set(contents) != {"checksums", "memory", "alpha"} or saved.get("sum", _sum(contents)) != _sum(contents):
+        raise ValueError("the checksum of its memory does not match")
 
 
 def _rest(state: TrainState) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """Retention of checkpoints, selection of the best one, and checkpoints of older revisions."""
 
 import dataclasses
+import json
 import threading
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -116,6 +117,38 @@ def test_best_checkpoints_do_not_replace_those_for_a_rollback(tmp_path: Path) ->
     rolling = {"spike": "rollback", "checkpoint_every": 10}
     save(opened(tmp_path / "rolling", **rolling), scores)
     assert opened(tmp_path / "rolling", **rolling).steps() == [20, 30, 35]
+
+
+def test_every_flipped_bit_of_the_memory_is_noticed(tmp_path: Path) -> None:
+    """The memory has alpha, which translation uses, and the loop state."""
+    checkpoints, warnings = opened(tmp_path), list[str]()
+    alpha = {stack: jnp.full(1, 0.19999999) for stack in STACKS}
+    loop_state = LoopState(left_out=[[2, 3]], recent_scores=[-3.25], best_score=-3.25, vanishing="encoder 1")
+    for step in (1, 2):
+        checkpoints.save(state(step), alpha, dataclasses.asdict(loop_state), -3.25)
+    checkpoints.close()
+    path = tmp_path / "2" / "memory" / "metadata"
+    intact = path.read_bytes()
+    contents, harmless = json.loads(intact), 0
+    for bit in range(8 * len(intact)):
+        flipped = bytearray(intact)
+        flipped[bit // 8] ^= 1 << bit % 8
+        try:
+            saved = json.loads(flipped.decode())
+            checkpoint.check_memory(saved)
+        except (ValueError, KeyError):
+            continue
+        assert saved == contents
+        harmless += 1
+    assert harmless < len(intact)  # They change white space, or digits that no float32 needs.
+
+    path.write_bytes(intact.replace(b"0.19999", b"0.99999", 1))
+    reader = Checkpoints(tmp_path, TRAIN, warnings.append, read_only=True)
+    assert reader.restore_params("last", MODEL.abstract_params())[2] == 1
+    assert warnings[0].endswith("is damaged (ValueError: the checksum of its memory does not match)")
+    path.write_bytes(intact.replace(b"evaluated", b"evaluatee"))
+    restored = opened(tmp_path).restore_latest(jax.eval_shape(lambda: state(0)))
+    assert restored is not None and int(restored[0].step) == 1
 
 
 def test_an_error_of_the_device_is_no_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,6 +26,10 @@ LANGUAGES: dict[str, list[str]] = {
 """Languages in the order of their ids."""
 
 
+TAGGED, PAIRS = "language_tags", "language_pairs"
+"""Names of `data.tags` and `data.pairs` in tokenizer_config.json."""
+
+
 class Vocabulary(NamedTuple):
     """The vocabularies of both sides, in the order of our ids."""
 
@@ -41,6 +45,10 @@ class Vocabulary(NamedTuple):
     target_lang: str = ""
     begins: str = ""
     """The tag with which every translation begins; "" if there is none, or if the user has to choose it."""
+    tagged: str = ""
+    """`data.tags`, where an export and `--mode=import` should keep it."""
+    pairs: str = ""
+    """`data.pairs`, likewise."""
 
     @property
     def languages(self) -> list[str]:
@@ -97,6 +105,8 @@ def marian(vocabulary: Vocabulary, first: Sequence[int], shared: bool) -> Tokeni
         "eos_token": vocabulary.source[EOS],
         "pad_token": vocabulary.source[PAD],
     }
+    if vocabulary.tags:  # for our own import; `transformers` ignores them
+        options |= {TAGGED: vocabulary.tagged, PAIRS: vocabulary.pairs}
     return Tokenizer(rows[0], rows[1], options, files)
 
 

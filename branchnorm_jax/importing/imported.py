@@ -55,8 +55,10 @@ class Imported(NamedTuple):
     """Empty if it is not known."""
     target_lang: str = ""
     """Empty if it is not known, or if the model has language tags."""
-    each: bool = False
-    """Whether the tags are those of `data.tags=each`, and every language is a source and a target."""
+    tagged: str = "source"
+    """`data.tags`; if it is "each", every language is a source and a target."""
+    pairs: str = ""
+    """`data.pairs`; empty if it is not known."""
 
     @property
     def tags(self) -> list[str]:

@@ -13,6 +13,7 @@ import numpy as np
 
 from branchnorm_jax.errors import UserError
 from branchnorm_jax.export.bart import POSITIONS, positions
+from branchnorm_jax.export.tokenizers import PAIRS, TAGGED
 from branchnorm_jax.importing import bart
 from branchnorm_jax.importing.imported import Imported, Side, Values, checked_ids, read_json, read_values
 from branchnorm_jax.importing.pieces import make_side, parse
@@ -77,6 +78,8 @@ def read_folder(folder: Path) -> Imported:
         source=source,
         target=target,
         unused=unused,
+        tagged=tokenizer.get(TAGGED, str, "source"),
+        pairs=tokenizer.get(PAIRS, str, ""),
     )
 
 

@@ -75,7 +75,7 @@ def read_folder(folder: Path) -> Imported:
         source=source,
         target=target,
         unused=sorted({*unused, *target.ours(generation.get("suppress_tokens", list, []))}),
-        each=True,
+        tagged="each",
     )
 
 

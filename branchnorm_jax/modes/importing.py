@@ -131,16 +131,18 @@ def _config(config: Config, found: Imported) -> Config:
     """
     usual = DataConfig()
     # `data.pairs` has the languages of the tags.
-    source = usual.source_lang if found.each else found.source_lang or config.data.source_lang
+    each = found.tagged == "each"
+    source = usual.source_lang if each else found.source_lang or config.data.source_lang
     target = usual.target_lang if found.tags else found.target_lang or config.data.target_lang
-    pairs = "+".join(found.tags) if found.each else ",".join(f"{source}-{tag}" for tag in found.tags)
+    others = [tag for tag in found.tags if tag != source]
+    pairs = found.pairs or ("+".join(found.tags) if each else ",".join(f"{source}-{tag}" for tag in others))
     data = dataclasses.replace(
         config.data,
         source="text",
         source_lang=source,
         target_lang=target,
         pairs=config.data.pairs if found.tags and config.data.pairs else pairs,
-        tags="each" if found.each else "source",
+        tags=found.tagged,
         max_length=min(config.data.max_length, found.model.longest or config.data.max_length),
         vocab_size=len(found.target.ids),
         shared_vocab=found.shared,

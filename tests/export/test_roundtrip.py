@@ -158,3 +158,24 @@ def test_workdirs_translate_alike(name: str, tmp_path: Path) -> None:
     first = translations(once, tmp_path / "first", source, target)
     assert first == translations(twice, tmp_path / "second", source, target)
     assert max(len(text) for text, _ in first) > 10
+
+
+@pytest.mark.parametrize("side", ["source", "target", "both", "each"])
+def test_sides_and_directions_of_tags_stay(side: str, tmp_path: Path) -> None:
+    """The comparison of log-probabilities does not notice where tags go."""
+    examples.marian(tmp_path / "theirs", tags=(">>deu<<", ">>fry<<"))
+    found = imported(tmp_path / "theirs", tmp_path / "first")
+    path = tmp_path / "first" / "config.json"
+    saved = json.loads(path.read_text())
+    saved["data"] |= {"tags": side, "pairs": "deu-fry,fry-deu"}
+    path.write_text(json.dumps(saved))
+    exported(tmp_path / "first", tmp_path / "exported")
+    again = imported(tmp_path / "exported", tmp_path / "second")
+    data = configs.load(tmp_path / "second" / "config.json").data
+    assert (data.tags, data.pairs) == (side, "deu-fry,fry-deu")
+    first, second = (
+        translations(found, tmp_path / "first", "deu", "fry"),
+        translations(again, tmp_path / "second", "deu", "fry"),
+    )
+    assert first == second
+    AutoTokenizer.from_pretrained(tmp_path / "exported")

@@ -579,7 +579,7 @@ class TrainConfig:
         "decay of an exponential moving average of the parameters, for example 0.9999; validation, translation and "
         "export use the average; 0: no average",
         minimum=0,
-        maximum=0.999999,
+        maximum=0.99999,
     )
     log_every: int = option(10, "interval of metrics.jsonl lines; 0: never", unit="updates", minimum=0, free=True)
     watch_every: int = option(

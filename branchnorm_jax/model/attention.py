@@ -13,7 +13,7 @@ from branchnorm_jax.errors import UserError
 from branchnorm_jax.model import fused_attention, fused_attention_tpu
 from branchnorm_jax.model.declared import declared
 from branchnorm_jax.model.dropout import dropout
-from branchnorm_jax.model.linear import Linear, joined, linear
+from branchnorm_jax.model.linear import Linear, joined, linear, spread
 from branchnorm_jax.model.norms import Norm
 from branchnorm_jax.model.recipe import Recipe
 from branchnorm_jax.model.relative import NO_RELATIVE, Relative, rotated
@@ -247,7 +247,7 @@ class Attention(nn.Module):
         scaled = self.name in recipe.head_scale
 
         def scale(heads: jax.Array) -> jax.Array:
-            return heads * self.head_scale[:, None].astype(heads.dtype)
+            return heads * spread(self.head_scale[:, None], heads.shape, heads.dtype)
 
         out_BTHK = checkpoint_name(out_BTHK, "context")
         if scaled and not recipe.head_scale_last:

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from branchnorm_jax.model.declared import Declared, map_declared
+from branchnorm_jax.model.linear import spread
 from branchnorm_jax.model.norms import apply_norm, declare_norm
 from branchnorm_jax.model.streams import Stream
 
@@ -54,7 +55,7 @@ def combined(
       post: normalise after combining instead of before.
     """
     # Row l is read when columns 0 .. l have been added, so entries above the diagonal are never used.
-    weight = params["weight"].astype(start.x.dtype)
+    weight = params["weight"][..., None, None, None]
 
     def combine(carry: Any, inputs: Any) -> tuple[Any, Any]:
         stream, sums = carry
@@ -62,11 +63,11 @@ def combined(
         after, output = layer(stream, layer_inputs)
         y = after.x
         pushed = y if post else apply_norm(norm, norm_params, y).astype(y.dtype)
-        sums = sums + column[:, None, None, None] * pushed
+        sums = sums + spread(column, sums.shape, sums.dtype) * pushed
         x = jax.lax.dynamic_index_in_dim(sums, index, keepdims=False)
         return (after._replace(x=apply_norm(norm, norm_params, x).astype(x.dtype) if post else x), sums), output
 
-    sums = weight[:, 0, None, None, None] * start.x
+    sums = spread(weight[:, 0], (len(weight), *start.x.shape), start.x.dtype) * start.x
     layers = weight.shape[0] - 1
-    inputs = (jnp.arange(1, layers + 1), weight[:, 1:].T, params["norm"], per_layer)
+    inputs = (jnp.arange(1, layers + 1), weight[:, 1:].swapaxes(0, 1), params["norm"], per_layer)
     return combine, (start._replace(x=sums[0]), sums), inputs

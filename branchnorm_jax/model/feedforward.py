@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from branchnorm_jax.model.declared import declared
 from branchnorm_jax.model.dropout import dropout
-from branchnorm_jax.model.linear import Linear, linear
+from branchnorm_jax.model.linear import Linear, linear, spread
 from branchnorm_jax.model.norms import Norm
 from branchnorm_jax.model.recipe import Recipe
 from branchnorm_jax.model.taps import watched_rows
@@ -43,7 +43,7 @@ class FeedForward(nn.Module):
         def shifted(h: jax.Array, name: str) -> jax.Array:
             if not self.recipe.shifts:
                 return h
-            return h - self.param(name, declared(nn.initializers.zeros), ()).astype(h.dtype)
+            return h - spread(self.param(name, declared(nn.initializers.zeros), ()), h.shape, h.dtype)
 
         h_BTF = shifted(matrix("fc1")(x_BTD), "shift_in")
         if c.gated:

@@ -211,7 +211,7 @@ def levels(rule: str, depth: Depth, stack: str) -> np.ndarray:
     """
     layers: int = getattr(depth, stack)
     if rule == "deepnorm":
-        return np.broadcast_to(1 / np.asarray(getattr(deepnorm_alpha(depth), stack)), (layers,))
+        return np.broadcast_to(np.minimum(1.0, 1 / np.asarray(getattr(deepnorm_alpha(depth), stack))), (layers,))
     match = _RULE.fullmatch(rule)
     if match is None or (not match["count"] and float(match["c"]) > 1):
         raise UserError(

@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Sequence
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -53,7 +54,7 @@ class Linear(nn.Module):
 
     @nn.compact
     def weights(self, inputs: int) -> tuple[jax.Array, jax.Array | None]:
-        """Returns W and b (or None) in `dtype`, for d_in = `inputs`. A narrower W stays as it is."""
+        """Returns W in `dtype` and b (or None), for d_in = `inputs`. A narrower W stays as it is."""
         shape = inputs, self.features
         kernel = self.param("kernel", declared(self.kernel_init, *self.axes, gain=self.gain), shape, *shape)
         if kernel.dtype.itemsize >= self.dtype.itemsize:
@@ -61,7 +62,7 @@ class Linear(nn.Module):
         if self.bias_init is None:
             return kernel, None
         bias = self.param("bias", declared(self.bias_init, self.axes[1], gain=self.gain), shape[1:], *shape)
-        return kernel, bias.astype(self.dtype)
+        return kernel, bias
 
 
 def joined(x: jax.Array, matrices: Sequence[Linear]) -> jax.Array:
@@ -81,10 +82,25 @@ def joined(x: jax.Array, matrices: Sequence[Linear]) -> jax.Array:
 
 def _affine(x: jax.Array, kernel: jax.Array, bias: jax.Array | None) -> jax.Array:
     y = product(x, kernel)
-    if bias is None:
-        return y
+    return y if bias is None else y + spread(bias, y.shape, y.dtype)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1, 2))
+def spread(parameter: jax.Array, shape: tuple[int, ...], dtype: jnp.dtype) -> jax.Array:
+    """Broadcasts a float32 parameter to `shape` in `dtype`. Its gradient is summed in float32.
+
+    The derivative of a broadcast in `dtype` would be a sum in `dtype`. A sum over thousands of tokens in bfloat16 has
+    errors of up to half its value, and one in float16 can overflow.
+    """
+    narrow = parameter.astype(dtype)
     # On GPUs, XLA adds a bias in the kernel of the product, unless this kernel would also have to convert it.
-    return y + (jax.lax.optimization_barrier(bias) if platform() == "gpu" else bias)
+    return jnp.broadcast_to(jax.lax.optimization_barrier(narrow) if platform() == "gpu" else narrow, shape)
+
+
+@spread.defjvp
+def _spread_jvp(shape: tuple[int, ...], dtype: jnp.dtype, primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
+    (parameter,), (tangent,) = primals, tangents
+    return spread(parameter, shape, dtype), jnp.broadcast_to(tangent, shape).astype(dtype)
 
 
 def linear(config: ModelConfig, recipe: Recipe, sublayer: str, matrix: str) -> Linear:

@@ -44,9 +44,9 @@ def smoothed_cross_entropy(
 
         loss = logsumexp(z) - (1 - eps - s) z_target - s sum_v z_v
 
-    The last sum is one product, x (sum_v W_v). The other terms need logits, which are computed in blocks along T, an
-    axis that no mesh splits. The gradient with respect to z is softmax(z) - q. It is known as soon as the logits of the
-    block are, so the forward pass already multiplies it by W and by x. Logits are computed once and never stored.
+    The last sum is one product, x (sum_v W_v). The other terms need logits, which each device computes for its own
+    rows, in blocks of positions. The gradient with respect to z is softmax(z) - q. It is known as soon as the logits of
+    the block are, so the forward pass already multiplies it by W and by x. Logits are computed once and never stored.
 
     Args:
       x_BTD: the decoder's output, in the compute type.

@@ -36,7 +36,10 @@ time of an update at 6L-6L, by the roofline of an H200."""
 
 
 def watched_rows(x: jax.Array) -> jax.Array:
-    """Returns the first rows of [B, ...] on each device, `WATCHED_ROWS` in all; all rows if there are not more."""
+    """Returns the first rows of [B, ...] on each device; all rows if there are at most `WATCHED_ROWS`.
+
+    They are `WATCHED_ROWS` in all, or in each replica if the devices have replicas of the parameters (`parallel.data`).
+    """
     shards = row_shards()
     each = max(1, WATCHED_ROWS // shards)
     if len(x) <= each * shards:

@@ -239,8 +239,8 @@ def leave(code: int) -> None:
 class Preemption:
     """Context manager that turns `SIGNALS` into a request to stop after the current update, and says so.
 
-    A second SIGINT raises `KeyboardInterrupt` at once. Ignored signals stay ignored: a shell starts jobs in the
-    background so that Ctrl-C spares them.
+    A SIGINT after any of them raises `KeyboardInterrupt` at once. Ignored signals stay ignored: a shell starts jobs in
+    the background so that Ctrl-C spares them.
     """
 
     SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)

@@ -276,7 +276,7 @@ class Run:
             change = f"leaving out the batches of updates {first} to {last}"
         else:
             updates = decision.step - self.step + train.rollback_updates
-            self._replace_in_state(hold_steps=jnp.int32(updates))
+            self._replace_in_state(hold_steps=jnp.maximum(self.state.hold_steps, updates))
             change = f"holding alpha for {updates} updates"
         text = f"rolled back to step {self.step}, {change}"
         logs.say(f"{decision.reason}\nstep {decision.step}: {text}")

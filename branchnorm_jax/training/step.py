@@ -12,6 +12,7 @@ from branchnorm_jax.axes import REPLICA, mesh_sizes, row_shards
 from branchnorm_jax.model import growth
 from branchnorm_jax.model.coefficients import Alpha
 from branchnorm_jax.model.losses import Blocks, LossSums, smoothed_cross_entropy
+from branchnorm_jax.model.methods import get_recipe
 from branchnorm_jax.model.parameters import Params
 from branchnorm_jax.model.stack import LayerUpdate
 from branchnorm_jax.model.taps import Taps
@@ -63,15 +64,14 @@ def loss_sums(
     smoothing: float,
     key: jax.Array | None = None,
     taps: Taps = Taps(),  # noqa: B008
-    shards: int = 1,
 ) -> tuple[LossSums, dict[str, Any]]:
     """Returns the loss sums of a batch under teacher forcing, and the values that `taps` record in each stack.
 
-    The loss is the smoothed cross-entropy. `shards` is the number of devices that share the rows of the batch.
+    The loss is the smoothed cross-entropy.
     """
     params = model.gather_tables(params)
     x_BTD, by_layer = model.teacher_forced(params, *batch, alpha, key, taps)
-    blocks, real = Blocks(model.config.logits_mb * 2**20, shards), batch.target != PAD
+    blocks, real = Blocks(model.config.logits_mb * 2**20, row_shards()), batch.target != PAD
     return smoothed_cross_entropy(x_BTD, model.output(params), batch.target, real, smoothing, blocks), by_layer
 
 
@@ -90,7 +90,7 @@ def make_train_step(
     train = config.train
     learning_rate, alpha = schedules.learning_rate(train, config.model.width), growth.alpha(config.model)
     by_layer_rates, tick = schedules.rates(config), schedules.tick(config.model)
-    uniform = growth.is_uniform(config.model)
+    uniform, grows = growth.is_uniform(config.model), get_recipe(config.model.method).grows
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         alpha_t, rate = alpha(state.clock), learning_rate(state.step) * state.rate_scale
@@ -118,7 +118,7 @@ def make_train_step(
             loss=loss,
             nll=nll,
             learning_rate=rate,
-            alpha=mean_over_layers(alpha_t),
+            alpha=mean_over_layers(alpha_t) if grows else jnp.float32(1),
             grad_norm=grad_norm,
             update_norm=update_norm,
             loss_deviations=above[0],
@@ -163,7 +163,7 @@ def make_part_loss(model: Transformer, config: Config, alpha: Alpha, tokens: jax
         params: Params, part: Batch, part_key: jax.Array, updates: Mapping[str, LayerUpdate] | None = None
     ) -> tuple[jax.Array, Any]:
         taps = Taps(record="watch" if train.watch_every else "", updates=updates or {})
-        sums, by_layer = loss_sums(model, params, part, alpha, train.label_smoothing, part_key, taps, row_shards())
+        sums, by_layer = loss_sums(model, params, part, alpha, train.label_smoothing, part_key, taps)
         loss, nll = sums.loss * (scale / tokens), sums.nll / tokens
         return loss, (nll, jax.tree.map(lambda x: x / train.accumulation, by_layer))
 

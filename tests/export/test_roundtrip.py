@@ -173,9 +173,6 @@ def test_sides_and_directions_of_tags_stay(side: str, tmp_path: Path) -> None:
     again = imported(tmp_path / "exported", tmp_path / "second")
     data = configs.load(tmp_path / "second" / "config.json").data
     assert (data.tags, data.pairs) == (side, "deu-fry,fry-deu")
-    first, second = (
-        translations(found, tmp_path / "first", "deu", "fry"),
-        translations(again, tmp_path / "second", "deu", "fry"),
-    )
-    assert first == second
+    first = translations(found, tmp_path / "first", "deu", "fry")
+    assert first == translations(again, tmp_path / "second", "deu", "fry")
     AutoTokenizer.from_pretrained(tmp_path / "exported")

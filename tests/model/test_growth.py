@@ -104,6 +104,11 @@ def test_depth_rules_equal_their_closed_forms(rule: str, encoder: list[float], d
         np.testing.assert_allclose(growth.levels(rule, Depth(4, 3), stack), expected, rtol=1e-12)
 
 
+def test_levels_are_at_most_1() -> None:
+    """DeepNorm's skip weight of a shallow encoder is 0.81."""
+    assert growth.levels("deepnorm", Depth(1, 1), "encoder").tolist() == [1.0]
+
+
 @pytest.mark.parametrize("rule", ["", "-1", "1.5", "1/k", "6/sqrt(n", "6/sqrtn", "6/n)", "half", "1/", "nan"])
 def test_invalid_depth_rules_are_rejected(rule: str) -> None:
     with pytest.raises(UserError, match="1/sqrt"):

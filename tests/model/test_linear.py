@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from branchnorm_jax.model.linear import product
+from branchnorm_jax.model.linear import product, spread
 
 
 @pytest.mark.parametrize("leading", [(), (5,), (3, 4), (2, 3, 4)])
@@ -49,3 +49,22 @@ def test_backward_pass_stores_the_input_itself() -> None:
     pull = jax.vjp(lambda kernel: product(x, kernel), kernel)[1]
     assert any(leaf is x for leaf in jax.tree.leaves(pull))
     assert not any(leaf.shape == (15, 6) for leaf in jax.tree.leaves(pull))
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("shape", [(), (7,), (5, 1)])
+def test_the_gradient_of_a_spread_parameter_is_a_float32_sum(shape: tuple[int, ...], dtype: jnp.dtype) -> None:
+    """A sum of 100,000 in bfloat16 would stop at 256 times its terms, and one in float16 would overflow."""
+    draw = np.random.default_rng(0)
+    parameter = jnp.asarray(draw.normal(size=shape), jnp.float32)
+    cotangent = jnp.asarray(draw.uniform(5, 15, size=(10_000, 5, 7)), dtype)
+    y, pull = jax.vjp(lambda parameter: spread(parameter, cotangent.shape, dtype), parameter)
+    assert y.dtype == dtype
+    np.testing.assert_array_equal(y, np.broadcast_to(parameter.astype(dtype), y.shape))
+    (by_parameter,) = pull(cotangent)
+    axes = {(): (0, 1, 2), (7,): (0, 1), (5, 1): (0, 2)}[shape]
+    assert by_parameter.dtype == jnp.float32
+    expected = np.asarray(cotangent, np.float64).sum(axes).reshape(shape)
+    np.testing.assert_allclose(by_parameter, expected, rtol=1e-4)
+    _, change = jax.jvp(lambda parameter: spread(parameter, y.shape, dtype), (parameter,), (2 * parameter,))
+    np.testing.assert_allclose(np.asarray(change, np.float32), 2 * np.asarray(y, np.float32), rtol=1e-2)

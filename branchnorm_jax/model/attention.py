@@ -13,7 +13,7 @@ from branchnorm_jax.errors import UserError
 from branchnorm_jax.model import fused_attention, fused_attention_tpu
 from branchnorm_jax.model.declared import declared
 from branchnorm_jax.model.dropout import dropout
-from branchnorm_jax.model.linear import Linear, joined, linear, spread
+from branchnorm_jax.model.linear import Linear, joined, linear, scaled
 from branchnorm_jax.model.norms import Norm
 from branchnorm_jax.model.recipe import Recipe
 from branchnorm_jax.model.relative import NO_RELATIVE, Relative, rotated
@@ -244,16 +244,12 @@ class Attention(nn.Module):
     def _out(self, out_BTHK: jax.Array) -> jax.Array:
         """Applies the output projection: [B, T, H, K] -> [B, T, D]."""
         recipe = self.recipe
-        scaled = self.name in recipe.head_scale
-
-        def scale(heads: jax.Array) -> jax.Array:
-            return heads * spread(self.head_scale[:, None], heads.shape, heads.dtype)
-
+        has_scale = self.name in recipe.head_scale
         out_BTHK = checkpoint_name(out_BTHK, "context")
-        if scaled and not recipe.head_scale_last:
-            out_BTHK = scale(out_BTHK)
+        if has_scale and not recipe.head_scale_last:
+            out_BTHK = scaled(out_BTHK, self.head_scale[:, None])
         out_BTD = out_BTHK.reshape(*out_BTHK.shape[:-2], -1)
         out_BTD = self.o(self.inner_norm(out_BTD) if self.name in recipe.inner_norm else out_BTD)
-        if scaled and recipe.head_scale_last:
-            out_BTD = scale(self._heads(out_BTD)).reshape(out_BTD.shape)
+        if has_scale and recipe.head_scale_last:
+            out_BTD = scaled(self._heads(out_BTD), self.head_scale[:, None]).reshape(out_BTD.shape)
         return out_BTD

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from branchnorm_jax.model.declared import Declared, map_declared
-from branchnorm_jax.model.linear import spread
+from branchnorm_jax.model.linear import scaled
 from branchnorm_jax.model.norms import apply_norm, declare_norm
 from branchnorm_jax.model.streams import Stream
 
@@ -63,11 +63,11 @@ def combined(
         after, output = layer(stream, layer_inputs)
         y = after.x
         pushed = y if post else apply_norm(norm, norm_params, y).astype(y.dtype)
-        sums = sums + spread(column, sums.shape, sums.dtype) * pushed
+        sums = sums + scaled(pushed, column)
         x = jax.lax.dynamic_index_in_dim(sums, index, keepdims=False)
         return (after._replace(x=apply_norm(norm, norm_params, x).astype(x.dtype) if post else x), sums), output
 
-    sums = spread(weight[:, 0], (len(weight), *start.x.shape), start.x.dtype) * start.x
+    sums = scaled(start.x, weight[:, 0])
     layers = weight.shape[0] - 1
     inputs = (jnp.arange(1, layers + 1), weight[:, 1:].swapaxes(0, 1), params["norm"], per_layer)
     return combine, (start._replace(x=sums[0]), sums), inputs

@@ -103,6 +103,12 @@ def _spread_jvp(shape: tuple[int, ...], dtype: jnp.dtype, primals: Any, tangents
     return spread(parameter, shape, dtype), jnp.broadcast_to(tangent, shape).astype(dtype)
 
 
+@functools.partial(jax.checkpoint, prevent_cse=False)
+def scaled(x: jax.Array, parameter: jax.Array) -> jax.Array:
+    """Computes x times a float32 parameter that is broadcast. The backward pass stores x, and not the broadcast."""
+    return x * spread(parameter, jnp.broadcast_shapes(x.shape, parameter.shape), x.dtype)
+
+
 def linear(config: ModelConfig, recipe: Recipe, sublayer: str, matrix: str) -> Linear:
     """Creates a matrix of a sub-layer (see `MATRICES`), initialised according to config and recipe."""
     base = get_base(config.init or recipe.init)

@@ -59,7 +59,7 @@ _PASSING = """
 _UNREACHABLE = re.compile(
     "PERMISSION_DENIED|UNAUTHENTICATED|UNAVAILABLE|DEADLINE_EXCEEDED|RESOURCE_EXHAUSTED"
     "|^(Permission|Connection|Timeout|MemoryError)"
-    rf"|\[(?:OS error|Errno) (?:{'|'.join(str(getattr(errno, name)) for name in _PASSING.split())})\b"
+    rf"|\[(?:OS error |Errno |os_error_code=')(?:{'|'.join(str(getattr(errno, name)) for name in _PASSING.split())})\b"
 )
 """Errors of a file system, a network or a short of memory, which say nothing about the content of a checkpoint.
 

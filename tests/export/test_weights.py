@@ -1,6 +1,7 @@
 """The file of the weights."""
 
 import os
+import resource
 from pathlib import Path
 
 import numpy as np
@@ -20,3 +21,13 @@ def test_permissions_are_those_of_a_new_file(umask: int, mode: int, tmp_path: Pa
     path = tmp_path / "model.safetensors"
     assert path.stat().st_mode & 0o777 == mode
     np.testing.assert_array_equal(load_file(path)["a"], np.arange(6.0).reshape(2, 3).T)
+
+
+def test_a_file_that_cannot_be_written_is_an_error_of_the_system(tmp_path: Path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
+    try:
+        with pytest.raises(OSError, match=r"model\.safetensors: .*File too large"):
+            weights.save({"a": np.zeros(1000)}, tmp_path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))

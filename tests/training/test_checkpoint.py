@@ -245,6 +245,7 @@ def test_checkpoints_of_an_older_revision_are_restored(tmp_path: Path) -> None:
         OSError(12, "Cannot allocate memory"),
         MemoryError("no memory"),
         ConnectionResetError("Connection reset by peer"),
+        ValueError("UNKNOWN: Error reading params/d/1: Input/output error [os_error_code='5']"),
         raised_from(Exception("while reading array index (1,)"), ValueError("INTERNAL: [OS error 5: EIO]")),
     ],
     ids=lambda error: str(error)[:12],

@@ -236,7 +236,7 @@ class Workdir:
         ]
         if changed:
             raise UserError(
-                f"{self.path}: the data of this run changed ({'; '.join(changed)}); restore the old files, or "
+                f"{self / 'data.json'}: the data of this run changed ({'; '.join(changed)}); restore the old files, or "
                 f"start a new run in another --workdir with --config.train.finetune_from={self.path}"
             )
 

@@ -223,7 +223,7 @@ def translate_file(config: Config, trained: Trained, source: Path, target: Path)
             done = 0
         each = 1 if config.decode.format == "jsonl" else config.decode.nbest
         done = done // each // CHUNK * CHUNK
-        file.truncate(end_of_line(part, done * each))
+        os.truncate(part, end_of_line(part, done * each))  # Unlike `file.truncate`, its errors name the file.
         file.seek(0, os.SEEK_END)
         write_atomically(record, json.dumps(made_of))
         if done:

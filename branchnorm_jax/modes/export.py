@@ -80,8 +80,8 @@ def export(config: Config, workdir: Workdir) -> None:
             (temporary / "translate.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
             tokens = np.array(vocabularies[0]), np.array(vocabularies[1])
         else:
-            said = *_languages(config), begins, config.data.tags, config.data.pairs
-            vocabulary = Vocabulary(*vocabularies, tokenizer.models, model.tags, *said)
+            languages = *_languages(config), begins, config.data.tags, config.data.pairs
+            vocabulary = Vocabulary(*vocabularies, tokenizer.models, model.tags, *languages)
             tokens = huggingface.write(plain, config.model, config.decode, vocabulary, temporary, longest)
         if e.check_lines:
             check_export(config, trained, temporary, longest, tokens)

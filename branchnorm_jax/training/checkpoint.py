@@ -85,7 +85,7 @@ class _Manager(ocp.CheckpointManager):
         """Returns the score of a checkpoint and its checksum, which old checkpoints lack, or None without a score."""
         try:
             found = super().metrics(step)
-            if found is None or found.get("sum", _sum(float(found["score"]))) == _sum(float(found["score"])):
+            if found is None or found.items() <= _metrics(found["score"]).items():
                 return found
         except (ValueError, KeyError, TypeError, AttributeError):
             pass

@@ -89,6 +89,11 @@ def open_page(page: Any, url: str) -> Any:
     return wait
 
 
+def texts_of(page: Any, selector: str) -> list[str]:
+    """Returns the texts of the elements that a CSS selector finds."""
+    return [each.text for each in page.find_elements("css selector", selector)]
+
+
 def chosen(page: Any) -> list[str]:
     """Returns the codes of the chosen languages."""
     return [page.find_element("id", menu).get_property("value") for menu in MENUS]
@@ -109,7 +114,6 @@ def test_menus_have_different_names_in_alphabetical_order(url: str, browser: Any
 
 def test_languages_are_swapped_with_the_text_and_remembered(url: str, browser: Any) -> None:  # noqa: F811
     """By keyboard, and only where the server translates in the other direction."""
-    from selenium.webdriver.common.by import By
     from selenium.webdriver.common.keys import Keys
     from selenium.webdriver.support.ui import Select
 
@@ -117,7 +121,7 @@ def test_languages_are_swapped_with_the_text_and_remembered(url: str, browser: A
         Select(browser.find_element("id", menu)).select_by_visible_text(name)
 
     def best() -> list[str]:
-        return [each.text for each in browser.find_elements(By.CSS_SELECTOR, ".best")]
+        return texts_of(browser, ".best")
 
     wait = open_page(browser, url)
     swap, box = browser.find_element("id", "swap"), browser.find_element("id", "text")
@@ -227,11 +231,10 @@ def test_unusual_answers_are_shown(
     best: str,
     said: str,
 ) -> None:
-    from selenium.webdriver.common.by import By
     from selenium.webdriver.common.keys import Keys
 
     def texts(selector: str) -> list[str]:
-        return [each.text for each in browser.find_elements(By.CSS_SELECTOR, selector)]
+        return texts_of(browser, selector)
 
     languages, health = model
     with serving(Unusual(), [], languages=languages, about=health) as address:
@@ -248,7 +251,7 @@ def test_lines_warnings_and_focus_are_those_of_the_text(model: tuple[Languages, 
     from selenium.webdriver.common.keys import Keys
 
     def texts(selector: str) -> list[str]:
-        return [each.text for each in browser.find_elements(By.CSS_SELECTOR, selector)]
+        return texts_of(browser, selector)
 
     languages, health = model
     with serving(Ranked(), [], languages=languages, about=health) as address:

@@ -151,19 +151,20 @@ print(json.dumps({"losses": ran.losses, "layers": layers, "compiled": ran.compil
 """
 
 
+def output_of(code: str, devices: int, **environment: str) -> str:
+    """Returns what Python code prints in a process of its own, with some CPU devices."""
+    flags = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}"}
+    environment = {**os.environ, **flags, **environment}
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
 @pytest.mark.slow
 def test_eight_devices_equal_one_device() -> None:
     """Uses a 2 x 2 x 2 mesh of data, fsdp and model, with dropout, accumulation and the loss in blocks."""
-    environment = os.environ | {
-        "JAX_PLATFORMS": "cpu",
-        "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
-    }
-    done = subprocess.run(
-        [sys.executable, "-c", EIGHT_DEVICES], cwd=ROOT, env=environment, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
-    eight, one = json.loads(done.stdout.splitlines()[-1]), run(IN_BLOCKS, words=MANY_WORDS)
+    output = output_of(EIGHT_DEVICES, devices=8, JAX_DISABLE_MOST_OPTIMIZATIONS="1")
+    eight, one = json.loads(output.splitlines()[-1]), run(IN_BLOCKS, words=MANY_WORDS)
     np.testing.assert_allclose(eight["losses"], one.losses, rtol=1e-5)
     jax.tree.map(
         lambda ours, theirs: np.testing.assert_allclose(ours, theirs, rtol=1e-3),
@@ -195,16 +196,9 @@ with jax.set_mesh(mesh):
 
 def test_validation_in_blocks_moves_no_rows_between_devices() -> None:
     """Each device computes the logits of its own rows; only sums are exchanged."""
-    environment = os.environ | {
-        "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=4",
-    }
-    done = subprocess.run(
-        [sys.executable, "-c", FOUR_DEVICES], cwd=ROOT, env=environment, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
-    assert "all-reduce" in done.stdout
-    assert "all-gather" not in done.stdout
+    program = output_of(FOUR_DEVICES, devices=4)
+    assert "all-reduce" in program
+    assert "all-gather" not in program
 
 
 @pytest.mark.parametrize(("floor", "grows"), [(0.0, True), (1.0, False)])

@@ -1,8 +1,10 @@
 """Shared fixtures, among them a tiny trained run, and helpers that start main.py as a user does."""
 
+import contextlib
 import fcntl
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -152,6 +154,17 @@ def read_metrics(workdir: Path) -> list[dict[str, Any]]:
     """Returns metrics.jsonl without the wall times, the only values that may differ between equal runs."""
     lines = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
     return [{name: value for name, value in line.items() if name != "seconds"} for line in lines]
+
+
+@contextlib.contextmanager
+def largest_file(size: int) -> Iterator[None]:
+    """Lets the system refuse to write beyond this size, as it does on a full disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def kill_when(process: subprocess.Popen[str], ready: Callable[[], bool], number: signal.Signals) -> None:

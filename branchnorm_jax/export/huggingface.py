@@ -236,19 +236,13 @@ def log_probs(folder: Path, sources: Sequence[list[int]], targets: Sequence[list
 
     Raises:
       MissingExtraError: if `transformers` or `torch` is not installed.
-      OSError: if a file cannot be read.
     """
     try:
         import torch
         from transformers import AutoModelForSeq2SeqLM
     except ImportError as error:
         raise MissingExtraError(f"{error}; run `pip install torch transformers`") from error
-    try:
-        model = AutoModelForSeq2SeqLM.from_pretrained(folder, dtype=torch.float32).eval()
-    except RuntimeError as error:
-        if "unable to open file" not in str(error):
-            raise
-        raise OSError(str(error)) from error
+    model = AutoModelForSeq2SeqLM.from_pretrained(folder, dtype=torch.float32).eval()
     starts = model.config.decoder_start_token_id, model.generation_config.decoder_start_token_id
     # T5 models without this option start from padding.
     start = next((token for token in starts if token is not None), model.config.pad_token_id)

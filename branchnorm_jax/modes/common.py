@@ -184,12 +184,17 @@ def compared(
 
     Raises:
       MismatchError: if a difference is larger than `tolerance`.
+      OSError: if the other library cannot open a file.
     """
     try:
         expected = theirs()
     except MissingExtraError as error:
         logs.say(f"the {kind} model was not checked: {error}")
         return None
+    except RuntimeError as error:  # Safetensors and CTranslate2 have no exception of their own for this.
+        if "unable to open file" not in str(error).lower():
+            raise
+        raise OSError(str(error)) from error
     # Without this, GPUs and TPUs would round the operands of products.
     with jax.default_matmul_precision("highest"):
         actual = ours()

@@ -5,7 +5,6 @@ import errno
 import json
 import os
 import random
-import resource
 import shutil
 import signal
 import subprocess
@@ -24,6 +23,7 @@ from branchnorm_jax.data.store import build_store, describe_counts
 from branchnorm_jax.data.tokenizer import EOS, Tokenizer, train_tokenizer
 from branchnorm_jax.errors import StorageError, UserError
 from branchnorm_jax.options import DataConfig
+from tests.conftest import largest_file
 
 ROOT = Path(__file__).resolve().parents[2]
 WORDS = "one two three four five six seven eight nine ten eleven twelve twenty thirty hundred thousand and"
@@ -403,13 +403,8 @@ def test_concurrent_builds_produce_one_store(tmp_path, vocabulary):
 
 def test_full_disk_is_reported(tmp_path, tokenizer):
     config = write(tmp_path / "text", random_pairs(3000))
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))  # a write beyond this fails as on a full disk
-    try:
-        with pytest.raises(StorageError) as caught:
-            build_store(config, tokenizer, "train", tmp_path / "out", True)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    with largest_file(4096), pytest.raises(StorageError) as caught:
+        build_store(config, tokenizer, "train", tmp_path / "out", True)
     assert str(caught.value) == f"{tmp_path / 'out/train'}: cannot be written ({os.strerror(errno.EFBIG)})"
     assert os.listdir(tmp_path / "out") == []
     assert not build_store(config, tokenizer, "train", tmp_path / "out", True).reused

@@ -1,7 +1,6 @@
 """The file of the weights."""
 
 import os
-import resource
 from pathlib import Path
 
 import numpy as np
@@ -9,6 +8,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from branchnorm_jax.export import weights
+from tests.conftest import largest_file
 
 
 @pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o027, 0o640), (0o077, 0o600)])
@@ -24,10 +24,5 @@ def test_permissions_are_those_of_a_new_file(umask: int, mode: int, tmp_path: Pa
 
 
 def test_a_file_that_cannot_be_written_is_an_error_of_the_system(tmp_path: Path) -> None:
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
-    try:
-        with pytest.raises(OSError, match=r"model\.safetensors: .*File too large"):
-            weights.save({"a": np.zeros(1000)}, tmp_path)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    with largest_file(1000), pytest.raises(OSError, match=r"model\.safetensors: .*File too large"):
+        weights.save({"a": np.zeros(1000)}, tmp_path)

@@ -14,6 +14,7 @@ import pytest
 
 from branchnorm_jax import config as configs
 from branchnorm_jax.errors import UserError
+from branchnorm_jax.export import ctranslate2
 from branchnorm_jax.modes import common
 from branchnorm_jax.modes.common import load, read_chunks
 from branchnorm_jax.workdir import Workdir
@@ -130,3 +131,9 @@ def test_a_file_that_changes_while_it_is_read_is_refused(tmp_path: Path) -> None
         for lines in read_chunks(stream, "text", 4):
             assert set(lines) == {"line"}
             os.truncate(path, 15)
+
+
+def test_an_export_that_cannot_be_opened_is_an_error_of_the_system(tmp_path: Path) -> None:
+    pytest.importorskip("ctranslate2")
+    with pytest.raises(OSError, match="Unable to open file 'model.bin'"):
+        common.compared(list, lambda: ctranslate2.log_probs(tmp_path, [["a"]], [["b"]]), "a sentence", "exported")

@@ -1,20 +1,19 @@
 """JSON Lines and event files: what is written can be read, and failures are reported. Hidden modules."""
 
-import contextlib
 import importlib
 import json
 import math
-import resource
 import struct
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from branchnorm_jax.errors import StorageError
 from branchnorm_jax.training.logs import JsonLines, TensorBoard, hidden, read_lines
+from tests.conftest import largest_file
 
 
 def test_lines_of_repeated_updates_are_dropped(tmp_path: Path) -> None:
@@ -70,17 +69,6 @@ def test_hidden_modules_cannot_be_imported_unless_they_are_there(monkeypatch: py
     with hidden("this"):
         assert importlib.import_module("this") is sys
     assert sys.modules["this"] is sys
-
-
-@contextlib.contextmanager
-def largest_file(size: int) -> Iterator[None]:
-    """Lets the system refuse to write beyond this size, as it does on a full disk."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 @pytest.mark.parametrize("kind", [JsonLines, TensorBoard])

@@ -95,6 +95,11 @@ def test_each_shape_is_compiled_once_while_alpha_changes() -> None:
     assert ran.losses[-4] < ran.losses[0]
 
 
+def test_alpha_is_1_without_a_growing_branch() -> None:
+    model = dataclasses.replace(PLAIN.model, method="pre_ln")
+    assert run(dataclasses.replace(PLAIN, model=model), 2).alphas == [1.0, 1.0]
+
+
 def test_accumulation_gives_the_same_update() -> None:
     """The microbatches have different numbers of target tokens."""
     parts = run(dataclasses.replace(PLAIN, train=dataclasses.replace(PLAIN.train, accumulation=4)))

@@ -1,6 +1,5 @@
 """Scoring of whole splits, and the files of hypotheses and scores."""
 
-import contextlib
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -37,17 +36,30 @@ def score_split(
     return results + [score for measure in more for score in measure(sources, hypotheses, references)]
 
 
-def write_results(path: Path, results: dict[str, list[Score]], directory: Path, extra: dict[str, Any]) -> None:
+def earlier_results(path: Path, run: dict[str, Any]) -> tuple[dict[str, Any], str]:
+    """Returns the splits in results.json that remain valid, and a sentence about those that do not.
+
+    A split remains valid if it was evaluated with the same `run` (checkpoint, pairs, decoding options).
+    """
+    try:
+        table = json.loads(path.read_text(encoding="utf-8"))
+        before, run = table.pop("run"), json.loads(json.dumps(run))
+        changed = sorted(name for name in before | run if before.get(name) != run.get(name))
+    except (OSError, ValueError, AttributeError, KeyError, TypeError):
+        return {}, ""
+    if changed:
+        return {}, f"{path}: replacing the scores of {', '.join(table)}, made with different {', '.join(changed)}"
+    return table, ""
+
+
+def write_results(path: Path, results: dict[str, list[Score]], directory: Path, run: dict[str, Any]) -> None:
     """Writes results.json.
 
-    It contains {split: {metric: {score, signature, hypotheses}}}, and `extra` under "run". Splits that are already in
-    the file are kept if their "run" (checkpoint and decoding options) is the same. "hypotheses" is missing for a mean
-    over splits, which has no file of its own. An infinite score is null.
+    It contains {split: {metric: {score, signature, hypotheses}}}, and "run"; see `earlier_results` for splits that are
+    already in the file. "hypotheses" is missing for a mean over splits, which has no file of its own. An infinite
+    score is null.
     """
-    table: dict[str, Any] = {}
-    with contextlib.suppress(OSError, ValueError, AttributeError, KeyError):
-        before = json.loads(path.read_text(encoding="utf-8"))
-        table = before if before.pop("run") == json.loads(json.dumps(extra)) else {}
+    table, _ = earlier_results(path, run)
     table |= {
         split: {
             score.name: {
@@ -60,7 +72,7 @@ def write_results(path: Path, results: dict[str, list[Score]], directory: Path, 
         for split, split_scores in results.items()
         for text in [directory / f"{split}.hypothesis"]
     }
-    write_atomically(path, json.dumps(table | {"run": extra}, indent=2, ensure_ascii=False) + "\n")
+    write_atomically(path, json.dumps(table | {"run": run}, indent=2, ensure_ascii=False) + "\n")
 
 
 def format_table(results: dict[str, list[Score]]) -> str:

@@ -9,7 +9,7 @@ from branchnorm_jax.evaluation.bleu import Measure, Score, mean_of
 from branchnorm_jax.evaluation.comet import load_comet
 from branchnorm_jax.evaluation.evaluate import format_table, score_split, write_results
 from branchnorm_jax.evaluation.language import right_language
-from branchnorm_jax.modes.common import agree, count_split, load, say_split, text_options
+from branchnorm_jax.modes.common import agree, count_split, load, say_replaced, say_split, text_options
 from branchnorm_jax.modes.language import evaluate_text
 from branchnorm_jax.options import Config
 from branchnorm_jax.parallel import hosts
@@ -51,6 +51,7 @@ def evaluate(config: Config, workdir: Workdir) -> None:
         **decode,
         "terms": trained.translator.glossary.sha256,
     }
+    say_replaced(workdir / "results.json", run)
     results: dict[str, list[Score]] = {}
     each: dict[str, list[list[Score]]] = {}
     for (split, direction), tag in zip(test_sets, tags, strict=True):

@@ -17,7 +17,7 @@ from branchnorm_jax.evaluation.evaluate import format_table, write_results
 from branchnorm_jax.evaluation.text import scores, write_lines
 from branchnorm_jax.export import fold, opt
 from branchnorm_jax.files import atomic_directory
-from branchnorm_jax.modes.common import agree, compared, opened, read_chunks, text_options
+from branchnorm_jax.modes.common import agree, compared, opened, read_chunks, say_replaced, text_options
 from branchnorm_jax.modes.output import to_json
 from branchnorm_jax.options import Config
 from branchnorm_jax.parallel import hosts
@@ -43,6 +43,7 @@ def evaluate_text(config: Config, workdir: Workdir) -> None:
     directory, results = workdir / "evaluation", dict[str, list[Score]]()
     run = {"step": step, "models": models, "checkpoint": config.decode.checkpoint, **text_options(config.data)}
     run["rows"] = config.data.rows
+    say_replaced(workdir / "results.json", run)
     for split in config.evaluate.split_names:
         text = build_text(config.data, tokenizer, split, workdir / "corpus")
         agree(config, **{f"the text of {split}": text.fingerprint})

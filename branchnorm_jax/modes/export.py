@@ -57,14 +57,7 @@ def export(config: Config, workdir: Workdir) -> None:
     if config.decode.temperature:
         logs.say("decode.temperature is not exported: to sample in the other engine, set its own options")
     Languages(config.data, tokenizer).check(config.decode.source_lang, config.decode.target_lang)
-    tags = _first_tags(config, tokenizer)
-    begins = tags[0] if len(tags) == 1 else ""
-    if tags:
-        passed = f"pass {begins or 'it'} to CTranslate2 as target_prefix"
-        if e.format == "huggingface":
-            passed = "pass its id to generate as forced_bos_token_id, or set decode.target_lang"
-            passed = f"generate puts {begins} there, unless forced_bos_token_id is another one" if begins else passed
-        logs.say(f"translations begin with a language tag: {passed}")
+    begins = _first_tag(config, tokenizer)
     check_exportable(config, trained)
     plain = fold.fold(model, trained.params, trained.alpha)
     most = config.decode.max_input_length
@@ -113,11 +106,23 @@ def _languages(config: Config) -> tuple[str, str]:
     return config.decode.source_lang or given[0], config.decode.target_lang or given[1]
 
 
-def _first_tags(config: Config, tokenizer: Tokenizer) -> list[str]:
-    """Returns the language tags that translations begin with, one of them each; [] if they begin with text."""
+def _first_tag(config: Config, tokenizer: Tokenizer) -> str:
+    """Says where language tags stand; returns the one that all translations begin with, or "" if there is none."""
     data, chosen = config.data, config.decode.target_lang
-    tags = (tokenizer.tags(data, data.sources[0], target) for target in ([chosen] if chosen else data.targets))
-    return [tokenizer.target_pieces[tag] for each in tags for tag in each.target]
+    if data.pairs and data.tags in ("source", "both", "each"):
+        own = data.tags == "each"
+        whose, langs = ("its own language", data.sources) if own else ("the target language", data.targets)
+        logs.say(f"a source begins with the tag of {whose}, such as >>{langs[0]}<<")
+    each = (tokenizer.tags(data, data.sources[0], target) for target in ([chosen] if chosen else data.targets))
+    tags = [tokenizer.target_pieces[tag] for found in each for tag in found.target]
+    begins = tags[0] if len(tags) == 1 else ""
+    if tags:
+        passed = f"pass {begins or 'it'} to CTranslate2 as target_prefix"
+        if config.export.format == "huggingface":
+            passed = "pass its id to generate as forced_bos_token_id, or set decode.target_lang"
+            passed = f"generate puts {begins} there, unless forced_bos_token_id is another one" if begins else passed
+        logs.say(f"translations begin with a language tag: {passed}")
+    return begins
 
 
 def check_export(

@@ -135,5 +135,5 @@ def test_a_file_that_changes_while_it_is_read_is_refused(tmp_path: Path) -> None
 
 def test_an_export_that_cannot_be_opened_is_an_error_of_the_system(tmp_path: Path) -> None:
     pytest.importorskip("ctranslate2")
-    with pytest.raises(OSError, match="Unable to open file 'model.bin'"):
+    with pytest.raises(OSError, match=r"Unable to open file 'model\.bin'"):
         common.compared(list, lambda: ctranslate2.log_probs(tmp_path, [["a"]], [["b"]]), "a sentence", "exported")

@@ -121,6 +121,7 @@ def test_exported_models_read_tags(multilingual: Path) -> None:
         done = run_main("--mode=export", f"--workdir={multilingual}", f"--config.export.format={format}")
         assert done.returncode == 0, done.stderr
         assert "largest difference of a token's log-probability over 102 validation pairs" in done.stderr
+        assert "a source begins with the tag of the target language, such as >>de<<" in done.stderr
     theirs = transformers.MarianTokenizer.from_pretrained(multilingual / "export" / "huggingface")
     ours = load_tokenizer(multilingual / "vocabulary")
     tag = ours.source_pieces.index(">>de<<")

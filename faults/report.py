@@ -24,7 +24,9 @@ python -m faults.report
 The first command injects faults into real runs, the second one writes this page from the
 [results](../benchmarks/results/faults), one line per trial. *Lost*: work of the user that is gone. *Wrong* is any
 of these: a result that differs from that of an undisturbed run although no message says so; a traceback; an exit code
-that the [reference](reference.md#exit-codes) does not have, or 1, which is a defect.
+that the [reference](reference.md#exit-codes) does not have, or 1, which is a defect. *With a message*: the program said
+what happened; among the negative controls, the comparison noticed the fault. *Trials run: 4 of 20* means that the
+campaign is not finished.
 """
 
 

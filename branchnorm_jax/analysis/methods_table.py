@@ -145,5 +145,8 @@ def to_markdown(table: list[Row]) -> str:
         )
         lines.append("| " + " | ".join(cells) + " |")
     lines += ["", "## Notes", ""]
-    lines += [f"- `{row.name}`: {row.note}" for row in table if row.note]
+    by_note: dict[str, list[str]] = {}
+    for row in table:
+        by_note.setdefault(row.note, []).append(f"`{row.name}`")
+    lines += [f"- {', '.join(names)}: {note}" for note, names in by_note.items() if note]
     return "\n".join(lines) + "\n"

@@ -29,6 +29,7 @@ from branchnorm_jax.data.lines import text_lines
 from branchnorm_jax.errors import UserError
 from branchnorm_jax.evaluation.bleu import sacrebleu_metric
 from branchnorm_jax.evaluation.compare import SIGNIFICANT, paired_test
+from branchnorm_jax.evaluation.evaluate import scoring_options
 from branchnorm_jax.evaluation.text import compare_texts, read_losses
 from branchnorm_jax.model.methods import get_recipe
 from branchnorm_jax.options import Config, SweepConfig, fields
@@ -201,14 +202,19 @@ def ended(workdir: Workdir, config: Config) -> str:
     if dataclasses.replace(saved, model=dataclasses.replace(saved.model, **loops)) != config:
         return ""
     status = read_json(workdir / "status.json").get("status")
-    # Scores older than the status belong to a shorter run or to other options.
-    results, metric = workdir / "results.json", main_metric(config)
-    evaluated = (
-        score_of(workdir, metric) is not None
-        and (metric != "bleu" or texts_of(workdir) is not None)
-        and results.stat().st_mtime >= (workdir / "status.json").stat().st_mtime
-    )
-    return status if status == "diverged" or (status == "done" and evaluated) else ""
+    return status if status == "diverged" or (status == "done" and evaluated(workdir, config)) else ""
+
+
+def evaluated(workdir: Workdir, config: Config) -> bool:
+    """Returns whether the scores of a run are those of its present state and of the options in `config`."""
+    results, status, metric = workdir / "results.json", workdir / "status.json", main_metric(config)
+    if score_of(workdir, metric) is None or (metric == "bleu" and texts_of(workdir) is None):
+        return False
+    run, wanted = read_json(results).get("run"), json.loads(json.dumps(scoring_options(config)))
+    if not isinstance(run, dict) or any(name not in run or run[name] != value for name, value in wanted.items()):
+        return False
+    # Scores older than the status belong to a shorter run.
+    return status.exists() and results.stat().st_mtime >= status.stat().st_mtime
 
 
 def main_metric(config: Config) -> str:
@@ -242,18 +248,21 @@ def texts_of(workdir: Workdir) -> tuple[list[str], list[str]] | None:
     return (references, hypotheses) if 0 < len(references) == len(hypotheses) else None
 
 
-def collect(folders: Mapping[str, tuple[Run, Workdir]], metric: str = "bleu") -> list[dict[str, Any]]:
+def collect(
+    runs: Mapping[str, tuple[Run, Config]], folders: Mapping[str, tuple[Run, Workdir]], metric: str
+) -> list[dict[str, Any]]:
     """Returns one row per run: axes, status, scores, cost. `metric` is the main score."""
     rows = []
-    for name, (run, workdir) in folders.items():
-        status = read_json(workdir / "status.json")
+    for name, (run, config) in runs.items():
+        workdir = folders[name][1]
+        status, scored = read_json(workdir / "status.json"), evaluated(workdir, config)
         validations = read_lines(workdir / "validation.jsonl", ("nll",))
         rows.append(
             {"run": name}
             | run
             | {
                 "status": status.get("status", "not run"),
-                **{name: score_of(workdir, name) for name in (metric, *METRICS[metric])},
+                **{name: score_of(workdir, name) if scored else None for name in (metric, *METRICS[metric])},
                 "valid_nll": validations[-1]["nll"] if validations else None,
                 "updates": status.get("step"),
                 "train_seconds": status.get("train_seconds"),
@@ -278,18 +287,22 @@ def compare(rows: list[dict[str, Any]], folders: Mapping[str, tuple[Run, Workdir
     lack axes of the run, such as model.alpha_steps, so runs of the same method with further options have one too. Among
     several candidates, the one with the most axes counts.
     """
+    metric = metric_of(rows)
+    scored = {row["run"] for row in rows if row[metric] is not None}
     for row in rows:
         run, workdir = folders[row["run"]]
         method = run.get("method", "")
         partners = [
             (len(other), folder)
-            for other, folder in folders.values()
-            if other.get("method") == baseline and axes_of(other) != axes_of(run)
+            for name, (other, folder) in folders.items()
+            if name in scored and other.get("method") == baseline and axes_of(other) != axes_of(run)
             if (other | {"method": method}).items() <= run.items()
         ]
         row["p_value"] = None
-        if "bits_per_byte" in row:
-            if partners and row["bits_per_byte"] is not None:
+        if row["run"] not in scored:
+            continue
+        if metric == "bits_per_byte":
+            if partners:
                 row["p_value"] = _p_value(max(partners, key=itemgetter(0))[1], workdir)
             continue
         ours = texts_of(workdir)

@@ -29,13 +29,6 @@ class Shape(NamedTuple):
     target: int
 
 
-class Kind(NamedTuple):
-    """Source and target length of a sentence pair, EOS included."""
-
-    source: int
-    target: int
-
-
 class Packing(NamedTuple):
     """Rows that hold all pairs of a corpus, grouped by shape.
 

@@ -12,7 +12,7 @@ import numpy as np
 from branchnorm_jax.data.tokenizer import Tokenizer
 from branchnorm_jax.decoding import beam
 from branchnorm_jax.decoding.beam import Given, Hypotheses
-from branchnorm_jax.decoding.engine import padded_length
+from branchnorm_jax.decoding.engine import column, pad, padded_length, rounded
 from branchnorm_jax.model import incremental
 from branchnorm_jax.model.cache import Caches
 from branchnorm_jax.model.coefficients import Alpha
@@ -83,7 +83,8 @@ class Generator:
         found: list[list[Continuation]] = []
         for begin in range(0, len(prompts), rows):
             part = slice(begin, begin + rows)
-            found += self._continued(params, alpha, encoded[part], ends[part], length, first + begin)
+            count = min(rows, rounded(len(encoded[part])))
+            found += self._continued(params, alpha, encoded[part], ends[part], (count, length), first + begin)
         return found
 
     def _continued(
@@ -92,19 +93,20 @@ class Generator:
         alpha: Alpha,
         encoded: Sequence[list[int]],
         ends: Sequence[int],
-        length: int,
+        shape: tuple[int, int],
         first: int,
     ) -> list[list[Continuation]]:
-        """Continues prompts that are searched at once, each to at most its entry of `ends`."""
-        longest = max(map(len, encoded), default=0)
-        prefix = np.full((len(encoded), padded_length(longest) if longest else 0), -1, np.int32)
-        for row, ids in zip(prefix, encoded, strict=True):
-            row[: len(ids)] = ids
-        limits = np.array(ends, np.int32)
-        sizes = np.array([len(ids) for ids in encoded], np.int32)
-        numbers = np.arange(first, first + len(encoded), dtype=np.int32)
+        """Continues prompts that are searched at once, each to at most its entry of `ends`.
+
+        `shape` is the number of rows and their length; rows without a prompt are empty.
+        """
+        rows, length = shape
+        longest = max(map(len, encoded))
+        prefix = pad(encoded, rows, padded_length(longest) if longest else 0, filling=-1)
+        sizes = column([len(ids) for ids in encoded], rows)
+        numbers = np.arange(first, first + rows, dtype=np.int32)
         # The tokens of the prompt are given, like the tags of a translation, but no length counts them.
-        given = Given(limits, numbers, prefix, tags=sizes, prompt=sizes)
+        given = Given(column(ends, rows), numbers, prefix, tags=sizes, prompt=sizes)
         found: Hypotheses = jax.device_get(self._search(length)(params, alpha, given))
         return [
             [

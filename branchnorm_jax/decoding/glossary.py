@@ -139,9 +139,14 @@ def encode_phrase(tokenizer: Tokenizer, phrase: str, unused: Collection[int]) ->
     if regex.match(rf"[{UNSPACED}]", phrase) and first[0].startswith(SPACE):
         rest = tokenizer.target_processor.piece_to_id(first[0].removeprefix(SPACE))
         ids = ids[1:] if first[0] == SPACE else [ids[0] if rest == UNK else rest, *ids[1:]]
-    if not ids or UNK in ids or not set(unused).isdisjoint(ids):
-        raise UserError(f"the model cannot write {phrase!r}: its vocabulary lacks pieces of it; use other words")
+    check_writable(phrase, ids or [UNK], unused)
     return ids
+
+
+def check_writable(text: str, ids: Collection[int], unused: Collection[int]) -> None:
+    """Raises `UserError` if the token ids of a text contain an unknown one, or one that the model never produces."""
+    if not {UNK, *unused}.isdisjoint(ids):
+        raise UserError(f"the model cannot write {text!r}: its vocabulary lacks pieces of it; use other words")
 
 
 def word_starts(pieces: Sequence[str], codes: bool = False) -> tuple[bool, ...]:

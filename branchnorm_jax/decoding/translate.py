@@ -14,7 +14,7 @@ import numpy as np
 from branchnorm_jax.data.tokenizer import NO_TAGS, TAG, Tags, Tokenizer
 from branchnorm_jax.decoding.beam import Hypotheses
 from branchnorm_jax.decoding.engine import Engine, Query, Weights, coarse, pad, padded_length, padded_lengths, rounded
-from branchnorm_jax.decoding.glossary import NO_TERMS, Glossary, encode_phrase, word_starts
+from branchnorm_jax.decoding.glossary import NO_TERMS, Glossary, check_writable, encode_phrase, word_starts
 from branchnorm_jax.decoding.parts import Part, split
 from branchnorm_jax.decoding.results import Translation, joined
 from branchnorm_jax.decoding.sentences import Line, Required, Sentence
@@ -24,7 +24,7 @@ from branchnorm_jax.model.parameters import Params
 from branchnorm_jax.model.segments import decoder_inputs
 from branchnorm_jax.model.transformer import Transformer
 from branchnorm_jax.options import DataConfig, DecodeConfig
-from branchnorm_jax.tokens import EOS, UNK
+from branchnorm_jax.tokens import EOS
 
 MORE = 4
 """The smallest number of hypotheses that phrases add to a beam. It grows by powers of two, so that few are compiled."""
@@ -128,8 +128,7 @@ class Translator:
           UserError: if the model cannot write it, or has too few positions.
         """
         ids, longest = self.tokenizer.encode_target([text])[0][:-1], self.engine.longest
-        if UNK in ids:
-            raise UserError(f"the model cannot write {text!r}: its vocabulary lacks pieces of it; use other words")
+        check_writable(text, ids, self.model.unused)
         if longest and len(tags.target) + len(ids) >= longest:
             raise UserError(
                 f"the prefix has {len(ids)} tokens, and the model has {longest} positions (model.max_positions); "

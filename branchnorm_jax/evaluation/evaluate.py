@@ -8,6 +8,7 @@ from typing import Any
 
 from branchnorm_jax.evaluation.bleu import Measure, Score, scores
 from branchnorm_jax.files import write_atomically
+from branchnorm_jax.options import Config
 
 
 def score_split(
@@ -34,6 +35,17 @@ def score_split(
     sources, hypotheses, references = (texts[name] for name in ("source", "hypothesis", "reference"))
     results = scores(hypotheses, references, target_lang)
     return results + [score for measure in more for score in measure(sources, hypotheses, references)]
+
+
+def scoring_options(config: Config) -> dict[str, Any]:
+    """Returns the options that the scores of a run depend on, as results.json has them under "run"."""
+    data, decode = config.data, config.decode
+    text = {name: getattr(data, name) for name in ("path", "files", "valid_split", "test_split")}
+    if config.model.family == "decoder":
+        stride = config.evaluate.stride_in(data.context)
+        return {**text, "rows": data.rows, "stride": stride, "checkpoint": decode.checkpoint}
+    pairs = config.evaluate.pairs or data.pairs
+    return {**text, "pairs": pairs, "checkpoint": decode.checkpoint, "ensemble": decode.ensemble, **decode.search}
 
 
 def earlier_results(path: Path, run: dict[str, Any]) -> tuple[dict[str, Any], str]:

@@ -1,7 +1,6 @@
 """--mode=clean: writes a copy of the text without faulty pairs, and says what was removed and why."""
 
 import contextlib
-import html
 import itertools
 import json
 import re
@@ -14,7 +13,18 @@ from branchnorm_jax.bucket import is_url
 from branchnorm_jax.data.corpus import corpus_key, read_pairs
 from branchnorm_jax.data.filters import CHUNK, Filter, load_filters, rejections
 from branchnorm_jax.data.formats import Pair
-from branchnorm_jax.data.quality import FAULTS, SAMPLE, Seen, describe, foreign, inspect, keys, overlap, usual
+from branchnorm_jax.data.quality import (
+    FAULTS,
+    SAMPLE,
+    Seen,
+    describe,
+    foreign,
+    inspect,
+    keys,
+    overlap,
+    usual,
+    without_entities,
+)
 from branchnorm_jax.errors import UserError
 from branchnorm_jax.files import atomic_directory, real
 from branchnorm_jax.modes.gain import SourceGain
@@ -23,7 +33,7 @@ from branchnorm_jax.training import logs
 from branchnorm_jax.workdir import Workdir
 
 _BREAKS = re.compile("[\t-\r\x1c-\x1e\x85\u2028\u2029]+")
-"""Characters that end a line or a field for some programs; entities may stand for them."""
+"""Characters that end a line or a field for some programs."""
 
 Judged = tuple[Pair, list[str]]
 """A training pair with the reasons to remove it."""
@@ -140,39 +150,34 @@ def copy_split(data: DataConfig, split: str, folder: Path) -> set[int]:
         logs.say(f"no {split} text: {error}")
         return set()
     pairs = list(read_pairs(data, split))
-    # Training pairs are compared without entities, if clean.unescape replaces them.
-    compared = itertools.chain(pairs, map(unescaped, pairs))
+    # Training pairs are compared as they are written, perhaps without entities.
+    compared = itertools.chain(pairs, (written(pair, True) for pair in pairs))
     for side, language in enumerate((data.source_lang, data.target_lang)):
         text = "".join(f"{pair[side]}\n" for pair in pairs)
         (folder / f"{split}.{language}").write_text(text, encoding="utf-8", newline="\n")
     return set[int]().union(*map(keys, compared))
 
 
-def unescaped(pair: Pair) -> Pair:
-    """Returns a pair with characters in the place of entities."""
-    plain = tuple(map(html.unescape, pair))
-    if plain == pair:
-        return pair
-    source, target = (_BREAKS.sub(" ", text).strip() for text in plain)
+def written(pair: Pair, unescape: bool) -> Pair:
+    """Returns a training pair as the copy has it: without breaks, and without entities if `unescape`."""
+    source, target = (_BREAKS.sub(" ", without_entities(text) if unescape else text).strip() for text in pair)
     return source, target
 
 
 def judged(c: CleanConfig, data: DataConfig, held_out: set[int], counts: Counter[str], seen: Seen) -> Iterator[Judged]:
-    """Yields the training pairs with their faults of `clean.drop`; counts those that were `unescaped`.
+    """Yields the training pairs as `written`, with their faults of `clean.drop`; counts those that were `unescaped`.
 
     `seen` has the pairs of earlier corpora, and gets those of this one.
     """
-
-    def plain(pairs: Iterable[Pair]) -> Iterator[Pair]:
-        for pair in pairs:
-            new = unescaped(pair)
-            counts["unescaped"] += new != pair
-            yield new
-
     languages = data.source_lang, data.target_lang
     expected = usual(itertools.islice(read_pairs(data, "train"), SAMPLE), languages)
-    pairs = read_pairs(data, "train")
-    for pair, found in inspect(plain(pairs) if c.unescape else pairs, expected, seen):
+
+    def pairs() -> Iterator[Pair]:
+        for pair in read_pairs(data, "train"):
+            counts["unescaped"] += c.unescape and any(without_entities(text) != text for text in pair)
+            yield written(pair, c.unescape)
+
+    for pair, found in inspect(pairs(), expected, seen):
         reasons = [name for name in (*found, *overlap(pair, held_out)) if name in c.dropped]
         yield pair, reasons or (foreign(pair, languages) if "language" in c.dropped else [])
 

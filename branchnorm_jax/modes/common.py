@@ -27,7 +27,7 @@ from branchnorm_jax.evaluation.evaluate import earlier_results
 from branchnorm_jax.model.coefficients import Alpha
 from branchnorm_jax.model.parameters import Params
 from branchnorm_jax.model.transformer import Transformer
-from branchnorm_jax.options import Config, DataConfig, DecodeConfig
+from branchnorm_jax.options import Config, DecodeConfig
 from branchnorm_jax.parallel import hosts
 from branchnorm_jax.tokens import EOS, UNK
 from branchnorm_jax.training import logs
@@ -127,11 +127,6 @@ def agree(config: Config, **facts: object) -> None:
     if jax.process_count() > 1:
         code = {"git revision": logs.git_revision(), **logs.environment()["versions"]}
         hosts.agree(to_flat(config) | code | facts)
-
-
-def text_options(data: DataConfig) -> dict[str, str]:
-    """Returns the options that tell which text is evaluated."""
-    return {name: getattr(data, name) for name in ("path", "files", "valid_split", "test_split")}
 
 
 def say_replaced(path: Path, run: dict[str, Any]) -> None:

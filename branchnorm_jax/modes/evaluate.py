@@ -7,9 +7,9 @@ import json
 from branchnorm_jax.data.corpus import check_texts, read_pairs
 from branchnorm_jax.evaluation.bleu import Measure, Score, mean_of
 from branchnorm_jax.evaluation.comet import load_comet
-from branchnorm_jax.evaluation.evaluate import format_table, score_split, write_results
+from branchnorm_jax.evaluation.evaluate import format_table, score_split, scoring_options, write_results
 from branchnorm_jax.evaluation.language import right_language
-from branchnorm_jax.modes.common import agree, count_split, load, say_replaced, say_split, text_options
+from branchnorm_jax.modes.common import agree, count_split, load, say_replaced, say_split
 from branchnorm_jax.modes.language import evaluate_text
 from branchnorm_jax.options import Config
 from branchnorm_jax.parallel import hosts
@@ -42,15 +42,8 @@ def evaluate(config: Config, workdir: Workdir) -> None:
     comet: list[Measure] = []
     if config.evaluate.comet:
         comet = hosts.first_then_others(lambda: [load_comet(config.evaluate.comet)], list, "which loads COMET")
-    decode = {"checkpoint": config.decode.checkpoint, "ensemble": config.decode.ensemble, **config.decode.search}
-    run = {
-        "step": trained.step,
-        "models": trained.checksums,
-        "pairs": config.evaluate.pairs or data.pairs,
-        **text_options(data),
-        **decode,
-        "terms": trained.translator.glossary.sha256,
-    }
+    run = {"step": trained.step, "models": trained.checksums, **scoring_options(config)}
+    run["terms"] = trained.translator.glossary.sha256
     say_replaced(workdir / "results.json", run)
     results: dict[str, list[Score]] = {}
     each: dict[str, list[list[Score]]] = {}

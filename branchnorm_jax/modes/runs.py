@@ -271,7 +271,7 @@ def sweep(config: Config, workdir: Workdir) -> None:
             jax.clear_caches()
         if not hosts.is_first():
             continue
-        rows = sweeping.collect(folders, sweeping.main_metric(config))
+        rows = sweeping.collect(runs, folders, sweeping.main_metric(config))
         if config.sweep.baseline:
             sweeping.compare(rows, folders, config.sweep.baseline, config.data.target_lang)
         table = sweeping.to_markdown(rows, config.sweep.column_names, config.sweep.baseline)

@@ -2,6 +2,7 @@
 
 import csv
 import dataclasses
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,10 @@ from ml_collections import ConfigDict
 from branchnorm_jax.analysis import sweep
 from branchnorm_jax.config import default_config, from_config_dict, load, record_chosen, with_followers
 from branchnorm_jax.errors import UserError
+from branchnorm_jax.evaluation.bleu import Score
+from branchnorm_jax.evaluation.evaluate import scoring_options, write_results
 from branchnorm_jax.model.methods import METHODS
-from branchnorm_jax.options import Config, EvaluateConfig, ModelConfig, SweepConfig, TrainConfig
+from branchnorm_jax.options import Config, DataConfig, EvaluateConfig, ModelConfig, SweepConfig, TrainConfig
 from branchnorm_jax.workdir import Workdir
 from tests.conftest import HASTY, run_main
 
@@ -223,6 +226,32 @@ def test_runs_are_compared_with_the_baseline_of_the_same_axes(tmp_path: Path) ->
     assert p_values["post_ln-6L-6L-seed=0"] < 0.01
     assert p_values["branchnorm-6L-6L-seed=1-alpha_steps=200"] < 0.01
     assert p_values["branchnorm-9L-9L-seed=1-alpha_steps=200"] is None
+
+
+@pytest.mark.parametrize("family", ["encoder_decoder", "decoder"])
+def test_only_scores_of_the_run_itself_are_in_the_table(family: str, tmp_path: Path) -> None:
+    """Not those of another text, of other options of the search, or from before more updates, which may diverge."""
+    config = Config(model=ModelConfig(family=family), data=DataConfig(path="text"))
+    workdir, metric = Workdir(tmp_path), sweep.main_metric(config)
+    (workdir / "evaluation").mkdir()
+    for side in ("reference", "hypothesis"):
+        (workdir / "evaluation" / f"test.{side}").write_text("one\n")
+
+    def scores(status: str, age: float, **options: Any) -> tuple[str, float | None]:
+        run = {"step": 7, **scoring_options(config), **options}
+        results = {"test": [Score(metric, 30.0, "signature")]}
+        write_results(workdir / "results.json", results, workdir / "evaluation", run)
+        (workdir / "status.json").write_text(json.dumps({"status": status}))
+        modified = (workdir / "results.json").stat().st_mtime
+        os.utime(workdir / "status.json", (modified + age, modified + age))
+        (row,) = sweep.collect({"a": ({}, config)}, {"a": ({}, workdir)}, metric)
+        return row["status"], row[metric]
+
+    assert scores("done", -1) == ("done", 30.0)
+    assert scores("diverged", 1) == ("diverged", None)
+    assert scores("done", -1, test_split="valid") == ("done", None)
+    other = {"stride": 3} if family == "decoder" else {"beam_size": 1}
+    assert scores("done", -1, **other) == ("done", None)
 
 
 def test_texts_of_returns_the_written_lines(tmp_path: Path) -> None:

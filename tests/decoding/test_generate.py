@@ -114,6 +114,16 @@ def test_prompts_are_searched_in_batches() -> None:
         assert [each.tokens for each in ours] == [each.tokens for each in theirs]
 
 
+def test_few_numbers_of_prompts_are_compiled() -> None:
+    """Prompts that come through a pipe arrive in any number."""
+    small = generator(beam_size=2, nbest=1, max_new_tokens=4)
+    ((alone,),) = small.generate(PARAMS, ALPHA, ["ab"])
+    for count in range(1, 9):
+        found = small.generate(PARAMS, ALPHA, ["ab"] * count)
+        assert [each.tokens for (each,) in found] == [alone.tokens] * count
+    assert small._search(16)._cache_size() == len({1, 2, 3, 4, 6, 8})  # type: ignore[attr-defined]
+
+
 def test_prompt_and_continuation_fit_into_the_context() -> None:
     small = generator(context=20, beam_size=1, nbest=1, max_new_tokens=100)
     long, end, other = small.generate(PARAMS, ALPHA, ["x" + "0123456789" * 3, "0123456789", "123456789"])

@@ -74,6 +74,28 @@ def test_sides_in_another_language_are_removed(tmp_path: Path) -> None:
     assert "303\tempty\t\tτίποτα" in rows
 
 
+def test_only_whole_entities_are_replaced(tmp_path: Path) -> None:
+    """Addresses have names of entities without a semicolon; `html.unescape` would replace these, too."""
+    write(tmp_path / "text")
+    target = "το ροκ και η ρέγκε και μία διεύθυνση"
+    for language, text in (("en", "rock&reggae ?id=3&copy=2&section=5 &section; &lt;"), ("el", target)):
+        with open(tmp_path / "text" / f"train.{language}", "a", encoding="utf-8") as file:
+            file.write(f"{text}\n")
+    clean(config_of(tmp_path / "text"), Workdir(tmp_path / "run"))
+    *_, last = read_pairs(config_of(tmp_path / "run" / "clean").data, "train")
+    assert last == ("rock&reggae ?id=3&copy=2&section=5 &section; <", target)
+
+
+def test_no_break_is_left_inside_a_line(tmp_path: Path) -> None:
+    write(tmp_path / "text")
+    for language in ("en", "el"):
+        with open(tmp_path / "text" / f"train.{language}", "a", encoding="utf-8", newline="") as file:
+            file.write("one\ttwo\u2028three four\n" if language == "en" else "ένα δύο\u0085τρία τέσσερα\n")
+    clean(config_of(tmp_path / "text"), Workdir(tmp_path / "run"))
+    *_, last = read_pairs(config_of(tmp_path / "run" / "clean").data, "train")
+    assert last == ("one two three four", "ένα δύο τρία τέσσερα")
+
+
 def test_entities_never_break_lines(tmp_path: Path) -> None:
     write(tmp_path / "text")
     for language in ("en", "el"):
@@ -90,7 +112,7 @@ def test_only_the_named_faults_are_removed(tmp_path: Path) -> None:
     options = {"drop": "empty, entities", "unescape": False, "path": str(tmp_path / "out")}
     clean(config_of(write(tmp_path / "text"), **options), Workdir(tmp_path / "run"))
     text = list(read_pairs(config_of(tmp_path / "out").data, "train"))
-    assert text == [*GOOD, DIRT[0], DIRT[3]]
+    assert text == [*GOOD, DIRT[0], ("x y 12", "x y 12")]
     with pytest.raises(UserError, match="not an empty folder"):
         clean(config_of(tmp_path / "text", **options), Workdir(tmp_path / "run"))
 

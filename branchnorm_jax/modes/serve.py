@@ -41,7 +41,7 @@ def serve(config: Config, workdir: Workdir) -> None:
     """
     with needs_extra("serve", "serve"):
         from branchnorm_jax.serving.access import is_loopback, make_access
-        from branchnorm_jax.serving.app import make_app, make_server, starting
+        from branchnorm_jax.serving.app import draining, make_app, make_server, starting
 
     workdir.check_config(config)
     access = make_access(config.serve, logs.say)
@@ -76,7 +76,9 @@ def serve(config: Config, workdir: Workdir) -> None:
             access,
         )
         logs.say(f"serving at {url(listener)}; press Ctrl-C to stop")
-        make_server(app, config.serve).run([listener])
+        server = make_server(app, config.serve)
+        with draining(server):
+            server.run([listener])
 
 
 def compile_programs(

@@ -5,9 +5,10 @@ import base64
 import contextlib
 import hashlib
 import re
+import signal
 import socket
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -49,21 +50,33 @@ def make_app(
       access: who may use the server.
     """
     batches, page = Batches(answers, serve, say), PAGE.read_bytes()
-    headers = page_headers(page)
+    headers, bodies = page_headers(page), asyncio.Semaphore(serve.max_waiting)
+
+    def busy() -> HTTPException:
+        waiting = f"{serve.max_waiting} requests are already waiting (serve.max_waiting); try again in a second"
+        return HTTPException(503, waiting, {"retry-after": "1"})
 
     async def translate(request: Request) -> Response:
         access.check_site(request)
         access.check_token(request)
+        if bodies.locked():
+            raise busy()
         try:
+            async with bodies:
+                content = await body(request, serve.max_body_bytes)
             # In a thread, so that a large request does not hold up the others.
-            parsed = await asyncio.to_thread(parse, await body(request, serve.max_body_bytes))
+            parsed = await asyncio.to_thread(parse, content)
         except UserError as error:
             raise HTTPException(400, str(error)) from error
         try:
-            return json_response(await batches.answer(parsed))
-        except asyncio.QueueFull as error:
-            busy = f"{serve.max_waiting} requests are already waiting (serve.max_waiting); try again in a second"
-            raise HTTPException(503, busy, {"retry-after": "1"}) from error
+            return json_response(await while_connected(request, batches.answer(parsed)))
+        except asyncio.QueueFull:
+            raise busy() from None
+        except asyncio.CancelledError as error:
+            late = f"the translation takes longer than serve.drain_seconds={serve.drain_seconds}"
+            raise HTTPException(503, f"the server is stopping, and {late}", {"connection": "close"}) from error
+        except ClientDisconnect:
+            raise
         except Exception as error:
             raise HTTPException(500, f"the translation failed ({type(error).__name__}); see the log") from error
 
@@ -161,6 +174,24 @@ async def body(request: Request, most: int) -> bytes:
     return bytes(content)
 
 
+async def while_connected(request: Request, answer: Coroutine[Any, Any, bytes]) -> bytes:
+    """Awaits the answer to a request. Cancels it if the client disconnects, and raises `ClientDisconnect`."""
+
+    async def disconnected() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    answering, leaving = asyncio.create_task(answer), asyncio.create_task(disconnected())
+    try:
+        await asyncio.wait((answering, leaving), return_when=asyncio.FIRST_COMPLETED)
+        if not answering.done():
+            raise ClientDisconnect
+        return answering.result()
+    finally:
+        answering.cancel()
+        leaving.cancel()
+
+
 def json_response(content: bytes, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
     """Creates a response from encoded JSON."""
     return Response(content, status, {"x-content-type-options": "nosniff", **(headers or {})}, "application/json")
@@ -177,6 +208,28 @@ async def refuse(request: Request, error: Exception) -> Response:
 async def nobody(request: Request, error: Exception) -> Response:
     """Returns an empty response, for a client that has disconnected."""
     return Response(status_code=400)
+
+
+@contextlib.contextmanager
+def draining(server: uvicorn.Server) -> Iterator[None]:
+    """Lets SIGHUP and SIGUSR1 stop the server, as SIGINT and SIGTERM do. They take effect at the end of the context."""
+    received: list[int] = []
+
+    def stop(number: int, frame: Any) -> None:
+        received.append(number)
+        server.should_exit = True
+
+    before = {number: signal.getsignal(number) for number in (signal.SIGHUP, signal.SIGUSR1)}
+    heeded = {number: handler for number, handler in before.items() if handler is not signal.SIG_IGN}
+    for number in heeded:
+        signal.signal(number, stop)
+    try:
+        yield
+    finally:
+        for number, handler in heeded.items():
+            signal.signal(number, handler)
+    for number in received:
+        signal.raise_signal(number)
 
 
 def make_server(app: Starlette, serve: ServeConfig) -> uvicorn.Server:

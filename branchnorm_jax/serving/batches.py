@@ -29,39 +29,56 @@ class Batches:
         say: Callable[[str], None],
     ) -> None:
         self.answers, self.config, self.say = answers, config, say
-        self._queue: asyncio.Queue[Waiting] = asyncio.Queue(config.max_waiting)
+        self._waiting: dict[asyncio.Future[bytes], TranslationRequest] = {}
+        """In the order of arrival."""
+        self._arrived = asyncio.Event()
+        """Set while requests are waiting."""
 
     @property
     def waiting(self) -> int:
         """Number of requests in the queue."""
-        return self._queue.qsize()
+        return len(self._waiting)
 
     async def answer(self, request: TranslationRequest) -> bytes:
-        """Returns the answer to a request.
+        """Returns the answer to a request, which leaves the queue if the caller is cancelled.
 
         Raises:
           asyncio.QueueFull: if too many requests are waiting.
           Exception: any exception of the translation.
         """
+        if self.waiting >= self.config.max_waiting:
+            raise asyncio.QueueFull
         future: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
-        self._queue.put_nowait((request, future))
-        return await future
+        self._waiting[future] = request
+        self._arrived.set()
+        try:
+            return await future
+        finally:
+            self._waiting.pop(future, None)
 
     async def run(self) -> None:
-        """Answers requests until cancelled.
-
-        A batch consists of the oldest request and, up to `batch_lines` lines, of further waiting requests.
-        """
-        with ThreadPoolExecutor(1, "device") as device:
+        """Answers requests until cancelled. Does not wait for the batch that is then being translated."""
+        device = ThreadPoolExecutor(1, "device")
+        try:
             while True:
-                batch = [await self._queue.get()]
-                if self._queue.empty():
+                await self._arrived.wait()
+                if self.waiting == 1:
                     await asyncio.sleep(self.config.batch_wait_ms / 1000)
-                lines = len(batch[0][0].lines)
-                while lines < self.config.batch_lines and not self._queue.empty():
-                    batch.append(self._queue.get_nowait())
-                    lines += len(batch[-1][0].lines)
-                await self._translate(batch, device)
+                if batch := self._next():
+                    await self._translate(batch, device)
+        finally:
+            device.shutdown(wait=False, cancel_futures=True)
+
+    def _next(self) -> list[Waiting]:
+        """Takes a batch from the queue: the oldest request and, up to `batch_lines` lines, further ones."""
+        batch, lines = list[Waiting](), 0
+        while self._waiting and lines < self.config.batch_lines:
+            future = next(iter(self._waiting))
+            batch.append((self._waiting.pop(future), future))
+            lines += len(batch[-1][0].lines)
+        if not self._waiting:
+            self._arrived.clear()
+        return batch
 
     async def _translate(self, batch: list[Waiting], device: ThreadPoolExecutor) -> None:
         loop = asyncio.get_running_loop()

@@ -334,7 +334,9 @@ def test_health_says_what_a_start_is_doing(server: Server, first_answers: list[t
     assert all(1 <= number <= count for number, count in numbers)
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGHUP, 129), (signal.SIGUSR1, 138)]
+)
 def test_signals_stop_the_server_after_the_last_answer(trained: Path, number: int, code: int) -> None:
     server = Server(f"--workdir={trained}", *DECODE, "--config.serve.port=0", "--config.serve.warm_up_length=0")
     body = b'{"text": "one hundred"}'
@@ -437,6 +439,55 @@ def test_waiting_requests_are_batched_and_excess_requests_get_retry_after() -> N
         device.go.set()
         assert [future.result() for future in futures] == [["first"], ["0"], ["1"], ["2"]]
     assert device.batches == [["first"], ["0", "1"], ["2"]]
+
+
+def test_requests_of_clients_that_have_left_are_not_translated() -> None:
+    device = Device()
+    with serving(device, []) as url, ThreadPoolExecutor(2) as clients:
+        first = clients.submit(translations, url, text=["first"])
+        assert device.began.wait(60)
+        for number in range(3):
+            text = json.dumps({"text": f"left {number}"}).encode()
+            head = f"POST /translate HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(text)}\r\n\r\n".encode()
+            with socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2]))) as client:
+                client.sendall(head + text)
+                wait_until(lambda: waiting(url) == 1)
+            wait_until(lambda: waiting(url) == 0)
+        device.go.set()
+        assert first.result() == ["first"]
+        assert translations(url, text=["after"]) == ["after"]
+    assert device.batches == [["first"], ["after"]]
+
+
+def test_a_translation_that_takes_too_long_does_not_hold_up_a_signal() -> None:
+    device, log = Device(), list[str]()
+    with ThreadPoolExecutor(1) as clients:
+        with serving(device, log, drain_seconds=1) as url:
+            answer = clients.submit(ask, url + "/translate", b'{"text": "slow"}')
+            assert device.began.wait(60)
+        # The server has ended, and the translation has not.
+        status, _, content = answer.result()
+        device.go.set()
+    assert (status, content) == (
+        503,
+        {"error": "the server is stopping, and the translation takes longer than serve.drain_seconds=1"},
+    )
+    assert log == []
+
+
+def test_only_so_many_bodies_are_read_at_once() -> None:
+    device = Device()
+    device.go.set()
+    head = b"POST /translate HTTP/1.1\r\nhost: localhost\r\ncontent-length: 99\r\nexpect: 100-continue\r\n\r\n"
+    with contextlib.ExitStack() as stack:
+        url = stack.enter_context(serving(device, [], max_waiting=2))
+        for _ in range(2):
+            client = stack.enter_context(socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2]))))
+            client.sendall(head)
+            assert client.recv(100).startswith(b"HTTP/1.1 100")
+        assert ask(url + "/translate", b'{"text": "one"}')[0] == 503
+        client.close()
+        wait_until(lambda: ask(url + "/translate", b'{"text": "one"}')[0] == 200)
 
 
 def test_failed_translation_does_not_affect_other_requests() -> None:

@@ -50,7 +50,42 @@ def make_app(
       access: who may use the server.
     """
     batches, page = Batches(answers, serve, say), PAGE.read_bytes()
-    headers, bodies = page_headers(page), asyncio.Semaphore(serve.max_waiting)
+    headers = page_headers(page)
+
+    async def health(request: Request) -> Response:
+        access.check_site(request)
+        return json_response(
+            to_json({"status": "ready", "waiting": batches.waiting, "needs_token": bool(access.tokens), **about})
+        )
+
+    async def index(request: Request) -> Response:
+        access.check_site(request)
+        return Response(page, media_type="text/html", headers=headers)
+
+    @contextlib.asynccontextmanager
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        task = asyncio.create_task(batches.run())
+        yield
+        task.cancel()
+
+    app = Starlette(
+        routes=[
+            Route("/", index),
+            Route("/health", health),
+            Route("/translate", translation_handler(parse, batches, serve, access), methods=["POST"]),
+        ],
+        lifespan=lifespan,
+        exception_handlers={HTTPException: refuse, ClientDisconnect: nobody},
+    )
+    app.router.redirect_slashes = False  # /translate/ would be sent to whatever server the request names
+    return app
+
+
+def translation_handler(
+    parse: Callable[[bytes], TranslationRequest], batches: Batches, serve: ServeConfig, access: Access
+) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+    """Returns the function that answers POST /translate; see `make_app`."""
+    bodies = asyncio.Semaphore(serve.max_waiting)
 
     def busy() -> HTTPException:
         waiting = f"{serve.max_waiting} requests are already waiting (serve.max_waiting); try again in a second"
@@ -80,33 +115,7 @@ def make_app(
         except Exception as error:
             raise HTTPException(500, f"the translation failed ({type(error).__name__}); see the log") from error
 
-    async def health(request: Request) -> Response:
-        access.check_site(request)
-        return json_response(
-            to_json({"status": "ready", "waiting": batches.waiting, "needs_token": bool(access.tokens), **about})
-        )
-
-    async def index(request: Request) -> Response:
-        access.check_site(request)
-        return Response(page, media_type="text/html", headers=headers)
-
-    @contextlib.asynccontextmanager
-    async def lifespan(app: Starlette) -> AsyncIterator[None]:
-        task = asyncio.create_task(batches.run())
-        yield
-        task.cancel()
-
-    app = Starlette(
-        routes=[
-            Route("/", index),
-            Route("/health", health),
-            Route("/translate", translate, methods=["POST"]),
-        ],
-        lifespan=lifespan,
-        exception_handlers={HTTPException: refuse, ClientDisconnect: nobody},
-    )
-    app.router.redirect_slashes = False  # /translate/ would be sent to whatever server the request names
-    return app
+    return translate
 
 
 @contextlib.contextmanager

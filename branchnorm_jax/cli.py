@@ -20,6 +20,7 @@ from typing import Any, NoReturn, TextIO, cast
 from absl import flags
 from ml_collections import config_flags
 
+from branchnorm_jax import compiled
 from branchnorm_jax import config as configs
 from branchnorm_jax.errors import BranchNormError, OneLineWarning, Preempted, StorageError, UserError, one_line
 from branchnorm_jax.model.methods import get_recipe
@@ -426,5 +427,9 @@ def run(mode: str, config: Config, workdir: Workdir) -> None:
                 why = f"  (same as {leader})"
             print(f"  {line}{why}", file=sys.stderr)
 
-    with hosts.blame_lost_process(), workdir.published() if hosts.is_first() else contextlib.nullcontext():
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(hosts.blame_lost_process())
+        if hosts.is_first():
+            stack.enter_context(workdir.published())
+            stack.enter_context(compiled.checked(Path(cache), functools.partial(print, file=sys.stderr)))
         function(config, workdir)

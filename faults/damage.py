@@ -20,7 +20,7 @@ COMMANDS: dict[str, Job] = {
     "evaluate": Job(("--mode=evaluate", "--config.evaluate.splits=valid"), ("results.json", "evaluation/*")),
 }
 
-LOGS = re.compile(r"metrics\.jsonl|layers\.jsonl|validation\.jsonl|tensorboard/|compile_cache/|data\.json|status\.json")
+LOGS = re.compile(r"metrics\.jsonl|layers\.jsonl|validation\.jsonl|tensorboard/|data\.json|status\.json")
 """Files that nothing is computed from. Their own content may be lost."""
 
 EXPECTED_LINES = re.compile(

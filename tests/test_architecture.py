@@ -25,6 +25,7 @@ MAY_IMPORT = {
     "checks": set(),
     "config": {"checks"},
     "files": set(),
+    "compiled": {"files"},
     "bucket": {"files"},
     "workdir": {"bucket", "config", "files"},
     "model": {"axes"},
@@ -53,7 +54,7 @@ MAY_IMPORT = {
         ),
         *("bucket", "config", "files", "workdir"),
     },
-    "cli": {"modes", "model", "parallel", "config", "workdir"},
+    "cli": {"modes", "model", "parallel", "compiled", "config", "workdir"},
 }
 FOR_ALL = {"options", "errors", "tokens", "codes"}
 

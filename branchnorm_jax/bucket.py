@@ -111,6 +111,7 @@ class Bucket:
         Files that were never in the bucket remain.
 
         Raises:
+          UserError: if the bucket contains a file that would be outside of the local copy.
           StorageError: if the bucket cannot be read.
         """
         below = folder.relative_to(self.folder)
@@ -120,6 +121,8 @@ class Bucket:
         with self._reaching("cannot be read"):
             for remote, info in self._files.find((self._root / below).as_posix(), detail=True).items():
                 name = PurePosixPath(remote).relative_to(self._root)
+                if ".." in name.parts:  # In a bucket this is a name like any other; here it would leave the folder.
+                    raise UserError(f"{self.url}: contains {name}, which is no name of a file; delete it")
                 path, stamp = self.folder / name, (info["size"], _nanoseconds(info["mtime"]))
                 # A folder that was created by hand is an empty object whose name ends with a slash.
                 if remote.endswith("/") or skipped & set(name.parts) or path.name == MARK:

@@ -89,6 +89,16 @@ def test_unchanged_files_are_neither_uploaded_nor_fetched_again(bucket: FakeBuck
     assert bucket.objects == stored
 
 
+def test_no_file_is_written_outside_of_the_local_copy(bucket: FakeBucket, tmp_path: Path) -> None:
+    workdir = opened()
+    (workdir / "log").write_text("1\n")
+    workdir.publish()
+    bucket.objects["run/a/../../../../../escaped"] = bucket.objects["run/log"]
+    with pytest.raises(UserError, match=r"contains a/(\.\./)+escaped, which is no name of a file"):
+        opened()
+    assert not list(tmp_path.parent.rglob("escaped"))
+
+
 def test_only_what_is_needed_is_fetched(bucket: FakeBucket) -> None:
     workdir = opened()
     for name in ("corpus/train", "tensorboard", "export", "average", "compile_cache", "vocabulary"):

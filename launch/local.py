@@ -44,7 +44,7 @@ def main() -> int:
     arguments = parse(sys.argv[1:])
     hosts = arguments.hosts.split(",") if arguments.hosts else []
     count = len(hosts) or arguments.processes
-    address = arguments.coordinator or f"{hosts[0] if hosts else '127.0.0.1'}:{free_port()}"
+    address = arguments.coordinator or f"{hosts[0].rpartition('@')[2] if hosts else '127.0.0.1'}:{free_port()}"
     commands = [
         command_of(arguments.command, environment_of(index, count, address, arguments), hosts[index] if hosts else "")
         for index in range(count)

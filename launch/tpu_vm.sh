@@ -28,6 +28,11 @@ DELAY=${DELAY:-60}
 
 say() { echo "tpu_vm.sh: $*" >&2; }
 
+if [[ ! ${KEEP:=0} =~ ^[01]$ ]]; then
+  say "KEEP=$KEEP: set it to 1 to keep the slice after training, or to 0"
+  exit 2
+fi
+
 usage() {
   sed -n '2,/^$/s/^# \{0,1\}//p' "${BASH_SOURCE[0]}" >&2
   exit 2
@@ -146,7 +151,7 @@ renew() {
 leave() {
   local code=$?
   trap - EXIT
-  if ((stopped || ${KEEP:-0})); then
+  if ((stopped || KEEP)); then
     say "the slice $TPU_NAME may still be there (launch/tpu_vm.sh delete)"
   else
     delete || true

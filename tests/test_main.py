@@ -426,6 +426,9 @@ def test_a_wrong_workdir_lists_the_runs_near_it(tmp_path: Path) -> None:
         for file in ("config.json", "data.json"):
             (runs / name / file).write_text("{}")
     near = f"no training run in this folder; runs near it: {runs / 'french'}, {runs / 'german'}"
+    done = run_main("--mode=evaluate")
+    assert done.returncode == 2
+    assert "UserError: --mode=evaluate needs --workdir=<folder of a run>" in done.stderr
     (runs / "untrained").mkdir()
     (runs / "untrained/config.json").write_text("{}")
     (runs / "french/config.json").unlink()

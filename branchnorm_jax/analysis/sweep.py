@@ -17,6 +17,7 @@ import itertools
 import json
 import re
 import statistics
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from operator import itemgetter
 from pathlib import Path
@@ -78,7 +79,9 @@ def parse_grid(text: str, baseline: str = "") -> list[Run]:
                         f"sweep.grid: {other} and {name} set the same option; write {other}=value,value, or separate "
                         "two grids with |"
                     )
-            axes[name] = list(dict.fromkeys(values.split(",")))
+            axes[name] = values.split(",")
+            if twice := [value for value, count in Counter(axes[name]).items() if count > 1]:
+                raise UserError(f"sweep.grid: {word} has {twice[0]} twice; remove one of them")
         if not axes:
             where = f"; found none in {part.strip() or 'an empty part'!r} of {text!r}" if text.strip() else ""
             raise UserError(f"sweep.grid: give axes such as method=post_ln,branchnorm depth=6L-6L,18L-18L{where}")
@@ -122,7 +125,7 @@ def plan_runs(config: Config) -> dict[str, tuple[Run, Config]]:
             raise UserError(f"sweep.grid: {name_of(run)}: {error}") from error
         for other, (_, there) in runs.items():
             if chosen == there:
-                raise UserError(f"sweep.grid: {name_of(run)} and {other} are the same run")
+                raise UserError(f"sweep.grid: {name_of(run)} and {other} are the same run; remove one of them")
         if folder_of(run) in runs:
             raise UserError(f"sweep.grid: two runs have the name {name_of(run)}; move one of them to another sweep")
         runs[folder_of(run)] = run, chosen

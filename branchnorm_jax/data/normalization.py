@@ -6,7 +6,7 @@ every program that reads a SentencePiece model applies it, also after an export.
     nmt_nfkc   NFKC, and all kinds of white space become a space: ½ -> 1⁄2, … -> ..., ， -> ,
     nfkc       NFKC (Unicode's compatibility composition)
     nfc        NFC (canonical composition) of the letters that Unicode knows: e + ´ -> é, nothing that one can see; and
-               a tab becomes a space
+               a tab becomes a space. Several marks on one letter keep their order, which NFC would make canonical.
     identity   nothing, not even repeated spaces
 
 All rules but `identity` remove repeated spaces, and spaces at the ends of a line.

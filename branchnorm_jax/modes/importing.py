@@ -115,6 +115,11 @@ def read_folder(folder: Path) -> tuple[str, Imported]:
     kind = values.get("model_type")
     if kind in marian.NETWORKS and (folder / "source.spm").exists():
         return kind, marian.read_folder(folder)
+    if kind == "opt":
+        raise UserError(
+            f"import.path={folder}: language models cannot be imported; continue with one of this project from its "
+            "workdir (train.finetune_from)"
+        )
     if kind not in FAMILIES:
         raise UserError(f"{folder / 'config.json'}: model_type={kind} is not supported, only {', '.join(FAMILIES)}")
     return kind, FAMILIES[kind](folder)

@@ -322,7 +322,8 @@ def pairs_of(lines: list[str], done: int, second: str, name: str) -> list[tuple[
     for number, line in enumerate(lines, start=done + 1):
         fields = line.split("\t") if line.strip() else ["", ""]
         if len(fields) != 2:
-            raise UserError(f"{name}, line {number}: expected source<TAB>{second}, not {len(fields)} fields")
+            found = "1 field" if len(fields) == 1 else f"{len(fields)} fields"
+            raise UserError(f"{name}, line {number}: expected source<TAB>{second}, not {found}")
         pairs.append((fields[0], fields[1]))
     return pairs
 

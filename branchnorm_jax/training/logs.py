@@ -4,6 +4,7 @@ import contextlib
 import functools
 import json
 import math
+import mmap
 import resource
 import subprocess
 import sys
@@ -18,7 +19,7 @@ from tqdm import tqdm
 
 from branchnorm_jax import __version__
 from branchnorm_jax.errors import MissingExtraError, needs_extra
-from branchnorm_jax.files import storing, write_atomically
+from branchnorm_jax.files import storing
 from branchnorm_jax.parallel import hosts
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "sentencepiece", "sacrebleu")
@@ -30,15 +31,30 @@ class JsonLines:
     def __init__(self, path: Path, first_step: int) -> None:
         """Opens `path` to append, and first drops the lines of `first_step` and later.
 
-        The run repeats those steps and writes their lines again.
+        The run repeats those steps and writes their lines again. Only these lines are read: the file of a long run is
+        large.
+
+        Raises:
+          StorageError: if the file cannot be read or written.
         """
-        lines = read_lines(path)
-        kept = [line for line in lines if line["step"] < first_step]
-        self.end = max([first_step, *(line["step"] + 1 for line in lines)])
-        """Step after the last line that was dropped; `first_step` if none was."""
-        write_atomically(path, "".join(json.dumps(line) + "\n" for line in kept))
         self._path = path
-        self._file = path.open("a")
+        self.end = first_step
+        """Step after the last line that was dropped; `first_step` if none was."""
+        with storing(path):
+            self._file = path.open("a")
+            size, broken = path.stat().st_size, 0
+            if size:
+                with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+                    size = content.rfind(b"\n") + 1  # A killed process can leave an unfinished line.
+                    while size:
+                        begin = content.rfind(b"\n", 0, size - 1) + 1
+                        line = parsed(content[begin:size])
+                        if line and line["step"] < first_step:
+                            break
+                        self.end = max(self.end, line["step"] + 1 if line else 0)
+                        size, broken = begin, broken + (line is None)
+                self._file.truncate(size)
+        say_broken(path, broken)
 
     def write(self, line: Mapping[str, Any]) -> None:
         """Appends one line and flushes it to the operating system. A float that is not finite becomes null.
@@ -64,17 +80,24 @@ def read_lines(path: Path, names: Iterable[str] = ()) -> list[dict[str, Any]]:
     all other lines that cannot be read, and reports their number on stderr.
     """
     content = path.read_bytes() if path.exists() else b""
-    lines, broken = [], 0
-    for text in content[: content.rfind(b"\n") + 1].splitlines():
-        with contextlib.suppress(ValueError):
-            line = json.loads(text)
-            if isinstance(line, dict) and isinstance(line.get("step"), int) and line.keys() >= {*names}:
-                lines.append(line)
-                continue
-        broken += 1
-    if broken:
-        say(f"{path}: {broken} lines cannot be read and were left out")
-    return lines
+    found = [parsed(text, names) for text in content[: content.rfind(b"\n") + 1].splitlines()]
+    say_broken(path, found.count(None))
+    return [line for line in found if line is not None]
+
+
+def parsed(text: bytes, names: Iterable[str] = ()) -> dict[str, Any] | None:
+    """Returns a line of a `JsonLines` file; None if it is damaged or lacks one of `names`."""
+    with contextlib.suppress(ValueError):
+        line = json.loads(text)
+        if isinstance(line, dict) and isinstance(line.get("step"), int) and line.keys() >= {*names}:
+            return line
+    return None
+
+
+def say_broken(path: Path, count: int) -> None:
+    """Says how many lines cannot be read, if any."""
+    if count:
+        say(f"{path}: {count} lines cannot be read and were left out")
 
 
 @contextlib.contextmanager

@@ -110,6 +110,7 @@ def test_alpha_steps_follow_the_warmup_of_each_run_unless_set() -> None:
         ("sweep.grid=x", "no axis 'sweep.grid'; axes are method, depth and the options of"),
         ("model.depth=2L-2L", "no axis 'model.depth'; did you mean 'depth'"),
         ("method=post_ln method=rezero", "set the same option"),
+        ("method=post_ln train.seed=0,1,0", "train.seed=0,1,0 has 0 twice"),
         ("method=post_ln model.method=rezero", "method and model.method set the same option"),
         ("depth=2L-2L model.encoder_layers=3", "depth and model.encoder_layers set the same option"),
         ("method=post_ln,rezro", "no method 'rezro'; did you mean 'rezero'"),

@@ -17,9 +17,11 @@ from transformers import MarianMTModel, MarianTokenizer
 
 from branchnorm_jax.data.tokenizer import Tokenizer, load_tokenizer
 from branchnorm_jax.decoding.translate import Translator
+from branchnorm_jax.errors import UserError
 from branchnorm_jax.importing import marian
 from branchnorm_jax.importing.imported import Imported
 from branchnorm_jax.model.transformer import Transformer
+from branchnorm_jax.modes.importing import read_folder
 from branchnorm_jax.options import DecodeConfig
 from tests.cases import quick_and_slow
 from tests.conftest import run_main
@@ -309,6 +311,9 @@ def test_other_architectures_and_used_workdirs_are_refused(intact: Path, tmp_pat
     _with("model_type", "bert")(tmp_path / "other")
     run = run_main("--mode=import", f"--config.import.path={tmp_path / 'other'}", f"--workdir={tmp_path / 'run'}")
     assert run.returncode == 2 and "model_type=bert is not supported" in run.stderr
+    _with("model_type", "opt")(tmp_path / "other")
+    with pytest.raises(UserError, match="language models cannot be imported"):
+        read_folder(tmp_path / "other")
     (tmp_path / "run").mkdir(exist_ok=True)
     (tmp_path / "run" / "config.json").write_text("{}")
     run = run_main(

@@ -115,6 +115,13 @@ def test_train_creates_a_slice_that_does_not_exist_and_keeps_it(stubs: Stubs) ->
     assert order == ["create", "scp", "ssh", "ssh"]
 
 
+def test_a_mistyped_keep_is_refused_at_once(stubs: Stubs) -> None:
+    """Later, the slice would stay and cost money."""
+    done = tpu_vm(stubs, "train", *OPTIONS, KEEP="no")
+    assert (done.returncode, stubs.calls) == (2, [])
+    assert "KEEP=no: set it to 1" in done.stderr
+
+
 NOT_FOUND = (1, "ERROR: NOT_FOUND: Resource 'projects/p/locations/z/queuedResources/bn' was not found")
 
 

@@ -129,7 +129,7 @@ def test_input_and_output_options(trained: Path, tmp_path: Path) -> None:
     assert all(" ||| " in line and "</s>:" in line for line in first)
     done = run_main(*command, "--config.decode.target_prefix=True")
     assert done.returncode == 2
-    assert f"{source}, line 1: expected source<TAB>prefix of the target, not 1 fields" in done.stderr
+    assert f"{source}, line 1: expected source<TAB>prefix of the target, not 1 field" in done.stderr
     done = run_main(f"--workdir={trained}", "--mode=translate", f"--config.decode.output={target}")
     assert done.returncode == 2
     assert "decode.input" in done.stderr

@@ -370,12 +370,13 @@ def test_local_launcher_prints_its_commands() -> None:
         f"{common}1 JAX_LOCAL_DEVICE_IDS=2,3 python main.py",
     ]
     done = subprocess.run(
-        [*launcher, "--hosts", "x,y", "--dry-run", "--", "python", "main.py"],
+        [*launcher, "--hosts", "me@x,me@y", "--dry-run", "--", "python", "main.py"],
         cwd=ROOT, text=True, capture_output=True, check=True,
     )  # fmt: skip
     assert [line.split()[:5] for line in done.stdout.splitlines()] == [
-        ["ssh", "-o", "BatchMode=yes", "-tt", host] for host in "xy"
+        ["ssh", "-o", "BatchMode=yes", "-tt", host] for host in ("me@x", "me@y")
     ]
+    assert done.stdout.count("JAX_COORDINATOR_ADDRESS=x:") == 2
 
 
 SSH = """#!/bin/sh

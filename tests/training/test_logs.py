@@ -27,6 +27,20 @@ def test_lines_of_repeated_updates_are_dropped(tmp_path: Path) -> None:
     assert [(line["step"], line["run"]) for line in read_lines(path)] == [(s, 0 if s < 3 else 3) for s in range(7)]
 
 
+def test_only_the_last_lines_change(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Damaged lines before them stay in the file, which may be too large to read."""
+    path, step = tmp_path / "lines.jsonl", '{{"step": {}}}\n'.format
+    head = f"{step(0)}damaged\n{step(1)}"
+    for tail, end in ((step(2) + "xx\n" + step(3), 4), (step(2) + "xx\n" + '{"step": 3', 3), ("", 2), ('{"st', 2)):
+        path.write_text(head + tail)
+        lines = JsonLines(path, 2)
+        assert (path.read_text(), lines.end) == (head, end)
+        assert ("1 lines cannot be read" in capsys.readouterr().err) == ("xx" in tail)
+        lines.write({"step": 2})
+        lines.close()
+        assert path.read_text() == head + step(2)
+
+
 def test_nonfinite_values_are_null(tmp_path: Path) -> None:
     path = tmp_path / "lines.jsonl"
     lines = JsonLines(path, 0)

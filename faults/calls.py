@@ -39,8 +39,10 @@ JOBS: dict[str, Job] = {
     **{name: kills.JOBS[name] for name in ("evaluate", "translate", "average", "export")},
 }
 
-MESSAGE = re.compile(r"(StorageError|UserError): |<workdir>.*: |checkpoint \d+ in <workdir>|step \d|resuming ")
-"""Lines on stderr because of a fault: what failed, a damaged checkpoint, and that a run goes on."""
+MESSAGE = re.compile(
+    r"(StorageError|UserError): |<workdir>.*: |checkpoint \d+ in <workdir>|step \d|resuming |(train|valid): \d+ pairs read"
+)
+"""Lines on stderr because of a fault: what failed, a damaged checkpoint, that a run goes on or makes its tokens again."""
 
 RANDOM = re.compile(r"[0-9a-f]{32}|(\d+\.)?\d{6,}")
 """Parts of names that differ between equal runs. An event file has its first update and a time."""

@@ -40,9 +40,10 @@ JOBS: dict[str, Job] = {
 }
 
 MESSAGE = re.compile(
-    r"(StorageError|UserError): |<workdir>.*: |checkpoint \d+ in <workdir>|step \d|resuming |(train|valid): \d+ pairs read"
+    r"(StorageError|UserError): |<workdir>.*: |checkpoint \d+ in <workdir>|step \d|resuming "
+    r"|(train|valid): \d+ pairs read"
 )
-"""Lines on stderr because of a fault: what failed, a damaged checkpoint, that a run goes on or makes its tokens again."""
+"""Lines on stderr because of a fault: what failed, a damaged checkpoint, and that a run goes on or makes tokens again."""
 
 RANDOM = re.compile(r"[0-9a-f]{32}|(\d+\.)?\d{6,}")
 """Parts of names that differ between equal runs. An event file has its first update and a time."""

@@ -43,7 +43,7 @@ MESSAGE = re.compile(
     r"(StorageError|UserError): |<workdir>.*: |checkpoint \d+ in <workdir>|step \d|resuming "
     r"|(train|valid): \d+ pairs read"
 )
-"""Lines on stderr because of a fault: what failed, a damaged checkpoint, and that a run goes on or makes tokens again."""
+"""Lines on stderr because of a fault: what failed, a damaged checkpoint, a run that goes on, tokens made again."""
 
 RANDOM = re.compile(r"[0-9a-f]{32}|(\d+\.)?\d{6,}")
 """Parts of names that differ between equal runs. An event file has its first update and a time."""

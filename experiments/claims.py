@@ -159,15 +159,22 @@ def expand(selection: str) -> list[dict[str, str]]:
 def name_of(selector: Mapping[str, str]) -> str:
     """Returns a selector as text: methods and depths without, other options with the last part of their name.
 
+    Options with their defaults are left out, unless there is nothing else.
+
     >>> name_of({"method": "branchnorm", "depth": "12L", "train.seed": "1", "model.init": ""})
-    'branchnorm 12L seed=1 default init'
+    'branchnorm 12L seed=1'
+    >>> name_of({"model.encoder_layers": ""})
+    'default encoder_layers'
     """
-    words = []
+    words, defaults = list[str](), list[str]()
     for column, value in selector.items():
         option = re.split(r"[./]", column)[-1]
         named = option not in ("method", "depth") or value.isdigit()
-        words.append((f"{option}={value}" if named else value) if value else f"default {option}")
-    return " ".join(words)
+        if value:
+            words.append(f"{option}={value}" if named else value)
+        else:
+            defaults.append(f"default {option}")
+    return " ".join(words or defaults)
 
 
 def pick(selector: Mapping[str, str], source: Source, metric: Metric) -> Side:

@@ -128,7 +128,7 @@ def test_setting_with_the_lowest_mean_validation_loss_counts() -> None:
     (side,) = judge({"trains": "method=a", "limit": 0}, Source(table), BLEU).sides
     assert (side.costs, side.setting, side.settings) == ([-20, -22], "learning_rate=1e-3", 3)
     (side,) = judge({"trains": "method=a train.learning_rate=", "limit": 0}, Source(table), BLEU).sides
-    assert (side.name, side.costs, side.settings) == ("a default learning_rate", [-30, -32], 1)
+    assert (side.name, side.costs, side.settings) == ("a", [-30, -32], 1)
 
 
 def test_rows_of_all_formats_are_read(tmp_path: Path) -> None:

@@ -218,8 +218,8 @@ class Run:
 
         The order of the operations at each step is:
 
-        1. Validate the current state, if a validation is due. After a signal, only the last validation is made; the
-           resumed run makes the others.
+        1. Validate the current state, if a validation is due. A signal leaves it out, or ends it; the resumed run makes
+           it.
         2. Save a checkpoint, if one is due or a signal has arrived.
         3. Take the next batch.
         4. Dispatch the update.
@@ -325,12 +325,15 @@ class Run:
                 read()
                 if self.loop_state.evaluated != self.step:
                     self.watchdog.begin("the validation", f"at step {self.step}")
-                    self._validate(recorder)
-                    late = self.step == start  # A signal had left it out; the checkpoint of this step lacks its score.
-                    self.stop_reason = "" if at_end else self._reason_to_stop()
-                    if self.stop_reason:
-                        at_end = True
-                        logs.say(f"step {self.step}: stopped early: {self.stop_reason}")
+                    try:
+                        self._validate(recorder, preemption)
+                        late = self.step == start  # A signal had left it out; the checkpoint here lacks its score.
+                        self.stop_reason = "" if at_end else self._reason_to_stop()
+                        if self.stop_reason:
+                            at_end = True
+                            logs.say(f"step {self.step}: stopped early: {self.stop_reason}")
+                    except Preempted as stopped:
+                        signal_number, at_end = stopped.signal_number, False
             best = c.keep_best and self.loop_state.evaluated == self.step and self.loop_state.is_best
             if _due(self.step, start, c.checkpoint_every) or at_end or signal_number or best or late:
                 read()
@@ -441,10 +444,12 @@ class Run:
         """Yields the batch shapes that at least one training sentence needs."""
         return (shape for shape, rows in zip(self.plan.shapes, self.plan.rows, strict=True) if rows)
 
-    def _validate(self, recorder: Recorder) -> None:
-        """Validates the current state and records the result."""
+    def _validate(self, recorder: Recorder, preemption: hosts.Preemption) -> None:
+        """Validates the current state and records the result. A signal raises `Preempted`; nothing is recorded."""
         c, loop_state = self.config.train, self.loop_state
-        sums = self.validator.losses(self.state)
+        preemption.heed(together=True)
+        sums = self.validator.losses(self.state, preemption.heed)
+        preemption.heed(together=True)
         line: dict[str, Any] = {"step": self.step, **per_token(list(sums.values()))}
         self._halt_if_needed(trouble.decide_about_state(self.step, "validation loss", line["loss"], c))
         if self.config.model.family == "decoder":
@@ -453,7 +458,7 @@ class Run:
             line["source_gain"] = self.validator.source_gain(self.state)
         pairs = {pair: per_token([part]) for pair, part in sums.items()}
         if c.eval_bleu_sentences:
-            by_pair = self.validator.scores(self.state, c.eval_bleu_sentences)
+            by_pair = self.validator.scores(self.state, c.eval_bleu_sentences, preemption.heed)
             for pair, scores in by_pair.items():
                 pairs[pair] |= scores
             for name in next(iter(by_pair.values())):

@@ -4,7 +4,7 @@ import functools
 import json
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -49,10 +49,10 @@ class Validator:
         self.alpha = jax.jit(growth.alpha(config.model))
         self.eval_step = jax.jit(make_eval_step(model, config))
 
-    def losses(self, state: TrainState) -> dict[str, LossSums]:
-        """Returns the loss sums of each validation set, by language pair."""
+    def losses(self, state: TrainState, heed: Callable[[], Any]) -> dict[str, LossSums]:
+        """Returns the loss sums of each validation set, by language pair. Calls `heed`, which may raise, per batch."""
         directions = zip(self.corpus.validated, self.plans, strict=True)
-        return {direction.pair: self._loss_sums(state, plan) for direction, plan in directions}
+        return {direction.pair: self._loss_sums(state, plan, heed) for direction, plan in directions}
 
     def source_gain(self, state: TrainState) -> float:
         """Returns the mean of `_source_gain` over the validation sets, in nats per target token."""
@@ -63,20 +63,24 @@ class Validator:
         texts = sum(rows.store.bytes for rows in self.corpus.valid if isinstance(rows, TextRows))
         return float(sum(part.nll for part in sums.values())) / (math.log(2) * texts)
 
-    def scores(self, state: TrainState, count: int) -> dict[str, dict[str, float]]:
+    def scores(self, state: TrainState, count: int, heed: Callable[[], Any]) -> dict[str, dict[str, float]]:
         """Returns BLEU and chrF of the first `count` sentences of each validation set, by language pair.
 
         With `train.best_metric=comet`, the first process also computes COMET.
 
         Each process translates its share of the sentences on its first device, which needs one whole copy of the
-        parameters. All processes return the same values.
+        parameters. All processes return the same values. Calls `heed`, which may raise, after every sentence.
         """
         params, alpha = local_copy(self.rows.mesh, (state.eval_params, self.alpha(state.clock)))
         with jax.set_mesh(local_mesh(self.rows.mesh)):
-            return {d.pair: self._scores(params, alpha, d, count) for d in self.corpus.validated}
+            return {d.pair: self._scores(params, alpha, d, count, heed) for d in self.corpus.validated}
 
-    def _loss_sums(self, state: TrainState, plan: BatchPlan) -> LossSums:
-        sums = [self.eval_step(state, Batch(*self.rows.put(own))) for own in plan.in_order(self.rows.indices)]
+    def _loss_sums(self, state: TrainState, plan: BatchPlan, heed: Callable[[], Any]) -> LossSums:
+        sums: list[LossSums] = []
+        for own in plan.in_order(self.rows.indices):
+            heed()
+            sums.append(self.eval_step(state, Batch(*self.rows.put(own))))
+            jax.block_until_ready(sums[-2:][0])  # One batch ahead of the device, not all.
         return jax.tree.map(lambda *parts: float(sum(parts)), *jax.device_get(sums))
 
     def _source_gain(self, state: TrainState, plan: BatchPlan) -> float:
@@ -90,11 +94,15 @@ class Validator:
         own, other = (self.eval_step(state, Batch(*self.rows.put(self.rows.take(text)))) for text in (batch, shuffled))
         return float((other.nll - own.nll) / own.tokens)
 
-    def _scores(self, params: Params, alpha: Alpha, direction: DataConfig, count: int) -> dict[str, float]:
+    def _scores(
+        self, params: Params, alpha: Alpha, direction: DataConfig, count: int, heed: Callable[[], Any]
+    ) -> dict[str, float]:
         pairs = [pair for pair, _ in zip(read_pairs(direction, "valid"), range(count), strict=False)]
         share = [source for source, _ in pairs][jax.process_index() :: jax.process_count()]
         tags = self.corpus.tokenizer.tags(self.config.data, direction.source_lang, direction.target_lang)
-        results = self.translator.translate(params, alpha, share, tags=[tags] * len(share))
+        results = self.translator.translate(
+            params, alpha, share, progress=lambda done: heed(), tags=[tags] * len(share)
+        )
         shares = hosts.gather(json.dumps([nbest[0].text for nbest in results]), "which translates")
         hypotheses = [""] * len(pairs)
         for process, texts in enumerate(shares):

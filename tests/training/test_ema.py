@@ -173,7 +173,7 @@ def test_translation_needs_only_the_average(uninterrupted: Workdir) -> None:
     corpus = prepare(RUN.data, uninterrupted.path, logs.say)
     run = loop.Run(RUN, uninterrupted, corpus, make_mesh(RUN.parallel), lambda needed: "")
     run.state = dataclasses.replace(run.state, params={})
-    (scores,) = run.validator.scores(run.state, 2).values()
+    (scores,) = run.validator.scores(run.state, 2, lambda: None).values()
     assert all(np.isfinite(score) for score in scores.values())
     trained = load(RUN, uninterrupted)
     np.testing.assert_array_equal(flat(trained.params), flat(run.state.ema))

@@ -1,17 +1,60 @@
-"""The best checkpoint by a metric that needs the sources."""
+"""Validations that a signal interrupts, and the best checkpoint by a metric that needs the sources."""
 
+import dataclasses
 import json
+import signal
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
+from branchnorm_jax.errors import Preempted
 from branchnorm_jax.evaluation.bleu import Score
 from branchnorm_jax.options import Config, DataConfig, EvaluateConfig, ModelConfig, TrainConfig
 from branchnorm_jax.training import loop, validation
 from branchnorm_jax.training.checkpoint import Checkpoints
+from branchnorm_jax.training.logs import read_lines
 from branchnorm_jax.training.loop_state import LoopState
+from branchnorm_jax.training.state import TrainState
 from branchnorm_jax.workdir import Workdir
+from tests.conftest import read_status
+
+CONFIG = Config(
+    model=ModelConfig(encoder_layers=1, decoder_layers=1, width=16, ffn_width=24, heads=2),
+    data=DataConfig(numerals_pairs=200, vocab_size=300, max_length=128, batch_shapes=1),
+    train=TrainConfig(
+        steps=6, batch_tokens=512, eval_every=2, eval_bleu_sentences=3, checkpoint_every=4, watch_every=0
+    ),
+)
+
+
+@pytest.mark.slow
+def test_a_signal_ends_a_validation_which_the_next_start_makes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also the last one of the run. The state is saved at once, and the results are those of an undisturbed run."""
+    original, interrupted = validation.Validator.source_gain, list[int]()
+
+    def source_gain(self: validation.Validator, state: TrainState) -> float:
+        if (step := int(state.step)) in (2, 6) and step not in interrupted:
+            interrupted.append(step)
+            signal.raise_signal(signal.SIGTERM)
+        return original(self, state)
+
+    loop.train(CONFIG, Workdir(tmp_path / "whole"))
+    monkeypatch.setattr(validation.Validator, "source_gain", source_gain)
+    parts = Workdir(tmp_path / "parts")
+    for step in (2, 6):
+        with pytest.raises(Preempted, match=f"stopped by signal 15, saved at step {step}"):
+            loop.train(CONFIG, parts)
+        assert [line["step"] for line in read_lines(parts / "validation.jsonl")] == [*range(2, step, 2)]
+    loop.train(CONFIG, parts)
+    whole = tmp_path / "whole"
+    for name in ("validation.jsonl", "metrics.jsonl"):
+        ours, theirs = ([line | {"seconds": 0} for line in read_lines(each / name)] for each in (parts, whole))
+        assert ours == theirs
+    assert read_status(parts.path)["state_sha256"] == read_status(whole)["state_sha256"]
+    folders = [Workdir(folder).stored("checkpoints") for folder in (parts.path, whole)]
+    ours, theirs = (Checkpoints(folder, CONFIG.train, print, read_only=True).best_step() for folder in folders)
+    assert ours == theirs
 
 
 @pytest.mark.slow
@@ -24,20 +67,8 @@ def test_comet_decides_which_checkpoint_is_the_best(tmp_path: Path, monkeypatch:
         return [Score("comet", 90.0 - len(seen), "signature")]
 
     monkeypatch.setattr(validation, "load_comet", {"a/model": measure}.__getitem__)
-    config = Config(
-        model=ModelConfig(encoder_layers=1, decoder_layers=1, width=16, ffn_width=24, heads=2),
-        data=DataConfig(numerals_pairs=200, vocab_size=300, max_length=128, batch_shapes=1),
-        train=TrainConfig(
-            steps=6,
-            batch_tokens=512,
-            eval_every=2,
-            eval_bleu_sentences=3,
-            best_metric="comet",
-            checkpoint_every=2,
-            watch_every=0,
-        ),
-        evaluate=EvaluateConfig(comet="a/model"),
-    )
+    train = dataclasses.replace(CONFIG.train, best_metric="comet", checkpoint_every=2)
+    config = dataclasses.replace(CONFIG, train=train, evaluate=EvaluateConfig(comet="a/model"))
     loop.train(config, Workdir(tmp_path))
     assert set(seen) == {(3, 3, 3)}
     lines = [json.loads(line) for line in (tmp_path / "validation.jsonl").read_text().splitlines()]

@@ -182,7 +182,9 @@ def main() -> None:
     runs = {}
     for sweep in arguments.sweeps:
         for status in sorted(sweep.glob("*/status.json")):
-            runs[status.parent.name] = read(status.parent)
+            if (name := status.parent.name) in runs:
+                parser.error(f"{status.parent}: another sweep has a run of this name, too")
+            runs[name] = read(status.parent)
     print(f"| {' | '.join(COLUMNS)} |", "|" + "---|" * len(COLUMNS), sep="\n")
     for name, seeds in by_setting(runs).items():
         print(row(name, seeds))

@@ -16,7 +16,7 @@ class Device(NamedTuple):
     memory: float
     """Memory in bytes."""
     matrix: float
-    """Peak FLOP/s of dense matrix products in bfloat16 (V100: float16)."""
+    """Peak FLOP/s of dense matrix products in bfloat16. A V100 has fast products in float16 only."""
     matrix_float32: float
     """Peak FLOP/s in float32 at JAX's default precision: TF32 on Ampere and later, bfloat16 passes on TPUs."""
     bandwidth: float
@@ -26,7 +26,7 @@ class Device(NamedTuple):
 
 
 DEVICES = {
-    "v100": Device(32e9, 125e12, 15.7e12, 0.90e12),
+    "v100": Device(32e9, 15.7e12, 15.7e12, 0.90e12),
     "a100": Device(80e9, 312e12, 156e12, 2.04e12),
     "h100": Device(80e9, 989e12, 494e12, 3.35e12),
     "h200": Device(141e9, 989e12, 494e12, 4.80e12),

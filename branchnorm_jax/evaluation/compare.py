@@ -289,8 +289,9 @@ PAGE = """<!doctype html>
   .better { color: var(--better); } .worse { color: var(--worse); }
 </style>
 <h1>Comparison with {{ baseline }}</h1>
-<p>{{ "{:,}".format(lines) }} lines, scored as {{ target_lang }}. Intervals contain 95 % of 1,000 bootstrap samples. A
-system is better or worse if both bootstrap and approximate randomisation give p &lt; 0.05, and otherwise a tie.</p>
+<p>{{ "{:,}".format(lines) }} lines, scored as {{ target_lang }}. Intervals are as wide as 95 % of 1,000 bootstrap
+samples. A system is better or worse if both bootstrap and approximate randomisation give p &lt; 0.05, and
+otherwise a tie.</p>
 {% for metric, table in scores.items() %}
 <h2>{{ metric }}</h2>
 <small>{{ table.signature }}</small>

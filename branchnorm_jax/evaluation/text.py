@@ -81,7 +81,7 @@ def compare_texts(systems: Mapping[str, LineLosses], signatures: Mapping[str, st
 
     Each sample draws as many documents as the text has, with replacement. If there are fewer than `UNITS`, it draws
     lines. The p-value is two-sided: the share of samples in which the difference deviates from its mean by at least
-    the observed difference, as in sacreBLEU.
+    the observed difference. (sacreBLEU's bootstrap counts one tail.)
 
     Args:
       systems: losses of each of at least two models by name; the first one is the baseline. Their vocabularies may
@@ -94,9 +94,13 @@ def compare_texts(systems: Mapping[str, LineLosses], signatures: Mapping[str, st
       units).
 
     Raises:
-      UserError: if they were not evaluated on one text.
+      UserError: if they were not evaluated on one text, or a loss is not finite.
     """
     baseline, *others = systems
+    for name, losses in systems.items():
+        if not np.isfinite(losses.nll).all():
+            line = int(np.isfinite(losses.nll).argmin()) + 1
+            raise UserError(f"compare: {name}: the loss of line {line} is not finite; leave this model out")
     first = systems[baseline]
     for name in others:
         own = systems[name]

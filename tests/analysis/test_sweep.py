@@ -204,6 +204,20 @@ def test_table_shows_means_and_significance() -> None:
     ]
 
 
+def test_a_star_needs_differences_in_one_direction() -> None:
+    rows: list[dict[str, Any]] = [
+        {"method": method, "train.seed": str(seed), "status": "done", "bleu": 20.0, "p_value": 0.01, "difference": sign}
+        for method, signs in (("pre_ln", (-1.0, 1.0)), ("rezero", (1.0, 2.0)))
+        for seed, sign in enumerate(signs)
+    ]
+    assert sweep.to_markdown(rows, ["depth"], "deepnorm").splitlines()[2:] == [
+        "| pre_ln | 20.00 ± 0.0 |",
+        "| rezero | 20.00 ± 0.0* |",
+        "",
+        "\\* p < 0.05 against deepnorm, approximate randomisation.",
+    ]
+
+
 def test_runs_are_compared_with_the_baseline_of_the_same_axes(tmp_path: Path) -> None:
     """Axes that the baseline does not have are ignored, also in runs of its method. The others must be equal."""
     runs = sweep.parse_grid(
@@ -222,6 +236,9 @@ def test_runs_are_compared_with_the_baseline_of_the_same_axes(tmp_path: Path) ->
     rows: list[dict[str, Any]] = [{"run": name, "bleu": 1.0} for name in folders]
     sweep.compare(rows, folders, "deepnorm", "en")
     p_values = {row["run"]: row["p_value"] for row in rows}
+    # Randomisation of the systems of 30 lines: only the two that leave them alone, or exchange all, differ as much.
+    assert p_values["post_ln-6L-6L-seed=0"] == pytest.approx(1 / 10_001)
+    assert {row["run"]: row["difference"] for row in rows}["post_ln-6L-6L-seed=0"] == 0.0
     assert p_values["deepnorm-6L-6L-seed=0"] is None and p_values["deepnorm-6L-6L-seed=1"] is None
     assert p_values["deepnorm-6L-6L-seed=1-dropout=0.3"] < 0.01
     assert p_values["post_ln-6L-6L-seed=0"] < 0.01

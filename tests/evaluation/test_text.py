@@ -69,6 +69,15 @@ def test_models_of_different_texts_are_refused() -> None:
             compare_texts({"a": a, "b": other})
 
 
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_model_without_a_finite_loss_is_named(bad: float) -> None:
+    """Comparisons with such a value are all false, and made the difference significant."""
+    good = LineLosses(np.arange(40), np.ones(40), np.ones(40), np.ones(40))
+    diverged = good._replace(nll=np.where(np.arange(40) == 6, bad, 1.0))
+    with pytest.raises(UserError, match="compare: b: the loss of line 7 is not finite"):
+        compare_texts({"a": good, "b": diverged})
+
+
 def test_signatures_name_unknown_tokens() -> None:
     store = text([3, 5])
     store.tokens[1:3] = UNK

@@ -17,7 +17,7 @@ call with the same flags only draws the figure.
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -244,10 +244,13 @@ def draw(rows: Sequence[runs.Row], path: Path) -> None:
     figure, axes = pyplot.subplots(
         len(depths), len(columns), figsize=(12, 3.2 * len(depths)), squeeze=False, layout="constrained"
     )
-    for row in rows:
+    options = [option.name for option in fields(Run) if option.name not in ("method", "depth")]
+    varied = [name for name in options if len({row[name] for row in rows}) > 1]
+    labels = [", ".join([row["method"], *(f"{name}={row[name]}" for name in varied)]) for row in rows]
+    styles = {label: figures.line(number) | {"linewidth": 1.5} for number, label in enumerate(dict.fromkeys(labels))}
+    for row, label in zip(rows, labels, strict=True):
         for axis, (name, title) in zip(axes[depths.index(row["depth"])], columns.items(), strict=True):
-            style = figures.line([*METHODS].index(row["method"])) | {"linewidth": 1.5}
-            axis.plot(range(1, len(row[name]) + 1), row[name], **style, label=row["method"])
+            axis.plot(range(1, len(row[name]) + 1), row[name], **styles[label], label=label)
             axis.set(title=f"{title}, {row['depth']} layers", xlabel="epoch")
     runs.save_figure(figure, axes[0, 0], path.with_name(f"{path.name}.png"))
 

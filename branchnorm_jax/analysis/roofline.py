@@ -84,7 +84,7 @@ class Kernel(NamedTuple):
         return (self.read + self.written) / (BANDWIDTH_SHARE * device.bandwidth)
 
     def matrix_seconds(self, device: Device) -> float:
-        """Returns the time in which one run multiplies."""
+        """Returns the time in which one run multiplies, as if its products were in bfloat16."""
         return self.flops / (MATRIX_SHARE * device.matrix)
 
 

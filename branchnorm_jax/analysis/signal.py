@@ -31,7 +31,8 @@ from branchnorm_jax.training.step import loss_sums
 from branchnorm_jax.training.update import norm_by_layer
 
 JACOBIAN_INPUTS = 256
-"""Maximum number of input coordinates of the Jacobian: those of the first whole tokens of the first sentence."""
+"""Maximum number of input coordinates of the Jacobian: those of the first whole tokens of the first sentence, and at
+least of one."""
 
 
 class Signal(NamedTuple):

@@ -122,7 +122,7 @@ class Bucket:
             for remote, info in self._files.find((self._root / below).as_posix(), detail=True).items():
                 name = PurePosixPath(remote).relative_to(self._root)
                 if ".." in name.parts:  # In a bucket this is a name like any other; here it would leave the folder.
-                    raise UserError(f"{self.url}: contains {name}, which is no name of a file; delete it")
+                    raise UserError(f"{self.url}: contains {name}, which would be outside of the local copy; delete it")
                 path, stamp = self.folder / name, (info["size"], _nanoseconds(info["mtime"]))
                 # A folder that was created by hand is an empty object whose name ends with a slash.
                 if remote.endswith("/") or skipped & set(name.parts) or path.name == MARK:

@@ -433,5 +433,7 @@ def run(mode: str, config: Config, workdir: Workdir) -> None:
         stack.enter_context(hosts.blame_lost_process())
         if hosts.is_first():
             stack.enter_context(workdir.published())
-            stack.enter_context(compiled.checked(Path(cache), functools.partial(print, file=sys.stderr)))
+            if not compiled.usable(Path(cache), functools.partial(print, file=sys.stderr)):
+                jax.config.update("jax_compilation_cache_dir", None)
+            stack.callback(compiled.record, Path(cache))
         function(config, workdir)

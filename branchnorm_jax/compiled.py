@@ -1,57 +1,89 @@
-"""Checksums of the compiled programs that JAX stores. JAX runs what its files contain, also if they are damaged."""
+"""Checksums of the compiled programs that JAX stores. JAX executes a stored program even if its file is damaged."""
 
 import contextlib
 import json
+import time
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from branchnorm_jax.errors import StorageError, some
 from branchnorm_jax.files import write_atomically
 
 SUMS = "checksums.json"
 
+YOUNG = 60.0
+"""Age in seconds of a file that another process may still be writing: JAX does not write it atomically."""
 
-@contextlib.contextmanager
-def checked(folder: Path, say: Callable[[str], None]) -> Iterator[None]:
-    """Deletes the damaged programs of a folder, and says so; at the end, records those that were added.
+ZSTD = b"\x28\xb5\x2f\xfd"
+"""The first bytes of a file that is compressed with zstandard. Without that package, JAX uses zlib."""
 
-    The folder need not exist, nor be writable. A program that a killed process added is recorded at the next start.
+
+def usable(folder: Path, say: Callable[[str], None]) -> bool:
+    """Deletes the programs of a folder that have changed since they were recorded, and says so; records new ones.
+
+    The folder need not exist, nor be writable. A new program is trusted if its file is complete.
+
+    Returns:
+      Whether no damaged program is left.
     """
-    damaged = [
-        name for name, value in known(folder).items() if (folder / name).exists() and crc(folder / name) != value
-    ]
-    if damaged:
-        for name in damaged:
-            (folder / name).unlink(missing_ok=True)
+    sums, damaged, left = known(folder), list[str](), list[str]()
+    for path in programs(folder):
+        with contextlib.suppress(FileNotFoundError):  # Another process may have deleted it.
+            if path.name in sums and zlib.crc32(path.read_bytes()) != sums[path.name]:
+                damaged.append(path.name)
+                try:
+                    path.unlink()
+                except OSError:
+                    left.append(path.name)
+    if left:
+        say(f"{folder}: {some(left, 3)} changed since JAX wrote it and cannot be deleted; this folder is not used")
+    elif damaged:
         say(f"{folder}: deleted {some(damaged, 3)}, which changed since JAX wrote it; it will be compiled again")
     record(folder)
-    try:
-        yield
-    finally:
-        record(folder)
+    return not left
 
 
-def known(folder: Path) -> dict[str, int]:
+def programs(folder: Path) -> list[Path]:
+    """Returns the files of the programs."""
+    return sorted(folder.glob("*-cache"))
+
+
+def known(folder: Path) -> dict[str, Any]:
     """Returns the recorded checksums by file name; {} if there are none or they cannot be read."""
     try:
-        return {str(name): int(value) for name, value in json.loads((folder / SUMS).read_text("utf-8")).items()}
-    except (OSError, ValueError, AttributeError, TypeError):
+        sums = json.loads((folder / SUMS).read_text("utf-8"))
+    except (OSError, ValueError, RecursionError):
         return {}
+    return sums if isinstance(sums, dict) else {}
 
 
-def crc(path: Path) -> int:
-    """Returns the CRC-32 of a file, -1 if it cannot be read."""
+def complete(content: bytes) -> bool:
+    """Returns whether the content of a file is a whole program. A killed process may leave a part, never completed."""
     try:
-        return zlib.crc32(path.read_bytes())
-    except OSError:
-        return -1
+        if content.startswith(ZSTD):
+            import zstandard
+
+            zstandard.ZstdDecompressor().decompress(content)
+        else:
+            zlib.decompress(content)
+    except Exception:  # Each of the libraries has exceptions of its own.
+        return False
+    return True
 
 
 def record(folder: Path) -> None:
-    """Records the checksums of the programs that have none yet."""
-    before = known(folder)
-    after = {path.name: before.get(path.name) or crc(path) for path in sorted(folder.glob("*-cache"))}
+    """Records the CRC-32 of the programs that have none yet, and deletes those that were never written to the end."""
+    before, after = known(folder), dict[str, Any]()
+    for path in programs(folder):
+        with contextlib.suppress(OSError):
+            if path.name in before:
+                after[path.name] = before[path.name]
+            elif complete(content := path.read_bytes()):
+                after[path.name] = zlib.crc32(content)
+            elif time.time() - path.stat().st_mtime > YOUNG:
+                path.unlink()
     if after != before:
         with contextlib.suppress(StorageError):
             write_atomically(folder / SUMS, json.dumps(after, indent=2) + "\n")

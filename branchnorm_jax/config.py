@@ -297,7 +297,9 @@ def load(path: Path) -> Config:
 
 def _broken(path: Path, error: Exception) -> UserError:
     if path.name != "config.json":
-        return UserError(f"{path}: this is not the config.json of a run ({error}); name one, or another --config")
+        return UserError(
+            f"{path}: not the config.json of a run ({error}); give --config=<file or name>, or that of a run"
+        )
     what = f"{path}: cannot read the config of this workdir ({error})"
     return UserError(f"{what}; restore the file, or delete it and give --config again")
 

@@ -354,7 +354,7 @@ def test_files_that_need_not_be_deleted_are_named(tmp_path):
     with pytest.raises(UserError, match=r"config\.json: this is a model of Hugging Face, .* with --mode=import$"):
         options.load(tmp_path / "config.json")
     (tmp_path / "notes").write_text("not a config")
-    with pytest.raises(UserError, match=r"notes: this is not the config\.json of a run .*; name one, or "):
+    with pytest.raises(UserError, match=r"notes: not the config\.json of a run .*; give --config="):
         options.load(tmp_path / "notes")
     with pytest.raises(UserError, match=r"none\.json: there is no such file, so .* is no run$"):
         options.load(tmp_path / "none.json")

@@ -409,7 +409,7 @@ def test_evaluate_writes_scores_with_signatures(trained: Path, tmp_path: Path) -
     assert again.returncode == 0, again.stderr
     assert json.loads((workdir / "results.json").read_text()) == results
     assert "tok:13a" in done.stdout
-    assert "replacing" not in done.stderr + again.stderr
+    assert "are removed" not in done.stderr + again.stderr
 
 
 def test_inference_without_a_run_is_rejected(tmp_path: Path) -> None:

@@ -59,9 +59,10 @@ def earlier_results(path: Path, run: dict[str, Any]) -> tuple[dict[str, Any], st
         changed = sorted(name for name in before | run if before.get(name) != run.get(name))
     except (OSError, ValueError, AttributeError, KeyError, TypeError):
         return {}, ""
-    if changed:
-        return {}, f"{path}: replacing the scores of {', '.join(table)}, made with different {', '.join(changed)}"
-    return table, ""
+    if changed and table:
+        made = f"they were made with different {', '.join(changed)}"
+        return {}, f"{path}: the scores of {', '.join(table)} are removed: {made}"
+    return ({} if changed else table), ""
 
 
 def write_results(path: Path, results: dict[str, list[Score]], directory: Path, run: dict[str, Any]) -> None:

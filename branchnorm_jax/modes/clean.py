@@ -150,8 +150,8 @@ def copy_split(data: DataConfig, split: str, folder: Path) -> set[int]:
         logs.say(f"no {split} text: {error}")
         return set()
     pairs = list(read_pairs(data, split))
-    # Training pairs are compared as they are written, perhaps without entities.
-    compared = itertools.chain(pairs, (written(pair, True) for pair in pairs))
+    # A training pair may be written in either form.
+    compared = itertools.chain(pairs, *((written(pair, unescape) for pair in pairs) for unescape in (True, False)))
     for side, language in enumerate((data.source_lang, data.target_lang)):
         text = "".join(f"{pair[side]}\n" for pair in pairs)
         (folder / f"{split}.{language}").write_text(text, encoding="utf-8", newline="\n")

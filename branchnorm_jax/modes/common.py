@@ -130,7 +130,7 @@ def agree(config: Config, **facts: object) -> None:
 
 
 def say_replaced(path: Path, run: dict[str, Any]) -> None:
-    """Says which scores in results.json this evaluation will replace; see `earlier_results`."""
+    """Says which scores in results.json this evaluation will remove; see `earlier_results`."""
     _, replaced = earlier_results(path, run)
     if replaced:
         logs.say(replaced)

@@ -88,29 +88,30 @@ def translation_handler(
     bodies = asyncio.Semaphore(serve.max_waiting)
 
     def busy() -> HTTPException:
-        waiting = f"{serve.max_waiting} requests are already waiting (serve.max_waiting); try again in a second"
+        waiting = (
+            f"{serve.max_waiting} requests are already waiting or arriving (serve.max_waiting); try again in a second"
+        )
         return HTTPException(503, waiting, {"retry-after": "1"})
 
     async def translate(request: Request) -> Response:
         access.check_site(request)
         access.check_token(request)
-        if bodies.locked():
-            raise busy()
         try:
+            if bodies.locked():
+                await body(request, serve.max_body_bytes, keep=False)  # Otherwise the client would not read the answer.
+                raise busy()
             async with bodies:
-                content = await body(request, serve.max_body_bytes)
-            # In a thread, so that a large request does not hold up the others.
-            parsed = await asyncio.to_thread(parse, content)
+                # In a thread, so that a large request does not hold up the others.
+                parsed = await asyncio.to_thread(parse, await body(request, serve.max_body_bytes))
+            return json_response(await while_connected(request, batches.answer(parsed)))
         except UserError as error:
             raise HTTPException(400, str(error)) from error
-        try:
-            return json_response(await while_connected(request, batches.answer(parsed)))
         except asyncio.QueueFull:
             raise busy() from None
         except asyncio.CancelledError as error:
-            late = f"the translation takes longer than serve.drain_seconds={serve.drain_seconds}"
+            late = f"this request takes longer than serve.drain_seconds={serve.drain_seconds}"
             raise HTTPException(503, f"the server is stopping, and {late}", {"connection": "close"}) from error
-        except ClientDisconnect:
+        except (ClientDisconnect, HTTPException):
             raise
         except Exception as error:
             raise HTTPException(500, f"the translation failed ({type(error).__name__}); see the log") from error
@@ -162,21 +163,23 @@ def page_headers(page: bytes) -> dict[str, str]:
     }
 
 
-async def body(request: Request, most: int) -> bytes:
-    """Reads the body of a request.
+async def body(request: Request, most: int, keep: bool = True) -> bytes:
+    """Reads the body of a request; returns b"" if it need not `keep` it.
 
     Raises `HTTPException` 413 as soon as it exceeds `most` bytes, and 408 after `BODY_SECONDS`.
     """
     too_large = HTTPException(413, f"the body has more than {most:,} bytes (serve.max_lines, serve.max_characters)")
     if int(request.headers.get("content-length", 0)) > most:
         raise too_large
-    content = bytearray()
+    content, size = bytearray(), 0
     try:
         async with asyncio.timeout(BODY_SECONDS):
             async for part in request.stream():
-                content += part
-                if len(content) > most:
+                size += len(part)
+                if size > most:
                     raise too_large
+                if keep:
+                    content += part
     except TimeoutError as error:
         late = f"the body did not arrive within {BODY_SECONDS} seconds"
         raise HTTPException(408, late, {"connection": "close"}) from error
@@ -229,13 +232,13 @@ def draining(server: uvicorn.Server) -> Iterator[None]:
         server.should_exit = True
 
     before = {number: signal.getsignal(number) for number in (signal.SIGHUP, signal.SIGUSR1)}
-    heeded = {number: handler for number, handler in before.items() if handler is not signal.SIG_IGN}
-    for number in heeded:
+    handled = {number: handler for number, handler in before.items() if handler is not signal.SIG_IGN}  # as under nohup
+    for number in handled:
         signal.signal(number, stop)
     try:
         yield
     finally:
-        for number, handler in heeded.items():
+        for number, handler in handled.items():
             signal.signal(number, handler)
     for number in received:
         signal.raise_signal(number)

@@ -88,7 +88,8 @@ class Batches:
             if len(batch) > 1:
                 # Either one request is faulty, or the batch was too large: answer the requests one by one.
                 for waiting in batch:
-                    await self._translate([waiting], device)
+                    if not waiting[1].cancelled():
+                        await self._translate([waiting], device)
                 return
             self.say("".join(traceback.format_exception(error)).rstrip())
             if not batch[0][1].cancelled():

@@ -4,7 +4,7 @@ import contextlib
 import functools
 import json
 import math
-import mmap
+import os
 import resource
 import subprocess
 import sys
@@ -41,20 +41,16 @@ class JsonLines:
         self.end = first_step
         """Step after the last line that was dropped; `first_step` if none was."""
         with storing(path):
-            self._file = path.open("a")
-            size, broken = path.stat().st_size, 0
-            if size:
-                with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
-                    size = content.rfind(b"\n") + 1  # A killed process can leave an unfinished line.
-                    while size:
-                        begin = content.rfind(b"\n", 0, size - 1) + 1
-                        line = parsed(content[begin:size])
-                        if line and line["step"] < first_step:
-                            break
-                        self.end = max(self.end, line["step"] + 1 if line else 0)
-                        size, broken = begin, broken + (line is None)
-                self._file.truncate(size)
-        say_broken(path, broken)
+            self._file, size, broken = path.open("a"), 0, 0
+            for end, text in lines_from_end(path):
+                line = parsed(text)
+                if line and line["step"] < first_step:
+                    size = end
+                    break
+                self.end = max(self.end, line["step"] + 1 if line else 0)
+                broken += line is None
+            self._file.truncate(size)
+        say_broken(path, broken, "deleted")
 
     def write(self, line: Mapping[str, Any]) -> None:
         """Appends one line and flushes it to the operating system. A float that is not finite becomes null.
@@ -81,7 +77,7 @@ def read_lines(path: Path, names: Iterable[str] = ()) -> list[dict[str, Any]]:
     """
     content = path.read_bytes() if path.exists() else b""
     found = [parsed(text, names) for text in content[: content.rfind(b"\n") + 1].splitlines()]
-    say_broken(path, found.count(None))
+    say_broken(path, found.count(None), "left out")
     return [line for line in found if line is not None]
 
 
@@ -94,10 +90,30 @@ def parsed(text: bytes, names: Iterable[str] = ()) -> dict[str, Any] | None:
     return None
 
 
-def say_broken(path: Path, count: int) -> None:
-    """Says how many lines cannot be read, if any."""
+def lines_from_end(path: Path, block: int = 1 << 20) -> Iterator[tuple[int, bytes]]:
+    """Yields the end and the text of each line, the last one first; not of a last line that is unfinished."""
+    with path.open("rb") as file:
+        position, finished = file.seek(0, os.SEEK_END), False
+        rest, stop = b"", 0  # The bytes from `position` on; those before `stop` have not been yielded.
+        while position:
+            size = min(block, position)
+            position -= size
+            file.seek(position)
+            rest = file.read(size) + rest[:stop]
+            stop = len(rest)
+            if not finished:
+                stop = rest.rfind(b"\n") + 1
+                finished = stop > 0
+            while (begin := rest.rfind(b"\n", 0, max(0, stop - 1)) + 1) or (not position and stop):
+                yield position + stop, rest[begin:stop]
+                stop = begin
+
+
+def say_broken(path: Path, count: int, done: str) -> None:
+    """Says how many lines could not be read, if any, and what was done with them."""
     if count:
-        say(f"{path}: {count} lines cannot be read and were left out")
+        lines = "1 line could not be read and was" if count == 1 else f"{count:,} lines could not be read and were"
+        say(f"{path}: {lines} {done}")
 
 
 @contextlib.contextmanager

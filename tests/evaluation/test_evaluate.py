@@ -25,14 +25,14 @@ def test_scores_of_the_same_run_are_kept(tmp_path: Path) -> None:
     assert {split: content[split]["bleu"]["score"] for split in ("test", "valid")} == {"test": 3.0, "valid": 2.0}
 
 
-def test_scores_of_another_run_are_replaced_with_a_message(tmp_path: Path) -> None:
+def test_scores_of_another_run_are_removed_with_a_message(tmp_path: Path) -> None:
     path = tmp_path / "results.json"
     write(path, "test", 1.0, RUN)
     write(path, "valid", 2.0, RUN)
     other = RUN | {"pairs": "en-de", "step": 8}
     assert earlier_results(path, other) == (
         {},
-        f"{path}: replacing the scores of test, valid, made with different pairs, step",
+        f"{path}: the scores of test, valid are removed: they were made with different pairs, step",
     )
     write(path, "test", 3.0, other)
     assert set(json.loads(path.read_text())) == {"test", "run"}

@@ -22,6 +22,7 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
+from starlette.applications import Starlette
 
 from branchnorm_jax.data.tokenizer import Tokenizer, load_tokenizer
 from branchnorm_jax.decoding.languages import Languages
@@ -29,7 +30,7 @@ from branchnorm_jax.decoding.results import Translation, pharaoh
 from branchnorm_jax.options import DataConfig, DecodeConfig, ServeConfig
 from branchnorm_jax.serving import messages
 from branchnorm_jax.serving.access import Access
-from branchnorm_jax.serving.app import PAGE, make_app, make_server
+from branchnorm_jax.serving.app import PAGE, draining, make_app, make_server
 from branchnorm_jax.serving.messages import TranslationRequest, parse, to_json
 from tests.conftest import ROOT, run_main, start_main
 
@@ -435,7 +436,7 @@ def test_waiting_requests_are_batched_and_excess_requests_get_retry_after() -> N
             wait_until(lambda number=number: waiting(url) == number + 1)
         status, headers, answer = ask(url + "/translate", b'{"text": "one too many"}')
         assert (status, headers["retry-after"]) == (503, "1")
-        assert "3 requests are already waiting" in answer["error"]
+        assert "3 requests are already waiting or arriving" in answer["error"]
         device.go.set()
         assert [future.result() for future in futures] == [["first"], ["0"], ["1"], ["2"]]
     assert device.batches == [["first"], ["0", "1"], ["2"]]
@@ -470,9 +471,37 @@ def test_a_translation_that_takes_too_long_does_not_hold_up_a_signal() -> None:
         device.go.set()
     assert (status, content) == (
         503,
-        {"error": "the server is stopping, and the translation takes longer than serve.drain_seconds=1"},
+        {"error": "the server is stopping, and this request takes longer than serve.drain_seconds=1"},
     )
     assert log == []
+
+
+def test_a_body_that_takes_too_long_does_not_hold_up_a_signal() -> None:
+    log = list[str]()
+    head = b"POST /translate HTTP/1.1\r\nhost: localhost\r\ncontent-length: 99\r\nexpect: 100-continue\r\n\r\n"
+    with contextlib.ExitStack() as stack:
+        with serving(Device(), log, drain_seconds=1) as url:
+            client = stack.enter_context(socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2]))))
+            client.sendall(head)
+            assert client.recv(100).startswith(b"HTTP/1.1 100")
+        answer = b"".join(iter(lambda: client.recv(1000), b""))
+    assert answer.startswith(b"HTTP/1.1 503")
+    assert b'{"error": "the server is stopping, and this request' in answer
+    assert log == []
+
+
+def test_ignored_signals_stay_ignored_while_the_server_runs() -> None:
+    """As under nohup."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        server = make_server(Starlette(), ServeConfig())
+        with draining(server):
+            signal.raise_signal(signal.SIGHUP)
+            assert not server.should_exit
+            with pytest.raises(ValueError, match="stopped"), draining(server):
+                raise ValueError("stopped")
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_only_so_many_bodies_are_read_at_once() -> None:
@@ -486,6 +515,8 @@ def test_only_so_many_bodies_are_read_at_once() -> None:
             client.sendall(head)
             assert client.recv(100).startswith(b"HTTP/1.1 100")
         assert ask(url + "/translate", b'{"text": "one"}')[0] == 503
+        # A body that the buffers of the connection cannot hold is read, too, or the client would not get the answer.
+        assert ask(url + "/translate", json.dumps({"text": ["x" * 5000] * 80}).encode())[0] == 503
         client.close()
         wait_until(lambda: ask(url + "/translate", b'{"text": "one"}')[0] == 200)
 

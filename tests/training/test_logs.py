@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from branchnorm_jax.errors import StorageError
-from branchnorm_jax.training.logs import JsonLines, TensorBoard, hidden, read_lines
+from branchnorm_jax.training.logs import JsonLines, TensorBoard, hidden, lines_from_end, read_lines
 from tests.conftest import largest_file
 
 
@@ -35,10 +35,21 @@ def test_only_the_last_lines_change(tmp_path: Path, capsys: pytest.CaptureFixtur
         path.write_text(head + tail)
         lines = JsonLines(path, 2)
         assert (path.read_text(), lines.end) == (head, end)
-        assert ("1 lines cannot be read" in capsys.readouterr().err) == ("xx" in tail)
+        assert ("lines.jsonl: 1 line could not be read and was deleted" in capsys.readouterr().err) == ("xx" in tail)
         lines.write({"step": 2})
         lines.close()
         assert path.read_text() == head + step(2)
+
+
+@pytest.mark.parametrize("block", [1, 2, 3, 7, 1 << 20])
+def test_lines_are_read_from_the_end(block: int, tmp_path: Path) -> None:
+    path = tmp_path / "lines.jsonl"
+    for content in (b"", b"\n", b"a", b"a\n", b"\n\n", b"ab\n\ncdefg\nh\nunfinished", b"a\nb", b"xyz\nunfinished line"):
+        path.write_bytes(content)
+        lines, end = [], 0
+        for text in content[: content.rfind(b"\n") + 1].splitlines(keepends=True):
+            lines.append(((end := end + len(text)), text))
+        assert list(lines_from_end(path, block)) == lines[::-1]
 
 
 def test_nonfinite_values_are_null(tmp_path: Path) -> None:
@@ -71,7 +82,8 @@ def test_broken_lines_are_skipped_and_reported(
     path.write_bytes(content.encode("latin-1"))
     assert [line["step"] for line in read_lines(path, ("a",))] == steps
     message = capsys.readouterr().err
-    assert (f"lines.jsonl: {broken} lines cannot be read" in message) == bool(broken)
+    lines = "1 line could not be read and was" if broken == 1 else f"{broken} lines could not be read and were"
+    assert (f"lines.jsonl: {lines} left out" in message) == bool(broken)
 
 
 def test_hidden_modules_cannot_be_imported_unless_they_are_there(monkeypatch: pytest.MonkeyPatch) -> None:

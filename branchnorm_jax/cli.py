@@ -331,7 +331,7 @@ def default_config(mode: str | None, workdir: str | None, saved: Path) -> str | 
     if workdir and mode in NEED_RUN:
         raise UserError(f"--workdir={workdir}: no training run in this folder{runs_near(saved.parent)}")
     if mode in NEED_RUN:
-        raise UserError(f"--mode={mode} needs --workdir=<folder of a run>{runs_near(Path('runs'))}")
+        raise UserError(f"--mode={mode} needs --workdir=<folder of a run>{runs_near(Path('runs'), 'here')}")
     where = f"earlier run in {workdir}{runs_near(saved.parent)}" if workdir else "--workdir of an earlier run"
     raise UserError(f"no --config and no {where}; give --config=<file or name>; {config_names()}")
 

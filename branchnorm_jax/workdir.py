@@ -260,8 +260,8 @@ class Workdir:
             raise StorageError(f"{path}: {error.strerror}") from error
 
 
-def runs_near(folder: Path) -> str:
+def runs_near(folder: Path, where: str = "near it") -> str:
     """Returns "; runs near it: ..." with the trained runs beside a folder and in it, or "" if there are none."""
     found = [path.parent for place in (folder.parent, folder) for path in sorted(place.glob("*/config.json"))]
     found = [path for path in found if any((path / "checkpoints").glob("[0-9]*"))]
-    return f"; runs near it: {some([str(path) for path in found], 8)}" if found else ""
+    return f"; runs {where}: {some([str(path) for path in found], 8)}" if found else ""

@@ -151,11 +151,11 @@ def copy_split(data: DataConfig, split: str, folder: Path) -> set[int]:
         return set()
     pairs = list(read_pairs(data, split))
     # A training pair may be written in either form.
-    compared = itertools.chain(pairs, *((written(pair, unescape) for pair in pairs) for unescape in (True, False)))
+    forms = (written(pair, unescape) for unescape in (True, False) for pair in pairs)
     for side, language in enumerate((data.source_lang, data.target_lang)):
         text = "".join(f"{pair[side]}\n" for pair in pairs)
         (folder / f"{split}.{language}").write_text(text, encoding="utf-8", newline="\n")
-    return set[int]().union(*map(keys, compared))
+    return set[int]().union(*map(keys, itertools.chain(pairs, forms)))
 
 
 def written(pair: Pair, unescape: bool) -> Pair:

@@ -244,6 +244,11 @@ def test_runs_are_compared_with_the_baseline_of_the_same_axes(tmp_path: Path) ->
     assert p_values["post_ln-6L-6L-seed=0"] < 0.01
     assert p_values["branchnorm-6L-6L-seed=1-alpha_steps=200"] < 0.01
     assert p_values["branchnorm-9L-9L-seed=1-alpha_steps=200"] is None
+    # Texts of a run without a score are those of other options, or from before it diverged.
+    for unscored in ("deepnorm", "post_ln-6L-6L-seed=0"):
+        rows = [{"run": name, "bleu": None if name.startswith(unscored) else 1.0} for name in folders]
+        sweep.compare(rows, folders, "deepnorm", "en")
+        assert {row["run"]: row["p_value"] for row in rows}["post_ln-6L-6L-seed=0"] is None
 
 
 @pytest.mark.parametrize("family", ["encoder_decoder", "decoder"])

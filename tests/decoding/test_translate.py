@@ -55,6 +55,15 @@ def log_probs(translator: Translator, params: dict, source: list[int], prefix: l
     return log_softmax(np.asarray(logits[0, len(prefix)]))
 
 
+def test_a_prefix_that_the_model_never_writes_is_refused(translator: tuple[Translator, dict]) -> None:
+    engine, _ = translator
+    ids = engine.prefix("two")
+    assert ids and engine.tokenizer.decode_target(ids) == "two"
+    masked = dataclasses.replace(engine, model=dataclasses.replace(engine.model, unused=(ids[-1],)))
+    with pytest.raises(UserError, match="the model cannot write 'two'"):
+        masked.prefix("two")
+
+
 def test_beam_search_equals_the_reference_without_a_cache(translator: tuple[Translator, dict]) -> None:
     engine, params = translator
     translations = engine.translate(params, ALPHA, LINES[:4])

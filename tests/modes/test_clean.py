@@ -86,6 +86,18 @@ def test_only_whole_entities_are_replaced(tmp_path: Path) -> None:
     assert last == ("rock&reggae ?id=3&copy=2&section=5 &section; <", target)
 
 
+@pytest.mark.parametrize("unescape", [True, False])
+def test_pairs_of_the_other_splits_are_found_in_the_form_that_is_written(unescape: bool, tmp_path: Path) -> None:
+    write(tmp_path / "text")
+    for split in ("train", "valid"):
+        for language, text in (("en", "one &amp;\u2028two three"), ("el", "ένα &amp;\u2028δύο τρία")):
+            with open(tmp_path / "text" / f"{split}.{language}", "a", encoding="utf-8") as file:
+                file.write(f"{text}\n")
+    clean(config_of(tmp_path / "text", unescape=unescape), Workdir(tmp_path / "run"))
+    rows = (tmp_path / "run" / "clean" / "removed.tsv").read_text(encoding="utf-8").splitlines()
+    assert [row.split("\t")[:2] for row in rows[-1:]] == [["305", "held_out"]]
+
+
 def test_no_break_is_left_inside_a_line(tmp_path: Path) -> None:
     write(tmp_path / "text")
     for language in ("en", "el"):

@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import json
 import math
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -57,7 +58,10 @@ def export(config: Config, workdir: Workdir) -> None:
     if config.decode.temperature:
         logs.say("decode.temperature is not exported: to sample in the other engine, set its own options")
     Languages(config.data, tokenizer).check(config.decode.source_lang, config.decode.target_lang)
-    begins = _first_tag(config, tokenizer)
+    tags = _first_tags(config, tokenizer)
+    begins = tags[0] if len(tags) == 1 else ""
+    for line in _about_tags(config, tags):
+        logs.say(line)
     check_exportable(config, trained)
     plain = fold.fold(model, trained.params, trained.alpha)
     most = config.decode.max_input_length
@@ -106,23 +110,27 @@ def _languages(config: Config) -> tuple[str, str]:
     return config.decode.source_lang or given[0], config.decode.target_lang or given[1]
 
 
-def _first_tag(config: Config, tokenizer: Tokenizer) -> str:
-    """Says where language tags stand; returns the one that all translations begin with, or "" if there is none."""
+def _first_tags(config: Config, tokenizer: Tokenizer) -> list[str]:
+    """Returns the language tags that translations begin with, one of them each; [] if they begin with text."""
     data, chosen = config.data, config.decode.target_lang
+    tags = (tokenizer.tags(data, data.sources[0], target) for target in ([chosen] if chosen else data.targets))
+    return [tokenizer.target_pieces[tag] for each in tags for tag in each.target]
+
+
+def _about_tags(config: Config, tags: list[str]) -> Iterator[str]:
+    """Yields what to say about language tags: that a source begins with one, and how to pass those of `_first_tags`."""
+    data = config.data
     if data.pairs and data.tags in ("source", "both", "each"):
         own = data.tags == "each"
         whose, langs = ("its own language", data.sources) if own else ("the target language", data.targets)
-        logs.say(f"a source begins with the tag of {whose}, such as >>{langs[0]}<<")
-    each = (tokenizer.tags(data, data.sources[0], target) for target in ([chosen] if chosen else data.targets))
-    tags = [tokenizer.target_pieces[tag] for found in each for tag in found.target]
-    begins = tags[0] if len(tags) == 1 else ""
+        yield f"a source begins with the tag of {whose}, such as >>{langs[0]}<<"
     if tags:
-        passed = f"pass {begins or 'it'} to CTranslate2 as target_prefix"
+        only = tags[0] if len(tags) == 1 else ""
+        passed = f"pass {only or 'it'} to CTranslate2 as target_prefix"
         if config.export.format == "huggingface":
             passed = "pass its id to generate as forced_bos_token_id, or set decode.target_lang"
-            passed = f"generate puts {begins} there, unless forced_bos_token_id is another one" if begins else passed
-        logs.say(f"translations begin with a language tag: {passed}")
-    return begins
+            passed = f"generate puts {only} there, unless forced_bos_token_id is another one" if only else passed
+        yield f"translations begin with a language tag: {passed}"
 
 
 def check_export(

@@ -504,7 +504,7 @@ def test_ignored_signals_stay_ignored_while_the_server_runs() -> None:
         signal.signal(signal.SIGHUP, before)
 
 
-def test_only_so_many_bodies_are_read_at_once() -> None:
+def test_a_limited_number_of_requests_is_read_at_once() -> None:
     device = Device()
     device.go.set()
     head = b"POST /translate HTTP/1.1\r\nhost: localhost\r\ncontent-length: 99\r\nexpect: 100-continue\r\n\r\n"

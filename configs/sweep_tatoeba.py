@@ -1,6 +1,6 @@
 """Six methods on real sentences at 6L-6L and 18L-18L with two seeds, at their best settings of configs/sweep_tuning.py.
 
-    python main.py --mode=sweep --config=configs/sweep_tatoeba.py --workdir=runs/sweep_tatoeba --config.data.path=<folder>
+    python main.py --mode=sweep --config=configs/sweep_tatoeba.py --workdir=runs/six --config.data.path=<folder>
 
 Data, width, batches and the 3000 updates are those of configs/tatoeba_ende.py. The methods are the five with the
 highest BLEU in configs/sweep_methods.py, and BranchNorm as published. T of BranchNorm is the warm-up of the learning

@@ -225,10 +225,10 @@ async def nobody(request: Request, error: Exception) -> Response:
 @contextlib.contextmanager
 def draining(server: uvicorn.Server) -> Iterator[None]:
     """Lets SIGHUP and SIGUSR1 stop the server, as SIGINT and SIGTERM do. They take effect at the end of the context."""
-    received: list[int] = []
+    received: list[signal.Signals] = []
 
     def stop(number: int, frame: Any) -> None:
-        received.append(number)
+        received.append(signal.Signals(number))
         server.should_exit = True
 
     before = {number: signal.getsignal(number) for number in (signal.SIGHUP, signal.SIGUSR1)}

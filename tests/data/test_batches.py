@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from branchnorm_jax.data.batches import BatchPlan, make_plans, prefetch
-from branchnorm_jax.data.packing import Kind, Shape, choose_shapes, pack
+from branchnorm_jax.data.packing import Shape, choose_shapes, pack
 from branchnorm_jax.data.shuffle import shuffled
 from branchnorm_jax.errors import UserError
 from branchnorm_jax.options import DataConfig
@@ -215,7 +215,7 @@ def test_fill_counts_real_tokens() -> None:
 
 def test_few_batches_have_equal_sizes() -> None:
     """10 rows in batches of up to 8 give two batches of 6 (a multiple of 2) instead of batches of 8 and 2."""
-    sentences = Text(np.array([Kind(10, 10)] * 40))
+    sentences = Text(np.array([(10, 10)] * 40))
     plan, _ = make_plans(DataConfig(row_multiple=2), sentences, [sentences], 8 * 40, 0)
     assert plan.rows == [10]
     assert plan.shapes == [Shape(6, 40, 40)]

@@ -23,7 +23,7 @@ def test_a_failed_batch_is_repeated_only_for_callers_that_are_still_there() -> N
         assert fail.wait(60)
         if any("bad" in request.lines for request in requests):
             raise MemoryError("too much")
-        return [to_json(request.lines) for request in requests]
+        return [to_json({"lines": request.lines}) for request in requests]
 
     async def scenario() -> list[object]:
         batches = Batches(answers, ServeConfig(), lambda line: None)
@@ -38,7 +38,7 @@ def test_a_failed_batch_is_repeated_only_for_callers_that_are_still_there() -> N
         return results
 
     good, bad = asyncio.run(scenario())
-    assert good == b'["good"]'
+    assert good == b'{"lines": ["good"]}'
     assert isinstance(bad, MemoryError)
     assert seen == [["good", "left", "bad"], ["good"], ["bad"]]
 

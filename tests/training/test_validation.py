@@ -53,8 +53,8 @@ def test_a_signal_ends_a_validation_which_the_next_start_makes(tmp_path: Path, m
         assert ours == theirs
     assert read_status(parts.path)["state_sha256"] == read_status(whole)["state_sha256"]
     folders = [Workdir(folder).stored("checkpoints") for folder in (parts.path, whole)]
-    ours, theirs = (Checkpoints(folder, CONFIG.train, print, read_only=True).best_step() for folder in folders)
-    assert ours == theirs
+    first, second = (Checkpoints(folder, CONFIG.train, print, read_only=True).best_step() for folder in folders)
+    assert first == second
 
 
 @pytest.mark.slow

@@ -20,7 +20,7 @@ from branchnorm_jax.training.logs import read_lines
 def iterations(workdir: Path, bits: float) -> dict[str, int]:
     """Returns the first update whose validation has at most `bits` per byte of a byte vocabulary, as a column."""
     lines = read_lines(workdir / "validation.jsonl", ("nll",))
-    reached = [line["step"] for line in lines if line["nll"] <= bits * math.log(2)]
+    reached = [line["step"] for line in lines if line["nll"] is not None and line["nll"] <= bits * math.log(2)]
     return {"iterations": reached[0]} if reached else {}
 
 

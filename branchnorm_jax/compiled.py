@@ -8,6 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import zstandard
+
 from branchnorm_jax.errors import StorageError, some
 from branchnorm_jax.files import write_atomically
 
@@ -61,16 +63,13 @@ def known(folder: Path) -> dict[str, Any]:
 
 def complete(content: bytes) -> bool:
     """Returns whether the content of a file is a whole program. A killed process may leave a part, never completed."""
+    stream: Any = zstandard.ZstdDecompressor() if content.startswith(ZSTD) else zlib
+    decompressor = stream.decompressobj()
     try:
-        if content.startswith(ZSTD):
-            import zstandard
-
-            zstandard.ZstdDecompressor().decompress(content)
-        else:
-            zlib.decompress(content)
-    except Exception:  # Each of the libraries has exceptions of its own.
+        decompressor.decompress(content)
+    except (zstandard.ZstdError, zlib.error):
         return False
-    return True
+    return bool(decompressor.eof)
 
 
 def record(folder: Path) -> None:

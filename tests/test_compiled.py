@@ -4,14 +4,23 @@ import json
 import os
 import time
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import zstandard
 
 from branchnorm_jax import compiled
 from tests.conftest import HASTY, run_main
 
 PROGRAM = zlib.compress(bytes(range(256)) * 40)
+
+
+@pytest.mark.parametrize("compress", [zlib.compress, zstandard.compress], ids=["zlib", "zstandard"])
+def test_a_part_of_a_program_is_not_complete(compress: Callable[[bytes], bytes]) -> None:
+    content = compress(bytes(range(256)) * 40)
+    assert compiled.complete(content)
+    assert not any(compiled.complete(content[:size]) for size in range(len(content)))
 
 
 def start(folder: Path) -> list[str]:

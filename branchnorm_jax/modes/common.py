@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from queue import Empty, Queue
-from typing import Any, BinaryIO, NamedTuple
+from typing import BinaryIO, NamedTuple
 
 import jax
 import numpy as np
@@ -23,7 +23,6 @@ from branchnorm_jax.decoding.glossary import NO_TERMS, Glossary, read_glossary
 from branchnorm_jax.decoding.results import Translation
 from branchnorm_jax.decoding.translate import Member, Translator
 from branchnorm_jax.errors import MismatchError, MissingExtraError, UserError
-from branchnorm_jax.evaluation.evaluate import earlier_results
 from branchnorm_jax.model.coefficients import Alpha
 from branchnorm_jax.model.parameters import Params
 from branchnorm_jax.model.transformer import Transformer
@@ -127,13 +126,6 @@ def agree(config: Config, **facts: object) -> None:
     if jax.process_count() > 1:
         code = {"git revision": logs.git_revision(), **logs.environment()["versions"]}
         hosts.agree(to_flat(config) | code | facts)
-
-
-def say_replaced(path: Path, run: dict[str, Any]) -> None:
-    """Says which scores in results.json this evaluation will remove; see `earlier_results`."""
-    _, replaced = earlier_results(path, run)
-    if replaced:
-        logs.say(replaced)
 
 
 def count_split(results: Iterable[Sequence[Translation]]) -> int:

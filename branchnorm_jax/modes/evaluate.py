@@ -9,8 +9,8 @@ from branchnorm_jax.evaluation.bleu import Measure, Score, mean_of
 from branchnorm_jax.evaluation.comet import load_comet
 from branchnorm_jax.evaluation.evaluate import format_table, score_split, scoring_options, write_results
 from branchnorm_jax.evaluation.language import right_language
-from branchnorm_jax.modes.common import agree, count_split, load, say_replaced, say_split
-from branchnorm_jax.modes.language import evaluate_text
+from branchnorm_jax.modes.common import agree, count_split, load, say_split
+from branchnorm_jax.modes.language import evaluate_text, say_removed
 from branchnorm_jax.options import Config
 from branchnorm_jax.parallel import hosts
 from branchnorm_jax.training import logs
@@ -44,7 +44,7 @@ def evaluate(config: Config, workdir: Workdir) -> None:
         comet = hosts.first_then_others(lambda: [load_comet(config.evaluate.comet)], list, "which loads COMET")
     run = {"step": trained.step, "models": trained.checksums, **scoring_options(config)}
     run["terms"] = trained.translator.glossary.sha256
-    say_replaced(workdir / "results.json", run)
+    say_removed(workdir / "results.json", run)
     results: dict[str, list[Score]] = {}
     each: dict[str, list[list[Score]]] = {}
     for (split, direction), tag in zip(test_sets, tags, strict=True):

@@ -13,11 +13,11 @@ from branchnorm_jax.decoding.generate import Generator
 from branchnorm_jax.decoding.text import Windows, token_nll, windows
 from branchnorm_jax.errors import UserError
 from branchnorm_jax.evaluation.bleu import Score
-from branchnorm_jax.evaluation.evaluate import format_table, scoring_options, write_results
+from branchnorm_jax.evaluation.evaluate import earlier_results, format_table, scoring_options, write_results
 from branchnorm_jax.evaluation.text import scores, write_lines
 from branchnorm_jax.export import fold, opt
 from branchnorm_jax.files import atomic_directory
-from branchnorm_jax.modes.common import agree, compared, opened, read_chunks, say_replaced
+from branchnorm_jax.modes.common import agree, compared, opened, read_chunks
 from branchnorm_jax.modes.output import to_json
 from branchnorm_jax.options import Config
 from branchnorm_jax.parallel import hosts
@@ -42,7 +42,7 @@ def evaluate_text(config: Config, workdir: Workdir) -> None:
     logs.say(f"evaluating the checkpoint of step {step} (decode.checkpoint={config.decode.checkpoint})")
     directory, results = workdir / "evaluation", dict[str, list[Score]]()
     run = {"step": step, "models": models, **scoring_options(config)}
-    say_replaced(workdir / "results.json", run)
+    say_removed(workdir / "results.json", run)
     for split in config.evaluate.split_names:
         text = build_text(config.data, tokenizer, split, workdir / "corpus")
         agree(config, **{f"the text of {split}": text.fingerprint})
@@ -59,6 +59,13 @@ def evaluate_text(config: Config, workdir: Workdir) -> None:
             write_results(workdir / "results.json", results, directory, run)
     if hosts.is_first():
         print(format_table(results))
+
+
+def say_removed(path: Path, run: dict[str, Any]) -> None:
+    """Says which scores in results.json this evaluation will remove; see `earlier_results`."""
+    _, removed = earlier_results(path, run)
+    if removed:
+        logs.say(removed)
 
 
 def generate(config: Config, workdir: Workdir) -> None:

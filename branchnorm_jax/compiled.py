@@ -30,19 +30,17 @@ def usable(folder: Path, say: Callable[[str], None]) -> bool:
     Returns:
       Whether no damaged program is left.
     """
-    sums, damaged, left = known(folder), list[str](), list[str]()
+    sums, damaged = known(folder), list[str]()
     for path in programs(folder):
-        with contextlib.suppress(FileNotFoundError):  # Another process may have deleted it.
+        with contextlib.suppress(OSError):  # JAX compiles again what it cannot read either.
             if path.name in sums and zlib.crc32(path.read_bytes()) != sums[path.name]:
                 damaged.append(path.name)
-                try:
-                    path.unlink()
-                except OSError:
-                    left.append(path.name)
+                path.unlink(missing_ok=True)  # Another process may have deleted it.
+    left = [name for name in damaged if (folder / name).exists()]
     if left:
         say(f"{folder}: {some(left, 3)} changed since JAX wrote it and cannot be deleted; this folder is not used")
     elif damaged:
-        say(f"{folder}: deleted {some(damaged, 3)}, which changed since JAX wrote it; it will be compiled again")
+        say(f"{folder}: deleted {some(damaged, 3)}, which changed since JAX wrote it, so it will be compiled again")
     record(folder)
     return not left
 

@@ -81,7 +81,7 @@ def test_a_folder_with_a_damaged_program_that_cannot_be_deleted_is_not_used(
     start(tmp_path)
     (tmp_path / "new-cache").write_bytes(b"damaged")
 
-    def refuse(path: Path) -> None:
+    def refuse(path: Path, missing_ok: bool = False) -> None:
         raise OSError(30, "Read-only file system")
 
     monkeypatch.setattr(Path, "unlink", refuse)

@@ -314,7 +314,7 @@ def compare(rows: list[dict[str, Any]], folders: Mapping[str, tuple[Run, Workdir
         one_pair = (workdir / "evaluation" / "test.reference").exists()
         if ours and theirs and ours[0] == theirs[0] and one_pair:
             systems, bleu = {"baseline": theirs[1], "run": ours[1]}, {"bleu": sacrebleu_metric(lang)}
-            # Not sacreBLEU's bootstrap, which counts one tail: of equally good systems, 10 % differ with p < 0.05.
+            # Not sacreBLEU's bootstrap, which counts one tail, so that too many differences seem significant.
             _, results = paired_test(systems, ours[0], bleu, "ar")["bleu"]
             row["p_value"] = results["run"].p_value
 

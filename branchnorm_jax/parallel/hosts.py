@@ -274,16 +274,17 @@ class Preemption:
                 os.write(2, self.NOTICE.encode())
         self.signal = number
 
-    def heed(self, together: bool = False) -> None:
+    def heed(self, together: bool = False, when: str = "", what: str = "") -> None:
         """Raises `Preempted` if a signal has arrived.
 
         Several processes must stop at the same place, so they heed only in calls that all of them make (`together`).
+        `when` ends the message, and `what` says what a process does that the others wait for; see `gather`.
         """
         number = self.signal
         if jax.process_count() > 1:
-            number = max(map(int, gather(str(self.signal)))) if together else 0
+            number = max(map(int, gather(str(self.signal), what))) if together else 0
         if number:
-            raise Preempted(f"stopped by signal {number}", number)
+            raise Preempted(f"stopped by signal {number}{when}", number)
 
     def requested(self, largest: jax.Array | None) -> int:
         """Returns the signal that requests a stop, or 0.

@@ -414,9 +414,7 @@ class Run:
         begin = time.perf_counter()
 
         def heed() -> None:
-            signals = hosts.gather(str(preemption.signal), "which compiles the update")
-            if number := max(map(int, signals)):
-                raise Preempted(f"stopped by signal {number} before the first update", number)
+            preemption.heed(together=True, when=" before the first update", what="which compiles the update")
 
         for shape in self._shapes():
             heed()

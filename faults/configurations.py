@@ -1,6 +1,9 @@
 """Random options: a config is refused in one line, or its update can be traced and counted, or trained."""
 
+import os
 import random
+import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +46,17 @@ DECODER: dict[str, Any] = {
     "decode.beam_size": 1,
 }
 """Further options of language models."""
+
+QUICK: dict[str, Any] = {
+    "data.numerals_pairs": 300,
+    "data.max_length": 128,
+    "data.batch_shapes": 1,
+    "train.batch_tokens": 1024,
+    "train.eval_bleu_sentences": 4,
+    "decode.beam_size": 1,
+    "decode.max_length_b": 4,
+}
+"""Further options of the configs that are trained: little text and few programs, so that a trial takes seconds."""
 
 NAMES: dict[str, tuple[str, ...]] = {
     "model.method": tuple(METHODS),
@@ -92,10 +106,10 @@ def value(name: str, field: Any, rng: random.Random) -> Any:
     return drawn if rng.random() < 0.02 else type(default)(min(high, max(low, drawn)))
 
 
-def draw(rng: random.Random) -> dict[str, Any]:
-    """Draws the options of a config that differ from the defaults."""
+def draw(rng: random.Random, common: Mapping[str, Any] = SMALL) -> dict[str, Any]:
+    """Draws the options of a config that differ from the defaults; `common` are those that all configs share."""
     changes = {name: value(name, field, rng) for name, field in rng.sample(DRAWN, rng.randint(1, 15))}
-    return {**SMALL, **(DECODER if rng.random() < 0.3 else {}), **changes}
+    return {**common, **(DECODER if rng.random() < 0.3 else {}), **changes}
 
 
 def built(options: dict[str, Any]) -> Config:
@@ -138,27 +152,29 @@ def trace(rng: random.Random, folder: Path) -> Outcome:
     return Outcome("built", described(options))
 
 
+def unoptimized() -> None:
+    """Makes this process compile in half the time; a trial trains two updates, and compiles for most of its time."""
+    os.environ["XLA_FLAGS"] = "--xla_backend_optimization_level=0"
+
+
 def train(cache: Path, rng: random.Random, folder: Path) -> Outcome:
-    """Trains two updates with a random config that can be built."""
+    """Trains two updates with the first random config that is not refused, or until something is wrong."""
     while True:
-        options = draw(rng)
+        options = draw(rng, {**SMALL, **QUICK})
         try:
             built(options)
         except BranchNormError:
             continue
-        break
-    flags = [f"--config.{name}={each}" for name, each in options.items()]
-    text = [f"--config.data.path={ROOT}", "--config.data.files=README.md"] if "data.source" in options else []
-    done = run([TINY[0], *text, *flags, f"--workdir={folder / 'run'}"], cache)
-    refused = done.code in (2, 3) and not refusal(done.said)
-    wrong = done.fault or ("" if refused or done.code == 0 else f"exit code {done.code}: {done.said}")
-    return Outcome(
-        "trained" if done.code == 0 else "refused",
-        described(options),
-        done.said if done.code else "",
-        done.code,
-        wrong=wrong,
-    )
+        flags = [f"--config.{name}={each}" for name, each in options.items()]
+        text = [f"--config.data.path={ROOT}", "--config.data.files=README.md"] if "data.source" in options else []
+        workdir = folder / "run"
+        done = run([TINY[0], *text, *flags, f"--workdir={workdir}"], cache, prepared=unoptimized)
+        if done.code not in (2, 3):
+            wrong = done.fault or (f"exit code {done.code}: {done.said}" if done.code else "")
+            return Outcome("trained", described(options), done.said if done.code else "", done.code, wrong=wrong)
+        if wrong := done.fault or refusal(done.said):
+            return Outcome("refused", described(options), done.said, done.code, wrong=wrong)
+        shutil.rmtree(workdir, ignore_errors=True)
 
 
 def prepare_training(shared: Path, seconds: float) -> Trial:
@@ -176,7 +192,8 @@ TRACED = Family(
 
 TRAINED = Family(
     "Random options, trained",
-    "Options are drawn until they can be built, and two updates are trained with them.",
+    "Options are drawn until two updates can be trained with them. A config that cannot be trained must be refused in "
+    "one line.",
     prepare_training,
     300,
 )

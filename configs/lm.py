@@ -7,7 +7,7 @@
 The folder contains train.txt, valid.txt and test.txt, plain or compressed. A single text is divided 90:5:5 if its name
 is given without {split}: --config.data.files=enwik8. The vocabulary is the 256 bytes; for word pieces use
 --config.data.vocab_type=unigram --config.data.vocab_size=8000. The defaults have not been run to the end;
-docs/results.md has results of narrower models, see configs/sweep_lm.py.
+docs/results_lm.md has results of narrower models, see configs/sweep_lm.py.
 """
 
 import ml_collections

@@ -11,7 +11,7 @@ and ReZero with r = 1 at the start do not train here and have no more seeds. At 
 at a rate that was good at 64L. On one core of an AMD EPYC, the updates of a run take 1 minute at 12L and 6 to 10 at
 64L; those of block_attnres and mhc take 2.4 and 4.5 times as long. Evaluation takes 2 seconds per 100,000 bytes at 12L.
 
-Results: docs/results.md.
+Results: docs/results_lm.md.
 """
 
 import ml_collections

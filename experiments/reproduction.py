@@ -140,7 +140,7 @@ def runs_section(entries: Data) -> list[str]:
     parts = ["## The runs", entries["text"]["runs"].strip()]
     for name, file in entries["results"].items():
         link = f"[Results](../benchmarks/results/{name})" if (RESULTS / name).exists() else "Not run yet"
-        more = f", [explained](results.md#{file['section']})" if "section" in file else ""
+        more = f", [explained]({file['section']})" if "section" in file else ""
         parts += [f"### {name}", f"{file['scale'].strip()} {link}{more}.", f"```\n{file['command'].strip()}\n```"]
     return parts
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from branchnorm_jax.data import numerals
+from experiments.reproduction import anchor
 from tests.conftest import ROOT
 from tests.importing.examples import m2m100, marian, t5
 
@@ -50,6 +51,28 @@ def checkout(tmp_path: Path) -> Path:
         ):
             (tmp_path / "text" / f"{split}.{lang}").write_text("\n".join(lines) + "\n", encoding="utf-8")
     return tmp_path
+
+
+def anchors(document: Path) -> set[str]:
+    """Returns the anchors that GitHub gives the headings of a document."""
+    text = re.sub(r"(?ms)^```.*?^```", "", document.read_text(encoding="utf-8"))
+    names = [anchor(re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", each)) for each in re.findall(r"(?m)^#+ (.*)$", text)]
+    return {f"{name}-{count}" if (count := names[:place].count(name)) else name for place, name in enumerate(names)}
+
+
+def test_links_lead_to_files_and_headings() -> None:
+    documents = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("*/README.md")]
+    known = {document.resolve(): anchors(document) for document in documents}
+    broken = []
+    for document in documents:
+        text = re.sub(r"(?ms)^```.*?^```|`[^`\n]*`", "", document.read_text(encoding="utf-8"))
+        for link in re.findall(r"\]\(\s*([^)\s]+)\s*\)", text):
+            path, _, heading = link.partition("#")
+            file = (document.parent / path).resolve() if path else document.resolve()
+            if "://" not in link and (not file.exists() or (heading and heading not in known.get(file, ()))):
+                broken.append(f"{document.relative_to(ROOT)}: {link}")
+    assert len(known) > 10
+    assert not broken
 
 
 @pytest.mark.slow

@@ -1,69 +1,60 @@
 """Compares the verdicts of the preflight with the results of finished runs.
 
-    python -m benchmarks.preflight runs/sweep_depth runs/sweep_robustness runs/sweep_divergence
+    python -m benchmarks.preflight sweep_depth sweep_robustness sweep_tuning
 
-Prints a table of right and wrong verdicts. Each folder contains the runs of a sweep. A run learned if its test BLEU is
+Each name is that of a config of a sweep, and of its table in benchmarks/results. A run learned if its test BLEU is
 above 10. Otherwise it diverged, did not learn, or never read the source. The verdict should be "healthy" for runs that
-learned, and only for them.
+learned, and only for them. Results: docs/results_system.md.
 """
 
 import argparse
+import collections
+import importlib
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import jax
 
-from benchmarks.measure import save
+from benchmarks.measure import RESULTS, save
 from branchnorm_jax import config as configs
 from branchnorm_jax.analysis import preflight, sweep
 from branchnorm_jax.data.prepare import prepare
-from branchnorm_jax.workdir import Workdir
+from branchnorm_jax.options import Config
 
 LEARNED = 10.0
 """Threshold in BLEU. The runs of 600 updates score below 2 or above 37."""
 
 
-def verdict_of(folder: Workdir) -> preflight.Verdict:
-    """Returns the verdict of `--mode=preflight` on the config of a run."""
-    config = configs.load(folder / "config.json")
-    corpus = prepare(config.data, folder.path, lambda line: None)
+def verdict_of(config: Config, folder: Path) -> preflight.Verdict:
+    """Returns the verdict of `--mode=preflight` on a config; `folder` keeps the tokenised text."""
+    corpus = prepare(config.data, folder, lambda line: None)
     return preflight.judge(preflight.run_preflight(config, corpus, lambda done, total: None)[1])
 
 
 def main() -> None:
     """Judges every run and counts the verdicts."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("sweeps", nargs="+", type=Path, help="workdirs of finished sweeps")
-    folders = [path.parent for sweep_ in parser.parse_args().sweeps for path in sorted(sweep_.glob("*/status.json"))]
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("sweeps", nargs="+", help="names of configs")
+    runs: list[tuple[str, Config, dict[str, Any]]] = []
+    for name in parser.parse_args().sweeps:
+        table = {row["run"]: row for row in sweep.from_csv((RESULTS / f"{name}.csv").read_text(encoding="utf-8"))}
+        config = configs.from_config_dict(importlib.import_module(f"configs.{name}").get_config())
+        runs += [(f"{name}/{run}", each, table[run]) for run, (_, each) in sweep.plan_runs(config).items()]
     rows: list[dict[str, Any]] = []
-    for folder in folders:
-        workdir = Workdir(folder)
-        word, reason = verdict_of(workdir)
-        bleu, status = sweep.score_of(workdir, "bleu"), sweep.read_json(workdir / "status.json").get("status")
-        learned = bleu is not None and bleu > LEARNED
-        rows.append(
-            {
-                "run": f"{folder.parent.name}/{folder.name}",
-                "verdict": word,
-                "reason": reason,
-                "status": status,
-                "bleu": bleu,
-                "agrees": (word == "healthy") == learned,
-            }
-        )
-        print(f"{len(rows)}/{len(folders)} {rows[-1]}", flush=True)
-        jax.clear_caches()
-    table = {
-        f"{verdict}, {outcome}": sum(
-            row["verdict"] == verdict and (row["bleu"] is not None and row["bleu"] > LEARNED) == (outcome == "learned")
-            for row in rows
-        )
-        for verdict in ("healthy", "vanishing", "collapsing", "diverging", "still")
-        for outcome in ("learned", "did not")
-    }
-    save(
-        "preflight", {**table, "runs": len(rows), "agreement": sum(r["agrees"] for r in rows) / len(rows), "rows": rows}
-    )
+    counts: collections.Counter[str] = collections.Counter()
+    with tempfile.TemporaryDirectory() as folder:
+        for name, config, row in runs:
+            bleu = float(row["bleu"] or 0)
+            word, reason = verdict_of(config, Path(folder) / Path(name).parent)
+            learned = bleu > LEARNED
+            counts[f"{word}, {'learned' if learned else 'did not'}"] += 1
+            agrees = (word == "healthy") == learned
+            rows.append({"run": name, "verdict": word, "reason": reason, "bleu": bleu, "agrees": agrees})
+            print(f"{len(rows)}/{len(runs)} {rows[-1]}", flush=True)
+            jax.clear_caches()
+    agreement = sum(row["agrees"] for row in rows) / len(rows)
+    save("preflight", {**counts, "runs": len(rows), "agreement": agreement, "rows": rows})
 
 
 if __name__ == "__main__":

@@ -85,7 +85,7 @@ class _Manager(ocp.CheckpointManager):
         """Returns the score of a checkpoint and its checksum, which old checkpoints lack, or None without a score."""
         try:
             found = super().metrics(step)
-            if found is None or found.items() <= _metrics(found["score"]).items():
+            if found is None or found.items() <= _metrics(found["score"], found.get("later")).items():
                 return found
         except (ValueError, KeyError, TypeError, AttributeError):
             pass
@@ -95,9 +95,17 @@ class _Manager(ocp.CheckpointManager):
         return None
 
 
-def _metrics(score: float) -> dict[str, Any]:
-    """Returns what a checkpoint says about its validation."""
-    return {"score": score, "sum": _sum(float(score))}
+def _metrics(score: float, later: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Returns what a checkpoint says about its validation.
+
+    Args:
+      score: the validation score.
+      later: what the validation changed, if it was made after the checkpoint was saved: the loop state and the factor
+        of the learning rate.
+    """
+    if later is None:
+        return {"score": score, "sum": _sum(float(score))}
+    return {"score": score, "later": later, "sum": _sum([float(score), later])}
 
 
 def _sum(value: Any) -> int:
@@ -255,8 +263,8 @@ class Checkpoints:
     def save(self, state: TrainState, alpha: Alpha, memory: SavedLoopState, score: float | None) -> None:
         """Starts to save the state, after the previous save has finished.
 
-        If a checkpoint of this step exists, it only gets the score that it lacks: a run that was stopped before a
-        validation makes it after its next start.
+        If a checkpoint of this step exists, it only gets the score that it lacks, and what the validation changed: a
+        run that was stopped before a validation makes it after its next start.
 
         Args:
           state: the train state. The caller may donate it as soon as this method returns.
@@ -274,7 +282,7 @@ class Checkpoints:
         try:
             if step in self._manager.all_steps():
                 if score is not None and self._manager.metrics(step) is None:
-                    self._add_score(step, score)
+                    self._add_score(step, _metrics(score, {"memory": memory, "rate_scale": float(state.rate_scale)}))
                 return
             saved = self._manager.save(
                 step,
@@ -291,12 +299,12 @@ class Checkpoints:
         if not saved:
             raise StorageError(f"{self._directory}: checkpoint {step} was not written")
 
-    def _add_score(self, step: int, score: float) -> None:
+    def _add_score(self, step: int, metrics: dict[str, Any]) -> None:
         """Writes the score of a checkpoint that has none, where `CheckpointManager` would have written it."""
         name = ocp.checkpoint_manager.METRIC_ITEM_NAME
         with ocp.Checkpointer(ocp.JsonCheckpointHandler(filename=name)) as checkpointer:
             # A damaged score is replaced.
-            checkpointer.save(self._directory / str(step) / name, args=ocp.args.JsonSave(_metrics(score)), force=True)
+            checkpointer.save(self._directory / str(step) / name, args=ocp.args.JsonSave(metrics), force=True)
         self._manager.reload()
 
     def wait(self) -> None:
@@ -355,7 +363,12 @@ class Checkpoints:
         for step in reversed(steps):
             restored, fault = self._restore(step, **whole)
             if not fault:
-                return _joined(restored, abstract), restored["memory"]["memory"]
+                state, memory = _joined(restored, abstract), restored["memory"]["memory"]
+                later = json.loads(hosts.gather(json.dumps((self._manager.metrics(step) or {}).get("later")))[0])
+                if later:
+                    scale = jax.device_put(np.float32(later["rate_scale"]), state.rate_scale.sharding)
+                    return dataclasses.replace(state, rate_scale=scale), later["memory"]
+                return state, memory
             self._warn(f"checkpoint {step} in {self._directory} is damaged ({fault}); trying the previous one")
         if steps:
             raise UserError(

@@ -30,31 +30,52 @@ CONFIG = Config(
 
 @pytest.mark.slow
 def test_a_signal_ends_a_validation_which_the_next_start_makes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also the last one of the run. The state is saved at once, and the results are those of an undisturbed run."""
-    original, interrupted = validation.Validator.source_gain, list[int]()
+    """Also the last one of the run. The state is saved at once, and the results are those of an undisturbed run.
+
+    The loss rises from update 2 to 4, so the last validation reduces the learning rate, also that of a longer run.
+    """
+    original, interrupted, made = validation.Validator.source_gain, list[int](), list[int]()
 
     def source_gain(self: validation.Validator, state: TrainState) -> float:
-        if (step := int(state.step)) in (2, 6) and step not in interrupted:
+        if (step := int(state.step)) in (2, 4) and step not in interrupted:
             interrupted.append(step)
             signal.raise_signal(signal.SIGTERM)
+        made.append(step)
         return original(self, state)
 
-    loop.train(CONFIG, Workdir(tmp_path / "whole"))
+    train = dataclasses.replace(
+        CONFIG.train,
+        schedule="val_decay",
+        decay_patience=1,
+        learning_rate=1.0,
+        warmup_steps=1,
+        best_metric="loss",
+    )
+    config, longer = (dataclasses.replace(CONFIG, train=dataclasses.replace(train, steps=steps)) for steps in (4, 6))
+    loop.train(config, Workdir(tmp_path / "whole"))
     monkeypatch.setattr(validation.Validator, "source_gain", source_gain)
     parts = Workdir(tmp_path / "parts")
-    for step in (2, 6):
+    for step in (2, 4):
         with pytest.raises(Preempted, match=f"stopped by signal 15, saved at step {step}"):
-            loop.train(CONFIG, parts)
+            loop.train(config, parts)
         assert [line["step"] for line in read_lines(parts / "validation.jsonl")] == [*range(2, step, 2)]
-    loop.train(CONFIG, parts)
+    loop.train(config, parts)
+    made.clear()
+    loop.train(config, parts)
+    assert not made  # The run is finished.
     whole = tmp_path / "whole"
-    for name in ("validation.jsonl", "metrics.jsonl"):
-        ours, theirs = ([line | {"seconds": 0} for line in read_lines(each / name)] for each in (parts, whole))
-        assert ours == theirs
-    assert read_status(parts.path)["state_sha256"] == read_status(whole)["state_sha256"]
-    folders = [Workdir(folder).stored("checkpoints") for folder in (parts.path, whole)]
-    first, second = (Checkpoints(folder, CONFIG.train, print, read_only=True).best_step() for folder in folders)
-    assert first == second
+    for each in (config, longer):
+        if each is longer:
+            for workdir in (Workdir(whole), parts):
+                loop.train(longer, workdir)
+        for name in ("validation.jsonl", "metrics.jsonl"):
+            ours, theirs = ([line | {"seconds": 0} for line in read_lines(run / name)] for run in (parts, whole))
+            assert ours == theirs
+        assert ours[-1]["learning_rate"] == pytest.approx(1.0 if each is config else 0.8)
+        assert read_status(parts.path)["state_sha256"] == read_status(whole)["state_sha256"]
+        folders = [Workdir(folder).stored("checkpoints") for folder in (parts.path, whole)]
+        first, second = (Checkpoints(folder, CONFIG.train, print, read_only=True).best_step() for folder in folders)
+        assert first == second
 
 
 @pytest.mark.slow

@@ -164,8 +164,8 @@ def first_parameters(config: Config, model: Transformer) -> tuple[Params, int]:
     """Returns the first parameters of a run with a parent, and the clock of alpha.
 
     Raises:
-      UserError: if alpha ends below the parent's alpha in this run, or begins above it, because the model would then
-        compute another function.
+      UserError: if the alpha of a layer ends below the parent's in this run, or alpha begins above it, because the
+        model would then compute another function.
     """
     option = _option(config)
     theirs, parent, which = find_run(option, config.train.parent, config)
@@ -180,12 +180,14 @@ def first_parameters(config: Config, model: Transformer) -> tuple[Params, int]:
         return deepen.deepened(params, alpha, fresh, config.model), 0
     if get_recipe(config.model.method).grows:
         begin, end = (growth.alpha(config.model)(jnp.int32(clock)) for clock in (0, config.model.alpha_steps))
-        largest, allowed = (max(float(values.max()) for values in by_stack.values()) for by_stack in (alpha, end))
-        if largest > allowed + 1e-6:
-            raise UserError(
-                f"{option}: alpha is {largest:.3g} in {parent.path}, but ends at {allowed:.3g} here; "
-                f"set model.alpha_end={theirs.model.alpha_end or '1'}"
-            )
+        for stack, values in alpha.items():
+            layer = int(jnp.argmax(values - end[stack]))
+            largest, allowed = float(values[layer]), float(end[stack][layer])
+            if largest > allowed + 1e-6:
+                raise UserError(
+                    f"{option}: alpha of {stack} layer {layer + 1} is {largest:.3g} in {parent.path}, but ends at "
+                    f"{allowed:.3g} here; set model.alpha_end={theirs.model.alpha_end or '1'}"
+                )
         mean, first = schedules.mean(alpha), schedules.mean(begin)
         if first > mean + 1e-6:
             names = "alpha_start", "alpha_order"

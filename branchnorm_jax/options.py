@@ -488,7 +488,9 @@ class TrainConfig:
     adam_b2: float = option(0.98, "decay of the second moment", minimum=0, maximum=0.99999)
     adam_eps: float = option(1e-8, "epsilon of Adam", minimum=0)
     adam_eps_mode: str = option(
-        "optax", "Adam adds epsilon after (optax) or before (fairseq) the bias correction", choices=("optax", "fairseq")
+        "optax",
+        "Adam, also that of lamb and muon, adds epsilon after (optax) or before (fairseq) the bias correction",
+        choices=("optax", "fairseq"),
     )
     weight_decay: float = option(
         1e-4,

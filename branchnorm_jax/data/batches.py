@@ -88,8 +88,12 @@ class BatchPlan:
         )
         return float(self.sentences.lengths[self.sentences.drawn(0)].sum() / positions)
 
-    @functools.lru_cache(maxsize=2)  # noqa: B019 - a plan lives as long as the run
-    def _epoch(self, epoch: int) -> tuple[np.ndarray, list[np.ndarray]]:
+    @functools.cached_property
+    def _epoch(self) -> Callable[[int], tuple[np.ndarray, list[np.ndarray]]]:
+        """`_order`, with a cache of this plan: the plans of the validation texts are used in between."""
+        return functools.lru_cache(maxsize=2)(self._order)
+
+    def _order(self, epoch: int) -> tuple[np.ndarray, list[np.ndarray]]:
         """Returns the pair id in each slot of the packing, and the rows of each batch."""
         packing = self.packing
         # Slots and shuffled pairs are both sorted by kind, so each pair is assigned a slot of its own lengths.

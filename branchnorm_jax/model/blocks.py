@@ -16,10 +16,10 @@ from branchnorm_jax.model.declared import declared
 from branchnorm_jax.model.dropout import Site, dropout, site_key
 from branchnorm_jax.model.feedforward import FeedForward
 from branchnorm_jax.model.fused_residual import Weights, fused_residual, supported
-from branchnorm_jax.model.norms import Norm, apply_norm
+from branchnorm_jax.model.norms import Norm, apply_norm, exact
 from branchnorm_jax.model.recipe import Recipe, Weight
 from branchnorm_jax.model.relative import NO_RELATIVE, Relative
-from branchnorm_jax.model.streams import KINDS, Stream, exact
+from branchnorm_jax.model.streams import KINDS, Stream
 from branchnorm_jax.model.taps import watched_rows
 from branchnorm_jax.options import ModelConfig
 

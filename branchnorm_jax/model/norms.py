@@ -11,7 +11,8 @@ import jax.numpy as jnp
 from branchnorm_jax.model.declared import Declared
 
 
-def _exact(x: jax.Array) -> jax.Array:
+def exact(x: jax.Array) -> jax.Array:
+    """Returns x in float32; float64 stays float64."""
     return x.astype(jnp.promote_types(x.dtype, jnp.float32))
 
 
@@ -24,7 +25,7 @@ def layer_norm(x: jax.Array, scale: jax.Array, bias: jax.Array, epsilon: float =
     >>> layer_norm(jnp.array([1.0, 7.0]), jnp.ones(2), jnp.zeros(2)).round(3).tolist()  # mean 4, standard deviation 3
     [-1.0, 1.0]
     """
-    return standardise(_exact(x), epsilon) * scale + bias
+    return standardise(exact(x), epsilon) * scale + bias
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
@@ -57,7 +58,7 @@ def rms_norm(x: jax.Array, scale: jax.Array, epsilon: float = 1e-5) -> jax.Array
     >>> rms_norm(jnp.array([4.0, 0.0, 0.0, 0.0]), jnp.ones(4)).round(3).tolist()  # sqrt(mean(x^2)) = 2
     [2.0, 0.0, 0.0, 0.0]
     """
-    return rescale(_exact(x), epsilon, 0.0) * scale
+    return rescale(exact(x), epsilon, 0.0) * scale
 
 
 def scale_norm(x: jax.Array, scale: jax.Array | float | None = None, epsilon: float = 1e-5) -> jax.Array:
@@ -67,7 +68,7 @@ def scale_norm(x: jax.Array, scale: jax.Array | float | None = None, epsilon: fl
     [6.0, 8.0]
     """
     width = x.shape[-1]
-    normalised = rescale(_exact(x), 0.0, epsilon**2 / width)
+    normalised = rescale(exact(x), 0.0, epsilon**2 / width)
     return normalised if scale is None else normalised * (scale * width**-0.5)
 
 
@@ -98,19 +99,19 @@ def _rescale(x: jax.Array, epsilon: float, least: float) -> tuple[jax.Array, jax
 
 def dynamic_tanh(x: jax.Array, alpha: jax.Array, scale: jax.Array, bias: jax.Array, epsilon: float = 0.0) -> jax.Array:
     """tanh(alpha x) * scale + bias, without statistics (Zhu et al., 2025)."""
-    return jnp.tanh(alpha * _exact(x)) * scale + bias
+    return jnp.tanh(alpha * exact(x)) * scale + bias
 
 
 def dynamic_erf(
     x: jax.Array, alpha: jax.Array, shift: jax.Array, scale: jax.Array, bias: jax.Array, epsilon: float = 0.0
 ) -> jax.Array:
     """erf(alpha x + shift) * scale + bias, without statistics: Derf (Chen et al., 2025, arXiv 2512.10938)."""
-    return jax.lax.erf(alpha * _exact(x) + shift) * scale + bias
+    return jax.lax.erf(alpha * exact(x) + shift) * scale + bias
 
 
 def identity(x: jax.Array, epsilon: float = 0.0) -> jax.Array:
     """Returns x in float32."""
-    return _exact(x)
+    return exact(x)
 
 
 class Kind(NamedTuple):

@@ -21,6 +21,7 @@ import numpy as np
 
 from branchnorm_jax.axes import gather
 from branchnorm_jax.model.declared import Declared
+from branchnorm_jax.model.norms import exact
 from branchnorm_jax.options import ModelConfig
 
 AXES = ("embed", "heads")
@@ -56,7 +57,7 @@ def rotated(x_BTHK: jax.Array, rotation_BTK: jax.Array | None) -> jax.Array:
     if rotation_BTK is None:
         return x_BTHK
     cos, sin = jnp.split(rotation_BTK[:, :, None], 2, axis=-1)
-    first, second = jnp.split(x_BTHK.astype(jnp.promote_types(x_BTHK.dtype, jnp.float32)), 2, axis=-1)
+    first, second = jnp.split(exact(x_BTHK), 2, axis=-1)
     turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
     return turned.astype(x_BTHK.dtype)
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from branchnorm_jax.axes import gather
 from branchnorm_jax.model.declared import Declared, declared
-from branchnorm_jax.model.norms import Norm, apply_norm, declare_norm, rms_norm
+from branchnorm_jax.model.norms import Norm, apply_norm, declare_norm, exact, rms_norm
 from branchnorm_jax.model.segments import MASKED
 from branchnorm_jax.options import ModelConfig
 
@@ -44,11 +44,6 @@ def no_values(config: ModelConfig, x: jax.Array) -> jax.Array | None:
 
 def _unchanged(h: jax.Array) -> jax.Array:
     return h
-
-
-def exact(x: jax.Array) -> jax.Array:
-    """Returns x in float32; float64 stays float64."""
-    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
 
 
 Enter = Callable[[jax.Array], jax.Array]

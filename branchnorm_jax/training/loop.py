@@ -306,7 +306,7 @@ class Run:
         self, start: int, batches: Iterator[TextBatch], recorder: Recorder, preemption: hosts.Preemption
     ) -> None:
         c, signal_number = self.config.train, 0
-        in_flight: tuple[int, Metrics, TextBatch] | None = None
+        in_flight: tuple[int, Metrics] | None = None
         # The largest signal of all processes at the last update, which may be in flight, and at the one before.
         latest: jax.Array | None = None
         largest: jax.Array | None = None
@@ -356,11 +356,11 @@ class Run:
                 tokens, signals = Batch(*self.rows.put(batch)), from_processes(self.mesh, preemption.signal)
                 largest, (self.state, metrics, latest) = latest, update(self.state, tokens, signals)
                 read()
-                in_flight = (self.step, metrics, batch)
+                in_flight = (self.step, metrics)
             self.step += 1
             signal_number = preemption.requested(largest)
 
-    def _read(self, recorder: Recorder, step: int, metrics: Metrics, batch: TextBatch) -> None:
+    def _read(self, recorder: Recorder, step: int, metrics: Metrics) -> None:
         """Waits for the metrics of an update, logs them and acts on trouble."""
         c, loop_state, layers = self.config.train, self.loop_state, metrics.layers
         metrics = jax.tree.map(float, jax.device_get(metrics._replace(layers={})))

@@ -171,7 +171,11 @@ OPTIMIZERS: dict[str, Callable[[TrainConfig, Factors], optax.GradientTransformat
         _decay(train), optax.scale_by_rss(initial_accumulator_value=0.0, eps=1e-20)
     ),
 }
-"""Optimisers by name. The options adam_b1, adam_b2, adam_eps and weight_decay have the same meaning for all of them."""
+"""Optimisers by name.
+
+All have weight_decay. Those of Adam's family, and Muon for what is no matrix of a layer, have adam_b1, adam_b2 and
+adam_eps; all of these but radam have adam_eps_mode. Momentum of sgd is adam_b1; adagrad has none of these options.
+"""
 
 ADAMS = ("adamw", "adam", "lamb")
 """Optimisers whose direction depends on the scale of the gradient only through epsilon."""

@@ -97,8 +97,12 @@ def polynomial(train: TrainConfig, width: int) -> Schedule:
 
 
 def run_length(train: TrainConfig, updates_per_epoch: float) -> int:
-    """Returns the number of updates of a run."""
-    return train.steps or math.ceil(train.epochs * updates_per_epoch)
+    """Returns the number of updates of a run.
+
+    >>> run_length(TrainConfig(steps=0, epochs=1.1), 100)  # 1.1 * 100 > 110 in floating point
+    110
+    """
+    return train.steps or math.ceil(round(train.epochs * updates_per_epoch, 6))
 
 
 def with_end(train: TrainConfig, updates: int) -> TrainConfig:

@@ -80,7 +80,8 @@ def layer_statistics(
     - update: norm of the layer's update (rate x direction) divided by the norm of its parameters. The value is the same
       if the run then skips the update.
     - alpha: the layer's alpha; only if `alpha` is given.
-    - branch: rms(b F) / rms(a x), the mean over the sub-layers.
+    - branch: rms(b F) / rms(a x), the mean over the sub-layers where x is not 0. It is 0 where a block of
+      `streams.Blocks` begins.
     - cosine: cosine of the layer's input and output, the mean over positions.
     - sparsity: fraction of hidden feed-forward units that are exactly 0.
     - similarity: cosine of the layer's outputs at two different tokens of a sentence, the mean over all such pairs. At
@@ -103,7 +104,7 @@ def layer_statistics(
         return ({} if alpha is None else {"alpha": alpha[stack]}) | {
             "gradient": gradient[stack],
             "update": update[stack] / norm[stack],
-            "branch": jnp.sqrt(rows["branch"] / rows["skip"]).mean(-1),
+            "branch": jnp.sqrt(rows["branch"] / rows["skip"]).mean(-1, where=rows["skip"] != 0),
             "cosine": rows["cosine"],
             "sparsity": rows["sparsity"],
             "similarity": jnp.where(rows["pairs"] > 0, rows["similarity"] / rows["pairs"], 0.0),

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from branchnorm_jax.data import batches
 from branchnorm_jax.data.batches import BatchPlan, make_plans, prefetch
 from branchnorm_jax.data.packing import Shape, choose_shapes, pack
 from branchnorm_jax.data.shuffle import shuffled
@@ -172,6 +173,23 @@ def test_batches_depend_only_on_step_and_seed() -> None:
             np.testing.assert_array_equal(ours, theirs)
     per_epoch = forwards.batches_per_epoch
     assert sorted(first[:per_epoch]) != sorted(first[per_epoch : 2 * per_epoch])
+
+
+def test_reading_other_plans_in_between_shuffles_no_epoch_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan, *others = (plan_of(text(seed), 64, 3, 7) for seed in range(4))
+    for each in (plan, *others):
+        each.batch_at(0)
+    epochs: list[int] = []
+
+    def counted(items: np.ndarray, seed: int, epoch: int, *more: int) -> np.ndarray:
+        epochs.append(epoch)
+        return shuffled(items, seed, epoch, *more)
+
+    monkeypatch.setattr(batches, "shuffled", counted)
+    plan.batch_at(1)
+    assert not epochs
+    plan.batch_at(plan.batches_per_epoch)
+    assert set(epochs) == {1}
 
 
 def test_epochs_combine_different_sentences_in_a_row() -> None:

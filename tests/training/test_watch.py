@@ -91,6 +91,15 @@ def test_branch_cosine_and_sparsity_of_the_encoder() -> None:
         np.testing.assert_allclose(result["sparsity"], (hidden == 0).mean(), atol=1e-6)
 
 
+def test_the_branch_of_block_attnres_is_finite() -> None:
+    """Every layer begins a block, where the skip connection is 0: the mean is that of the other sub-layers."""
+    model = dataclasses.replace(MODEL, method="block_attnres")
+    _, _, metrics, _ = one_update(dataclasses.replace(CONFIG, model=model))
+    for layers in metrics.layers.values():
+        assert (layers["branch"] > 0).all() and np.isfinite(layers["branch"]).all()
+    assert origin(jax.device_get(metrics.layers)) == ""
+
+
 def test_similarity_is_the_mean_cosine_of_pairs_within_a_sentence() -> None:
     """Rows hold one or two sentences and padding. NumPy computes each pair, for the encoder and decoder masks."""
     inputs = jnp.array([[1, 5, 6, 1, 7, 8, 9, 0], [1, 4, 3, 2, 0, 0, 0, 0]])

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 
 from benchmarks.measure import RESULTS, save
 from branchnorm_jax import config as configs
@@ -26,10 +27,22 @@ LEARNED = 10.0
 """Threshold in BLEU. The runs of 600 updates score below 2 or above 37."""
 
 
-def verdict_of(config: Config, folder: Path) -> preflight.Verdict:
-    """Returns the verdict of `--mode=preflight` on a config; `folder` keeps the tokenised text."""
+def by_point(point: preflight.Point) -> dict[str, Any]:
+    """Returns what the rules of a verdict depend on."""
+    ends = {f"similarity_{stack}": float(values[-1]) for stack, values in point.similarity.items()}
+    weakest = {
+        f"weakest_{stack}": float(np.min(values) / np.max(values))
+        for stack, values in point.gradient.items()
+        if np.max(values)
+    }
+    return {"step": point.step, "alpha": point.alpha, "loss": point.loss[-1], **ends, **weakest}
+
+
+def verdict_of(config: Config, folder: Path) -> tuple[preflight.Verdict, list[dict[str, Any]]]:
+    """Returns the verdict of `--mode=preflight` on a config, and its points; `folder` keeps the tokenised text."""
     corpus = prepare(config.data, folder, lambda line: None)
-    return preflight.judge(preflight.run_preflight(config, corpus, lambda done, total: None)[1])
+    points = preflight.run_preflight(config, corpus, lambda done, total: None)[1]
+    return preflight.judge(points), [by_point(point) for point in points]
 
 
 def main() -> None:
@@ -46,12 +59,13 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         for name, config, row in runs:
             bleu = float(row["bleu"] or 0)
-            word, reason = verdict_of(config, Path(folder) / Path(name).parent)
+            (word, reason), points = verdict_of(config, Path(folder) / Path(name).parent)
             learned = bleu > LEARNED
             counts[f"{word}, {'learned' if learned else 'did not'}"] += 1
             agrees = (word == "healthy") == learned
-            rows.append({"run": name, "verdict": word, "reason": reason, "bleu": bleu, "agrees": agrees})
-            print(f"{len(rows)}/{len(runs)} {rows[-1]}", flush=True)
+            judged = {"verdict": word, "reason": reason, "agrees": agrees, "points": points}
+            rows.append({"run": name, "bleu": bleu, **judged})
+            print(f"{len(rows)}/{len(runs)} {name}, BLEU {bleu:.1f}: {word}, {reason}", flush=True)
             jax.clear_caches()
     agreement = sum(row["agrees"] for row in rows) / len(rows)
     save("preflight", {**counts, "runs": len(rows), "agreement": agreement, "rows": rows})

@@ -27,6 +27,7 @@ from branchnorm_jax.model import growth
 from branchnorm_jax.model.coefficients import Alpha
 from branchnorm_jax.model.methods import get_recipe
 from branchnorm_jax.model.parameters import Params
+from branchnorm_jax.model.recipe import STACKS
 from branchnorm_jax.model.transformer import Transformer
 from branchnorm_jax.options import Config
 from branchnorm_jax.training import schedules
@@ -44,7 +45,7 @@ POINTS = (0.0, 0.1, 0.5, 1.0)
 """Points as fractions of the updates until both the full alpha and the peak learning rate are reached."""
 
 COLLAPSING = 0.99
-"""A stack with a token similarity above this value will collapse if its branches still grow."""
+"""An encoder or language model with a token similarity above this value will collapse if its branches still grow."""
 
 
 class Point(NamedTuple):
@@ -221,8 +222,10 @@ def judge(points: Sequence[Point]) -> Verdict:
             return Verdict(
                 "vanishing", f"in {layers} {where}: the smallest gradient is {least:.1g} of the largest of its stack"
             )
-        # If alpha no longer grows, the stack recovers once the decoder reads the source.
-        alike = collapsed({stack: {"similarity": values} for stack, values in point.similarity.items()}, COLLAPSING)
+        # If alpha no longer grows, the encoder recovers once the decoder reads it. Before that, the tokens of a decoder
+        # are alike in sound runs, too: it predicts the frequencies of words.
+        stack = next(stack for stack in STACKS if stack in point.similarity)
+        alike = collapsed({stack: {"similarity": point.similarity[stack]}}, COLLAPSING)
         if alike and point.alpha < points[-1].alpha:
             return Verdict("collapsing", f"{where} all tokens of a row are nearly the same vector after {alike}")
     if last > 0.99 * first:

@@ -188,16 +188,17 @@ def old_layers(config: ModelConfig, stack: str) -> np.ndarray:
     return np.isin(np.arange(layers), np.arange(count) * layers // count)
 
 
-_RULE = re.compile(r"(?P<c>\d+\.?\d*(?:e-?\d+)?)(?:/(?P<root>sqrt\()?(?P<count>[nLl])(?(root)\)))?")
+_RULE = re.compile(r"(?P<c>\d+\.?\d*(?:e-?\d+)?)(?:/(?:(?P<root>sqrt|cbrt)\()?(?P<count>[nLl])(?(root)\)))?")
+_ROOTS: dict[str | None, Callable[[np.ndarray], np.ndarray]] = {"sqrt": np.sqrt, "cbrt": np.cbrt, None: np.asarray}
 
 
 def levels(rule: str, depth: Depth, stack: str) -> np.ndarray:
     """Evaluates a rule for the limits of alpha in the layers of a stack: float64 [L], at most 1.
 
     Args:
-      rule: a number c; c/n, c/L or c/l; c/sqrt(n), c/sqrt(L) or c/sqrt(l); or "deepnorm", DeepNorm's ratio of branch to
-        skip, 1 / a. n is the number of residual sub-layers of the stack (`Depth.sublayers`), L the number of its
-        layers, and l the layer, counted from 1.
+      rule: a number c; c/n, c/L or c/l; c/sqrt(...) or c/cbrt(...), the cube root, of one of these; or "deepnorm",
+        DeepNorm's ratio of branch to skip, 1 / a. n is the number of residual sub-layers of the stack
+        (`Depth.sublayers`), L the number of its layers, and l the layer, counted from 1.
       depth: depth of the model.
       stack: "encoder" or "decoder".
 
@@ -221,4 +222,4 @@ def levels(rule: str, depth: Depth, stack: str) -> np.ndarray:
     n = getattr(depth.sublayers, stack)
     counts = {"n": n, "L": layers, "l": np.arange(1, layers + 1), None: 1}
     count = np.asarray(counts[match["count"]], np.float64)
-    return np.minimum(1.0, np.broadcast_to(float(match["c"]) / (np.sqrt(count) if match["root"] else count), (layers,)))
+    return np.minimum(1.0, np.broadcast_to(float(match["c"]) / _ROOTS[match["root"]](count), (layers,)))

@@ -16,9 +16,11 @@ from branchnorm_jax.training.watch import vanishing, weak_layers
 from tests.conftest import TINY, run_main
 
 
-def point(loss: list[float], decoder: list[float], alpha: float = 0.5, similarity: float = 0.2) -> Point:
+def point(
+    loss: list[float], decoder: list[float], alpha: float = 0.5, similarity: float = 0.2, in_decoder: float = 0.1
+) -> Point:
     layers = {"encoder": np.ones(4), "decoder": np.array(decoder)}
-    alike = {"encoder": np.array([0.1, 1.0, 0.5, similarity]), "decoder": np.full(4, 0.1)}
+    alike = {"encoder": np.array([0.1, 1.0, 0.5, similarity]), "decoder": np.full(4, in_decoder)}
     return Point(7, alpha, None, 1e-3, loss, [0.1, 0.2], layers, layers, alike, layers, 1.0)
 
 
@@ -49,6 +51,11 @@ def test_similar_tokens_with_growing_branches_are_collapsing() -> None:
     assert "the encoder (similarity 0.9950)" in reason
     # If the branches do not grow, the encoder recovers, as DeepNorm's does.
     assert judge([alike, full._replace(alpha=0.5)]).word == "healthy"
+    # The decoder counts only in a language model.
+    decoder = point([5.0, 4.9, 4.5], [1.0] * 4, 0.5, in_decoder=0.995)
+    assert judge([decoder, full]).word == "healthy"
+    alone = decoder._replace(similarity={"decoder": decoder.similarity["decoder"]})
+    assert judge([alone, full]).word == "collapsing"
     # Only the output of a stack counts.
     assert judge([point([5.0, 4.9, 4.5], [1.0] * 4), full]).word == "healthy"
 

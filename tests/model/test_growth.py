@@ -91,6 +91,7 @@ def test_start_and_end_rescale_alpha(kind: str) -> None:
         ("1e-2", [0.01] * 4, [0.01] * 3),
         ("1/n", [1 / 8] * 4, [1 / 9] * 3),
         ("2/sqrt(n)", [2 / math.sqrt(8)] * 4, [2 / 3] * 3),
+        ("1.5/cbrt(n)", [1.5 / 2] * 4, [1.5 / 9 ** (1 / 3)] * 3),
         ("1/L", [1 / 4] * 4, [1 / 3] * 3),
         ("1/l", [1, 1 / 2, 1 / 3, 1 / 4], [1, 1 / 2, 1 / 3]),
         ("1/sqrt(l)", [1, 1 / math.sqrt(2), 1 / math.sqrt(3), 1 / 2], [1, 1 / math.sqrt(2), 1 / math.sqrt(3)]),
@@ -109,7 +110,7 @@ def test_levels_are_at_most_1() -> None:
     assert growth.levels("deepnorm", Depth(1, 1), "encoder").tolist() == [1.0]
 
 
-@pytest.mark.parametrize("rule", ["", "-1", "1.5", "1/k", "6/sqrt(n", "6/sqrtn", "6/n)", "half", "1/", "nan"])
+@pytest.mark.parametrize("rule", ["", "-1", "1.5", "1/k", "6/sqrt(n", "6/sqrtn", "6/n)", "6/cbrt(n", "half", "nan"])
 def test_invalid_depth_rules_are_rejected(rule: str) -> None:
     with pytest.raises(UserError, match="1/sqrt"):
         growth.levels(rule, Depth(4, 3), "encoder")

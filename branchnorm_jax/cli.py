@@ -283,7 +283,7 @@ def make_config() -> Config:
         configs.record_chosen(options, given)
     else:
         options = configs.with_recommended(options, get_recipe(options.model.method).recommended)
-    return configs.from_config_dict(configs.with_followers(options))
+    return configs.from_config_dict(configs.with_alpha_steps(options))
 
 
 @contextlib.contextmanager
@@ -424,9 +424,8 @@ def run(mode: str, config: Config, workdir: Workdir) -> None:
         for line in configs.difference(Config(), config, free=True):
             name = line.split(":")[0]
             why = f"  (recommended for {config.model.method})" if recommended.get(name) == chosen[name] else ""
-            leader = configs.FOLLOWS.get(name)
-            if leader and chosen[leader] == chosen[name]:
-                why = f"  (same as {leader})"
+            if name == "model.alpha_steps" and chosen[name] == configs.usual_alpha_steps(config):
+                why = "  (from train.warmup_steps)"
             print(f"  {line}{why}", file=sys.stderr)
 
     with contextlib.ExitStack() as stack:

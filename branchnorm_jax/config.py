@@ -17,6 +17,7 @@ import ml_collections
 
 from branchnorm_jax import checks
 from branchnorm_jax.errors import StorageError, UserError
+from branchnorm_jax.model.methods import METHODS
 from branchnorm_jax.options import Config, fields, parse_depth, sections
 
 
@@ -107,16 +108,24 @@ def with_recommended(config: ml_collections.ConfigDict, recommended: Mapping[str
     return config
 
 
-FOLLOWS = {"model.alpha_steps": "train.warmup_steps"}
-"""option -> the option that it follows, unless it is `assigned`. In BranchNorm's paper T is the warm-up."""
+def usual_alpha_steps(config: ml_collections.ConfigDict | Config) -> int:
+    """Returns T where it is not set: the warm-up W of the learning rate, as in BranchNorm's paper.
+
+    A recipe with `warmup_layers` N, whose updates are scaled (`train.branch_update_power`), has T = W (L / N)^(1/3) if
+    the deeper stack has L > N layers. Without a warm-up T is the default of the option.
+    """
+    model, train = config.model, config.train
+    if not train.warmup_steps:
+        return Config().model.alpha_steps
+    layers = METHODS[model.method].warmup_layers if model.method in METHODS and train.branch_update_power else 0
+    depth = max(model.encoder_layers, model.decoder_layers)
+    return round(train.warmup_steps * max(1.0, depth / layers) ** (1 / 3)) if layers else train.warmup_steps
 
 
-def with_followers(config: ml_collections.ConfigDict) -> ml_collections.ConfigDict:
-    """Sets each unassigned option of `FOLLOWS` to the value of the option that it follows, unless that is 0."""
-    for name, leader in FOLLOWS.items():
-        (section, option), (of_leader, leading) = name.split("."), leader.split(".")
-        if name not in assigned(config) and config[of_leader][leading]:
-            config[section][option] = config[of_leader][leading]
+def with_alpha_steps(config: ml_collections.ConfigDict) -> ml_collections.ConfigDict:
+    """Sets T to `usual_alpha_steps`, unless it is `assigned`."""
+    if "model.alpha_steps" not in assigned(config):
+        config.model.alpha_steps = usual_alpha_steps(config)
     return config
 
 

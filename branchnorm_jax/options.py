@@ -91,7 +91,8 @@ class ModelConfig:
     )
     alpha_steps: int = option(
         4000,
-        "T: the update at which alpha reaches its end in every layer; if you do not set it, train.warmup_steps",
+        "T: the update at which alpha reaches its end in every layer; unless you set it, train.warmup_steps, or later "
+        "in deep models of branchnorm",
         unit="updates",
         minimum=1,
         maximum=1e9,

@@ -12,7 +12,14 @@ from hypothesis import given, reject
 from hypothesis import strategies as st
 
 from branchnorm_jax import config as options
-from branchnorm_jax.config import assigned, default_config, from_config_dict, to_flat, with_followers, with_recommended
+from branchnorm_jax.config import (
+    assigned,
+    default_config,
+    from_config_dict,
+    to_flat,
+    with_alpha_steps,
+    with_recommended,
+)
 from branchnorm_jax.errors import StorageError, UserError
 from branchnorm_jax.model.methods import METHODS
 from branchnorm_jax.options import Config, ModelConfig, TrainConfig, fields, sections
@@ -409,12 +416,31 @@ def test_assigned_options_override_recommendations_even_at_the_default() -> None
 def test_alpha_steps_follow_the_warmup_unless_assigned() -> None:
     config = default_config()
     config.train.warmup_steps = 200
-    assert from_config_dict(with_followers(copy.deepcopy(config))).model.alpha_steps == 200
+    assert from_config_dict(with_alpha_steps(copy.deepcopy(config))).model.alpha_steps == 200
     config.model.alpha_steps = ModelConfig().alpha_steps
-    assert from_config_dict(with_followers(config)).model.alpha_steps == ModelConfig().alpha_steps
+    assert from_config_dict(with_alpha_steps(config)).model.alpha_steps == ModelConfig().alpha_steps
     without = default_config()
     without.train.warmup_steps = 0
-    assert from_config_dict(with_followers(without)).model.alpha_steps == ModelConfig().alpha_steps
+    assert from_config_dict(with_alpha_steps(without)).model.alpha_steps == ModelConfig().alpha_steps
+
+
+@pytest.mark.parametrize(
+    ("method", "depth", "power", "expected"),
+    [
+        ("branchnorm", "18L-18L", 2.0, 200),
+        ("branchnorm", "144L-6L", 2.0, 400),  # 144 = 8 x 18
+        ("branchnorm", "6L-144L", 1.0, 400),
+        ("branchnorm", "144L-6L", 0.0, 200),  # as published
+        ("prores_pre_ln", "144L-6L", 2.0, 200),
+    ],
+)
+def test_alpha_grows_for_longer_in_deeper_stacks_of_branchnorm(
+    method: str, depth: str, power: float, expected: int
+) -> None:
+    config = default_config(depth)
+    config.model.method = method
+    config.train.warmup_steps, config.train.branch_update_power = 200, power
+    assert with_alpha_steps(config).model.alpha_steps == expected
 
 
 def test_saved_options_count_as_assigned() -> None:

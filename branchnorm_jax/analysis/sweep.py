@@ -140,7 +140,7 @@ def plan_runs(config: Config) -> dict[str, tuple[Run, Config]]:
 
 def configure(config: Config, run: Run) -> Config:
     """Returns the config of one run. Raises `UserError` if a value is invalid."""
-    options = configs.with_followers(configs.with_recommended(_options(config, run), recommended(config, run)))
+    options = configs.with_alpha_steps(configs.with_recommended(_options(config, run), recommended(config, run)))
     # The config of a run does not contain the grid, so a sweep with a longer grid keeps the finished runs.
     return dataclasses.replace(configs.from_config_dict(options), sweep=SweepConfig())
 
@@ -176,8 +176,8 @@ def _options(config: Config, run: Run) -> ml_collections.ConfigDict:
     given, defaults, chosen = configs.to_flat(config), configs.to_flat(Config()), config.sweep.chosen.split(",")
     for full, value in given.items():
         section, name = full.split(".")
-        # An option that equals its leader (`configs.FOLLOWS`) stays unassigned, so it follows the leader in every run.
-        default = given[configs.FOLLOWS[full]] if full in configs.FOLLOWS else defaults[full]
+        # If T is the usual one, it stays unassigned, so it is the usual one in every run.
+        default = configs.usual_alpha_steps(config) if full == "model.alpha_steps" else defaults[full]
         if (value != default or full in chosen) and section in options:  # `import_` has another name, and no effect
             options[section][name] = value
     for axis, text in run.items():

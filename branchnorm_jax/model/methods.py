@@ -92,13 +92,13 @@ METHODS["branchnorm"] = BRANCHNORM = Recipe(
     citation="BranchNorm: Robustly Scaling Extremely Deep Transformers (Liu et al., 2023)",
     arxiv="2305.02790",
     note="model.alpha_schedule determines how alpha grows until update T = model.alpha_steps. The paper does not scale "
-    "updates, and its alpha ends at 1 at every depth; with Adam the encoder then collapses (see docs/results.md).",
+    "updates, and T is the warm-up at every depth; with Adam the encoder then collapses (see docs/results.md).",
     post=True,
     branch=Weight(ZERO, end=ONE),
     init="xavier_normal",
     gain=DEEPNORM_GAIN,
-    # 16/sqrt(n), capped at 1, is 1 up to 85 layers. If alpha ended at 1, 500L-500L would collapse; see docs/depth.md.
-    recommended={"train.branch_update_power": 2.0, "model.alpha_end": "16/sqrt(n)"},
+    warmup_layers=18,
+    recommended={"train.branch_update_power": 2.0},
 )
 METHODS["mixnorm"] = replace(
     BRANCHNORM,

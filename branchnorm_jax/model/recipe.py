@@ -123,6 +123,8 @@ class Recipe:
         adds the layer's input. "dual": x and the sum of all branches; the norm of the sum is added at the end.
         "combination": a learned combination of the normalised outputs of all earlier layers ("combination_post": the
         combination is normalised instead). "siamese", "hyper", "blocks": see `streams.py`.
+      warmup_layers: if > 0, the largest number of layers for which T is by default the warm-up of the learning rate, if
+        updates are scaled; see `config.usual_alpha_steps`.
       profiled: a profiling pass sets the learned skip weights before the first update (`admin.py`).
       init: base distribution of the weights, a key of `initializers.BASES`.
       gain: factors on the initial weights, by matrix ("v"), by sub-layer and matrix ("cross/v", which takes
@@ -154,6 +156,7 @@ class Recipe:
     shifts: bool = False
     biases: bool = True
     stream: str = "plain"
+    warmup_layers: int = 0
     profiled: bool = False
     init: str = "xavier_uniform"
     gain: Mapping[str, Rule] = dataclasses.field(default_factory=dict, hash=False)

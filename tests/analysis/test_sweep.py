@@ -11,7 +11,7 @@ import pytest
 from ml_collections import ConfigDict
 
 from branchnorm_jax.analysis import sweep
-from branchnorm_jax.config import default_config, from_config_dict, load, record_chosen, with_followers
+from branchnorm_jax.config import default_config, from_config_dict, load, record_chosen, with_alpha_steps
 from branchnorm_jax.errors import UserError
 from branchnorm_jax.evaluation.bleu import Score
 from branchnorm_jax.evaluation.evaluate import scoring_options, write_results
@@ -38,19 +38,18 @@ def test_grid_combines_its_axes_and_names_its_runs() -> None:
 
 
 def test_recommended_options_that_no_run_sets_are_named() -> None:
-    def left_out(grid: str, **train: float) -> dict[str, dict[str, Any]]:
+    def left_out(grid: str, **train: str) -> dict[str, dict[str, Any]]:
         options = default_config("2L-2L")
         options.sweep.grid = grid
         options.train.update(train)
         return sweep.left_out(sweep.plan_runs(from_config_dict(options)))
 
-    recommended = METHODS["branchnorm"].recommended
-    power, end = "train.branch_update_power", "model.alpha_end"
-    assert left_out("method=branchnorm,post_ln") == {"branchnorm": recommended}
-    assert left_out("method=branchnorm", branch_update_power=1.0) == {"branchnorm": {end: recommended[end]}}
-    grid = f"method=branchnorm | method=branchnorm {power}=0 train.seed=1"
-    assert left_out(grid) == {"branchnorm": {end: recommended[end]}}
-    assert not left_out(f"method=branchnorm {power}=2 {end}=1")
+    recommended = METHODS["rezero"].recommended
+    rest = {name: value for name, value in recommended.items() if name != "train.optimizer"}
+    assert left_out("method=rezero,post_ln") == {"rezero": recommended}
+    assert left_out("method=rezero", optimizer="lamb") == {"rezero": rest}
+    assert left_out("method=rezero | method=rezero train.optimizer=adam train.seed=1") == {"rezero": rest}
+    assert not left_out("method=rezero train.optimizer=lamb train.schedule=constant train.warmup_steps=0")
 
 
 def test_recommended_options_apply_on_request_to_options_that_are_not_set() -> None:
@@ -86,7 +85,7 @@ def test_alpha_steps_follow_the_warmup_of_each_run_unless_set() -> None:
         options.train.warmup_steps = warmup
         if chosen is not None:
             options.model.alpha_steps = chosen
-        return sweep.configure(from_config_dict(with_followers(options)), run).model.alpha_steps
+        return sweep.configure(from_config_dict(with_alpha_steps(options)), run).model.alpha_steps
 
     assert alpha_steps(300, None, {"method": "branchnorm"}) == 300
     assert alpha_steps(300, None, {"train.warmup_steps": "100"}) == 100

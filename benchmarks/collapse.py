@@ -68,7 +68,7 @@ def read(folder: Path) -> dict[str, Any]:
     gradient = encoder["gradient"]
     return {
         "config": {
-            "method": config.model.method,
+            **{name: getattr(config.model, name) for name in ("method", "alpha_steps", "alpha_end")},
             **{name: getattr(config.train, name) for name in ("branch_update_power", "seed", "optimizer")},
             **{name: getattr(config.train, name) for name in ("learning_rate", "batch_tokens", "encoder_rate")},
             "encoder_rate_steps": config.train.encoder_rate_steps,

@@ -279,11 +279,12 @@ def make_config() -> Config:
     given = set(config_flags.get_override_values(FLAGS["config"]))
     options = configs.with_one_length(FLAGS.config, given)
     if FLAGS.mode == "sweep":
-        # Each run of a sweep has its own method and therefore its own recommended options.
+        # Each run of a sweep has its own method and depth, and therefore its own recommended options and T.
         configs.record_chosen(options, given)
     else:
         options = configs.with_recommended(options, get_recipe(options.model.method).recommended)
-    return configs.from_config_dict(configs.with_alpha_steps(options))
+        options = configs.with_alpha_steps(options)
+    return configs.from_config_dict(options)
 
 
 @contextlib.contextmanager
@@ -425,7 +426,7 @@ def run(mode: str, config: Config, workdir: Workdir) -> None:
             name = line.split(":")[0]
             why = f"  (recommended for {config.model.method})" if recommended.get(name) == chosen[name] else ""
             if name == "model.alpha_steps" and chosen[name] == configs.usual_alpha_steps(config):
-                why = "  (from train.warmup_steps)"
+                why = "  (the default for this warm-up and depth)"
             print(f"  {line}{why}", file=sys.stderr)
 
     with contextlib.ExitStack() as stack:

@@ -167,7 +167,7 @@ class Workdir:
             if changed:
                 raise UserError(
                     f"{self.path}: this workdir was made with another config ({'; '.join(changed)}); "
-                    f"choose another --workdir or go back to the old values"
+                    "choose another --workdir, or go back to the old values: without --config the run uses its own"
                 )
 
     def check_resumes(self, config: Config) -> None:

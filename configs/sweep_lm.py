@@ -54,6 +54,7 @@ def get_config(depth: str = "") -> ml_collections.ConfigDict:
     config.train.batch_tokens = 1024
     config.train.learning_rate = 3e-3
     config.train.warmup_steps = 300
+    config.model.alpha_steps = 300  # At 64L the default of BranchNorm has been longer since these runs.
     config.train.eval_every = 0
     config.train.checkpoint_every = 250
     config.evaluate.stride = 128

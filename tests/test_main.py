@@ -554,18 +554,19 @@ def test_a_polynomial_decay_ends_with_the_run(tmp_path: Path) -> None:
 
 
 def test_explicit_options_override_the_depth_recipe() -> None:
-    """The recipe of branchnorm has updates x alpha^2, and at 144L-144L a T of twice the warm-up: 144 = 8 x 18."""
+    """The recipe of branchnorm has updates x alpha^2, and at 144L-144L a T of twice the warm-up (144 = 8 x 18) and an end below 1."""
 
     def chosen(*options: str) -> list[str]:
         code = (
             "import sys; from branchnorm_jax.cli import parse; c = parse(['main.py', *sys.argv[1:]])[0]; "
-            "print(c.train.branch_update_power, c.model.alpha_steps)"
+            "print(c.train.branch_update_power, c.model.alpha_end, c.model.alpha_steps)"
         )
         command = [sys.executable, "-c", code, "--config=configs/text.py:144L-144L", *options]
         return subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout.split()
 
-    assert chosen() == ["2.0", "8000"]
-    assert chosen("--config.train.warmup_steps=300") == ["2.0", "600"]
-    assert chosen("--config.train.branch_update_power=0", "--config.model.alpha_steps=70") == ["0.0", "70"]
-    assert chosen("--config.train.branch_update_power=0") == ["0.0", "4000"]
+    assert chosen() == ["2.0", "7/cbrt(n)", "8000"]
+    assert chosen("--config.train.warmup_steps=300") == ["2.0", "7/cbrt(n)", "600"]
+    published = "--config.train.branch_update_power=0", "--config.model.alpha_end=1"
+    assert chosen(*published) == ["0.0", "1", "4000"]
+    assert chosen(*published, "--config.model.alpha_steps=70") == ["0.0", "1", "70"]
     assert chosen("--config.model.method=deepnorm")[0] == "0.0"

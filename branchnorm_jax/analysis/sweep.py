@@ -176,9 +176,9 @@ def _options(config: Config, run: Run) -> ml_collections.ConfigDict:
     given, defaults, chosen = configs.to_flat(config), configs.to_flat(Config()), config.sweep.chosen.split(",")
     for full, value in given.items():
         section, name = full.split(".")
-        # If T is the usual one, it stays unassigned, so it is the usual one in every run.
-        default = configs.usual_alpha_steps(config) if full == "model.alpha_steps" else defaults[full]
-        if (value != default or full in chosen) and section in options:  # `import_` has another name, and no effect
+        if (
+            value != defaults[full] or full in chosen
+        ) and section in options:  # `import_` has another name, and no effect
             options[section][name] = value
     for axis, text in run.items():
         if axis == "depth":

@@ -92,13 +92,15 @@ METHODS["branchnorm"] = BRANCHNORM = Recipe(
     citation="BranchNorm: Robustly Scaling Extremely Deep Transformers (Liu et al., 2023)",
     arxiv="2305.02790",
     note="model.alpha_schedule determines how alpha grows until update T = model.alpha_steps. The paper does not scale "
-    "updates, and T is the warm-up at every depth; with Adam the encoder then collapses (see docs/results.md).",
+    "updates, T is the warm-up, and alpha ends at 1 at every depth; with Adam the encoder then collapses (see "
+    "docs/results.md).",
     post=True,
     branch=Weight(ZERO, end=ONE),
     init="xavier_normal",
     gain=DEEPNORM_GAIN,
     warmup_layers=18,
-    recommended={"train.branch_update_power": 2.0},
+    # 7/cbrt(n), capped at 1, is 1 up to 114 layers. With an end of 1, 500L-500L becomes unstable; see docs/depth.md.
+    recommended={"train.branch_update_power": 2.0, "model.alpha_end": "7/cbrt(n)"},
 )
 METHODS["mixnorm"] = replace(
     BRANCHNORM,
@@ -106,6 +108,7 @@ METHODS["mixnorm"] = replace(
     note="The paper's tables have this method, but no formula. Our interpretation: DeepNorm's skip weight with "
     "BranchNorm's growing branch. After the growth it equals DeepNorm.",
     skip=Weight(by.deepnorm_alpha),
+    warmup_layers=0,
     recommended={},
 )
 METHODS["mixnorm_anneal"] = replace(
@@ -114,6 +117,7 @@ METHODS["mixnorm_anneal"] = replace(
     note="Another interpretation of mixnorm: the skip weight shrinks while the branch grows. After the growth it "
     "equals Post-LN.",
     skip=Weight(by.deepnorm_alpha, end=ONE),
+    warmup_layers=0,
     recommended={},
 )
 METHODS["rezero"] = REZERO = Recipe(

@@ -364,8 +364,7 @@ class Checkpoints:
             restored, fault = self._restore(step, **whole)
             if not fault:
                 state, memory = _joined(restored, abstract), restored["memory"]["memory"]
-                later = json.loads(hosts.gather(json.dumps((self._manager.metrics(step) or {}).get("later")))[0])
-                if later:
+                if later := self._later(step):
                     scale = jax.device_put(np.float32(later["rate_scale"]), state.rate_scale.sharding)
                     return dataclasses.replace(state, rate_scale=scale), later["memory"]
                 return state, memory
@@ -375,6 +374,18 @@ class Checkpoints:
                 f"{self._directory}: none of the checkpoints {steps} can be read; delete them to start over"
             )
         return None
+
+    def _later(self, step: int) -> dict[str, Any] | None:
+        """Returns what a later validation has changed, as process 0 reads it. All processes must call this.
+
+        If it cannot be read, the validation is made again.
+        """
+        found = None
+        if jax.process_index() == 0:
+            with contextlib.suppress(OSError):
+                found = (self._manager.metrics(step) or {}).get("later")
+        shared: dict[str, Any] | None = json.loads(hosts.gather(json.dumps(found))[0])
+        return shared
 
     def named(self, which: str) -> list[int]:
         """Returns the step of the checkpoint `which`, followed by the steps that `restore_params` falls back to.

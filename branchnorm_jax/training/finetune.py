@@ -196,7 +196,15 @@ def first_parameters(config: Config, model: Transformer) -> tuple[Params, int]:
                 + " ".join(f"model.{name}={getattr(theirs.model, name)}" for name in names)
             )
     logs.say(f"starting from the parameters of {parent.path}, step {step}")
-    return params, schedules.clock_at(config.model, alpha)
+    clock = schedules.clock_at(config.model, alpha)
+    own = growth.alpha(config.model)(jnp.int32(clock))
+    if get_recipe(config.model.method).grows and any(bool((abs(own[s] - alpha[s]) > 0.01).any()) for s in alpha):
+        logs.say(
+            f"{option}: alpha begins with the same mean, {schedules.mean(alpha):.3g}, but not with the same values by layer, "
+            f"so the model computes another function; with model.alpha_end={theirs.model.alpha_end or '1'} "
+            f"model.alpha_order={theirs.model.alpha_order} it would compute the same"
+        )
+    return params, clock
 
 
 def with_new_tags(params: Params, tokenizer: Tokenizer, model: Transformer) -> Params:

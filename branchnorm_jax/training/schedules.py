@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from branchnorm_jax.config import usual_alpha_steps
 from branchnorm_jax.errors import UserError
 from branchnorm_jax.model import growth
 from branchnorm_jax.model.coefficients import Alpha
@@ -207,13 +208,19 @@ def doubts(config: Config, updates: int, clock: int) -> list[str]:
             f"the run ends in its warm-up: at the end, the learning rate has reached {share(updates):.1%} of its peak; "
             f"lower train.warmup_steps={warmup}, for example to a tenth of the {updates:,} updates"
         )
+    if get_recipe(model.method).grows and 0 < updates < model.alpha_steps:
+        lines.append(
+            f"the run ends before alpha does: its {updates:,} updates are fewer than model.alpha_steps="
+            f"{model.alpha_steps}; lower that, or train.warmup_steps"
+        )
     grows = get_recipe(model.method).grows and model.alpha_order == "equal" and "encoder" in model.stacks
-    if grows and clock < model.alpha_steps < warmup and share(model.alpha_steps) < 1:
+    usual = usual_alpha_steps(config)
+    if grows and warmup and clock < model.alpha_steps < usual and share(min(model.alpha_steps, warmup - 1)) < 1:
         start, end = (growth.alpha(model)(jnp.int32(each))["encoder"] for each in (0, model.alpha_steps))
         if (start < end).any():
             lines.append(
-                f"alpha grows faster than the learning rate (model.alpha_steps={model.alpha_steps} is less than "
-                f"train.warmup_steps={warmup}): deep encoders may collapse, see docs/depth.md"
+                f"alpha grows faster than it should at this depth (model.alpha_steps={model.alpha_steps}, by default "
+                f"{usual}): the encoder may collapse, see docs/depth.md"
             )
     return lines
 

@@ -11,7 +11,7 @@ import ml_collections
 
 from configs import wmt17_ende
 
-OURS = "method=branchnorm train.branch_update_power=2"
+OURS = "method=branchnorm train.branch_update_power=2 model.alpha_end=7/cbrt(n)"
 """BranchNorm with this project's defaults. In a grid, `method=branchnorm` alone is the method as published."""
 
 

@@ -11,7 +11,7 @@ import pytest
 from ml_collections import ConfigDict
 
 from branchnorm_jax.analysis import sweep
-from branchnorm_jax.config import default_config, from_config_dict, load, record_chosen, with_alpha_steps
+from branchnorm_jax.config import default_config, from_config_dict, load, record_chosen
 from branchnorm_jax.errors import UserError
 from branchnorm_jax.evaluation.bleu import Score
 from branchnorm_jax.evaluation.evaluate import scoring_options, write_results
@@ -85,13 +85,15 @@ def test_alpha_steps_follow_the_warmup_of_each_run_unless_set() -> None:
         options.train.warmup_steps = warmup
         if chosen is not None:
             options.model.alpha_steps = chosen
-        return sweep.configure(from_config_dict(with_alpha_steps(options)), run).model.alpha_steps
+        return sweep.configure(from_config_dict(options), run).model.alpha_steps
 
     assert alpha_steps(300, None, {"method": "branchnorm"}) == 300
     assert alpha_steps(300, None, {"train.warmup_steps": "100"}) == 100
     assert alpha_steps(300, 700, {"train.warmup_steps": "100"}) == 700
-    # This includes a T that is set to its default.
-    assert alpha_steps(300, ModelConfig().alpha_steps, {"train.warmup_steps": "100"}) == ModelConfig().alpha_steps
+    # This includes a T that equals the warm-up.
+    deep = {"depth": "144L-144L", "train.branch_update_power": "2"}
+    assert alpha_steps(300, None, deep) == 600
+    assert alpha_steps(300, 300, deep) == 300
     assert alpha_steps(300, None, {"model.alpha_steps": "50"}) == 50
 
 

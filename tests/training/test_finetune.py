@@ -151,7 +151,7 @@ def test_different_models_are_rejected(trained: Path, tmp_path: Path, model: dic
 
 def test_no_layer_of_a_child_has_a_smaller_alpha_than_the_parent_at_the_end(trained: Path, tmp_path: Path) -> None:
     """The parent, 2L-2L, ends at 1. The child's encoder of 4 sub-layers does, too, but not its decoder of 6."""
-    message = r"alpha of decoder layer 1 is 1 in .*, but ends at 0.816 here; set model.alpha_end=1"
+    message = r"alpha of decoder layer 1 is 1 in .*, but ends at 0.816 here; set model.alpha_end=7/cbrt\(n\)"
     with pytest.raises(UserError, match=message):
         loop.train(child_of(trained, model={"alpha_end": "2/sqrt(n)"}), Workdir(tmp_path / "child"))
 

@@ -554,7 +554,7 @@ def test_a_polynomial_decay_ends_with_the_run(tmp_path: Path) -> None:
 
 
 def test_explicit_options_override_the_depth_recipe() -> None:
-    """The recipe of branchnorm has updates x alpha^2, and at 144L-144L a T of twice the warm-up (144 = 8 x 18) and an end below 1."""
+    """branchnorm has updates x alpha^2, and at 144L-144L a T of twice the warm-up: 144 = 8 x 18."""
 
     def chosen(*options: str) -> list[str]:
         code = (

@@ -176,9 +176,8 @@ def _options(config: Config, run: Run) -> ml_collections.ConfigDict:
     given, defaults, chosen = configs.to_flat(config), configs.to_flat(Config()), config.sweep.chosen.split(",")
     for full, value in given.items():
         section, name = full.split(".")
-        if (
-            value != defaults[full] or full in chosen
-        ) and section in options:  # `import_` has another name, and no effect
+        # The section `import_` has another name there, and no effect.
+        if (value != defaults[full] or full in chosen) and section in options:
             options[section][name] = value
     for axis, text in run.items():
         if axis == "depth":

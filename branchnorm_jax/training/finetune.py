@@ -200,9 +200,9 @@ def first_parameters(config: Config, model: Transformer) -> tuple[Params, int]:
     own = growth.alpha(config.model)(jnp.int32(clock))
     if get_recipe(config.model.method).grows and any(bool((abs(own[s] - alpha[s]) > 0.01).any()) for s in alpha):
         logs.say(
-            f"{option}: alpha begins with the same mean, {schedules.mean(alpha):.3g}, but not with the same values by layer, "
-            f"so the model computes another function; with model.alpha_end={theirs.model.alpha_end or '1'} "
-            f"model.alpha_order={theirs.model.alpha_order} it would compute the same"
+            f"{option}: alpha begins with the mean of {parent.path}, {schedules.mean(alpha):.3g}, but not its values "
+            f"in some layers, so the model computes another function; model.alpha_end={theirs.model.alpha_end or '1'} "
+            f"model.alpha_order={theirs.model.alpha_order} keeps it"
         )
     return params, clock
 

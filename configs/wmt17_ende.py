@@ -23,8 +23,8 @@ Differences from the paper, which uses fairseq's prepare-wmt14en2de.sh:
   - The script takes Europarl v7, Common Crawl and News Commentary v12; TFDS adds rapid_2016.
   - The script validates on every 100th training pair, this config on newstest2013.
   - The paper trains BranchNorm with plain updates; here the update of each layer is multiplied by alpha^2, and in deep
-    stacks alpha grows more slowly and ends below 1 (see docs/depth.md). As published: --config.train.branch_update_power=0
-    --config.model.alpha_end=1.
+    stacks alpha grows more slowly and ends below 1 (see docs/depth.md). As published:
+    --config.train.branch_update_power=0 --config.model.alpha_end=1.
   - The script tokenises with Moses and learns 40,000 BPE merges; here SentencePiece learns 40,000 BPE pieces.
 
 To train on the script's own pairs, detokenise train, valid and test of its folder wmt14_en_de/tmp, and add

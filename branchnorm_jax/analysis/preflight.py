@@ -208,6 +208,7 @@ def judge(points: Sequence[Point]) -> Verdict:
     has weak layers at full alpha even if the run is sound, because skip connections then carry little of the gradient.
     """
     first, last = points[0].loss[0], points[-1].loss[-1]
+    peak = max(points, key=lambda point: point.learning_rate).step
     for index, point in enumerate(points):
         where = f"at update {point.step} (alpha {point.alpha:.2g}, learning rate {point.learning_rate:.2g})"
         if not np.isfinite([*point.loss, *(values.sum() for values in point.gradient.values())]).all():
@@ -222,11 +223,12 @@ def judge(points: Sequence[Point]) -> Verdict:
             return Verdict(
                 "vanishing", f"in {layers} {where}: the smallest gradient is {least:.1g} of the largest of its stack"
             )
-        # If alpha no longer grows, the encoder recovers once the decoder reads it. Before that, the tokens of a decoder
-        # are alike in sound runs, too: it predicts the frequencies of words.
+        # Near the peak of the learning rate, the decoder of a real run begins to read, which keeps the encoder's tokens
+        # apart; a time lapse is too short for that. Before it reads, its own tokens are alike in sound runs, too: it
+        # predicts the frequencies of words.
         stack = next(stack for stack in STACKS if stack in point.similarity)
         alike = collapsed({stack: {"similarity": point.similarity[stack]}}, COLLAPSING)
-        if alike and point.alpha < points[-1].alpha:
+        if alike and point.step < peak and point.alpha < points[-1].alpha:
             return Verdict("collapsing", f"{where} all tokens of a row are nearly the same vector after {alike}")
     if last > 0.99 * first:
         return Verdict("still", f"the loss stays at {last:.3g}")

@@ -44,13 +44,17 @@ def test_verdicts() -> None:
 
 
 def test_similar_tokens_with_growing_branches_are_collapsing() -> None:
-    alike, full = point([5.0, 4.9, 4.5], [1.0] * 4, 0.5, 0.995), point([4.5, 4.4, 4.3], [1.0] * 4, alpha=1.0)
+    alike = point([5.0, 4.9, 4.5], [1.0] * 4, 0.5, 0.995)
+    full = point([4.5, 4.4, 4.3], [1.0] * 4, alpha=1.0)._replace(step=9, learning_rate=2e-3)
     word, reason = judge([alike, full])
     assert word == "collapsing"
     assert "at update 7" in reason
     assert "the encoder (similarity 0.9950)" in reason
     # If the branches do not grow, the encoder recovers, as DeepNorm's does.
     assert judge([alike, full._replace(alpha=0.5)]).word == "healthy"
+    # From the peak of the learning rate on, the decoder reads the encoder, which does not collapse any more.
+    early = point([5.0, 4.9, 4.5], [1.0] * 4, 0.1)._replace(step=3, learning_rate=2e-3)
+    assert judge([early, alike, full]).word == "healthy"
     # The decoder counts only in a language model.
     decoder = point([5.0, 4.9, 4.5], [1.0] * 4, 0.5, in_decoder=0.995)
     assert judge([decoder, full]).word == "healthy"

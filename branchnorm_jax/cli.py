@@ -282,8 +282,8 @@ def make_config() -> Config:
         # Each run of a sweep has its own method and depth, and therefore its own recommended options and T.
         configs.record_chosen(options, given)
     else:
-        options = configs.with_recommended(options, get_recipe(options.model.method).recommended)
-        options = configs.with_alpha_steps(options)
+        recipe = get_recipe(options.model.method)
+        options = configs.with_alpha_steps(configs.with_recommended(options, recipe.recommended), recipe.warmup_layers)
     return configs.from_config_dict(options)
 
 
@@ -420,12 +420,12 @@ def run(mode: str, config: Config, workdir: Workdir) -> None:
     jax.config.update("jax_compilation_cache_dir", cache)
     if mode == "train" and hosts.is_first():
         print(f"{workdir.path}: differences from the defaults", file=sys.stderr)
-        recommended = get_recipe(config.model.method).recommended
+        recipe = get_recipe(config.model.method)
         chosen = configs.to_flat(config)
         for line in configs.difference(Config(), config, free=True):
             name = line.split(":")[0]
-            why = f"  (recommended for {config.model.method})" if recommended.get(name) == chosen[name] else ""
-            if name == "model.alpha_steps" and chosen[name] == configs.usual_alpha_steps(config):
+            why = f"  (recommended for {config.model.method})" if recipe.recommended.get(name) == chosen[name] else ""
+            if name == "model.alpha_steps" and chosen[name] == configs.usual_alpha_steps(config, recipe.warmup_layers):
                 why = "  (the default for this warm-up and depth)"
             print(f"  {line}{why}", file=sys.stderr)
 

@@ -17,7 +17,6 @@ import ml_collections
 
 from branchnorm_jax import checks
 from branchnorm_jax.errors import StorageError, UserError
-from branchnorm_jax.model.methods import METHODS
 from branchnorm_jax.options import Config, fields, parse_depth, sections
 
 
@@ -108,24 +107,29 @@ def with_recommended(config: ml_collections.ConfigDict, recommended: Mapping[str
     return config
 
 
-def usual_alpha_steps(config: ml_collections.ConfigDict | Config) -> int:
+def usual_alpha_steps(config: ml_collections.ConfigDict | Config, warmup_layers: int) -> int:
     """Returns T where it is not set: the warm-up W of the learning rate, as in BranchNorm's paper.
 
-    A recipe with `warmup_layers` N, whose updates are scaled (`train.branch_update_power`), has T = W (L / N)^(1/3) if
-    the deeper stack has L > N layers. Without a warm-up T is the default of the option.
+    If updates are scaled (`train.branch_update_power`) and the deeper stack has L > N layers, T = W (L / N)^(1/3).
+    Without a warm-up T is the default of the option.
+
+    Args:
+      config: all options.
+      warmup_layers: N of the method's recipe; 0 if T never depends on the depth.
     """
     model, train = config.model, config.train
     if not train.warmup_steps:
         return Config().model.alpha_steps
-    layers = METHODS[model.method].warmup_layers if model.method in METHODS and train.branch_update_power else 0
-    depth = max(model.encoder_layers, model.decoder_layers)
-    return round(train.warmup_steps * max(1.0, depth / layers) ** (1 / 3)) if layers else train.warmup_steps
+    if not warmup_layers or not train.branch_update_power:
+        return int(train.warmup_steps)
+    depth = max(model.encoder_layers, model.decoder_layers) / warmup_layers
+    return round(train.warmup_steps * max(1.0, depth) ** (1 / 3))
 
 
-def with_alpha_steps(config: ml_collections.ConfigDict) -> ml_collections.ConfigDict:
+def with_alpha_steps(config: ml_collections.ConfigDict, warmup_layers: int) -> ml_collections.ConfigDict:
     """Sets T to `usual_alpha_steps`, unless it is `assigned`."""
     if "model.alpha_steps" not in assigned(config):
-        config.model.alpha_steps = usual_alpha_steps(config)
+        config.model.alpha_steps = usual_alpha_steps(config, warmup_layers)
     return config
 
 

@@ -168,10 +168,11 @@ def changing(texts: Iterator[str], path: Path, rng: random.Random) -> Iterator[s
 
 
 def units_in(kind: str, content: bytes) -> int:
-    """Returns the number of units in a file: of lines, or of translation units of TMX."""
+    """Returns the number of units in a file: of lines, of JSON lines that are not empty, or of units of TMX."""
     if kind == "tmx":
         return len(re.findall(rb"<tu>.*?</tu>", content, re.DOTALL))
-    return len(hostile.plain(content)) - (kind == "tsv")
+    lines = hostile.plain(content)
+    return len([line for line in lines if line.strip()]) if kind == "jsonl" else len(lines) - (kind == "tsv")
 
 
 class Command(NamedTuple):

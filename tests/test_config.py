@@ -416,12 +416,12 @@ def test_assigned_options_override_recommendations_even_at_the_default() -> None
 def test_alpha_steps_follow_the_warmup_unless_assigned() -> None:
     config = default_config()
     config.train.warmup_steps = 200
-    assert from_config_dict(with_alpha_steps(copy.deepcopy(config))).model.alpha_steps == 200
+    assert from_config_dict(with_alpha_steps(copy.deepcopy(config), 18)).model.alpha_steps == 200
     config.model.alpha_steps = ModelConfig().alpha_steps
-    assert from_config_dict(with_alpha_steps(config)).model.alpha_steps == ModelConfig().alpha_steps
+    assert from_config_dict(with_alpha_steps(config, 18)).model.alpha_steps == ModelConfig().alpha_steps
     without = default_config()
     without.train.warmup_steps = 0
-    assert from_config_dict(with_alpha_steps(without)).model.alpha_steps == ModelConfig().alpha_steps
+    assert from_config_dict(with_alpha_steps(without, 18)).model.alpha_steps == ModelConfig().alpha_steps
 
 
 @pytest.mark.parametrize(
@@ -440,7 +440,7 @@ def test_alpha_grows_for_longer_in_deeper_stacks_of_branchnorm(
     config = default_config(depth)
     config.model.method = method
     config.train.warmup_steps, config.train.branch_update_power = 200, power
-    assert with_alpha_steps(config).model.alpha_steps == expected
+    assert with_alpha_steps(config, METHODS[method].warmup_layers).model.alpha_steps == expected
 
 
 def test_saved_options_count_as_assigned() -> None:

@@ -140,7 +140,8 @@ def plan_runs(config: Config) -> dict[str, tuple[Run, Config]]:
 
 def configure(config: Config, run: Run) -> Config:
     """Returns the config of one run. Raises `UserError` if a value is invalid."""
-    options = configs.with_alpha_steps(configs.with_recommended(_options(config, run), recommended(config, run)))
+    options = configs.with_recommended(_options(config, run), recommended(config, run))
+    options = configs.with_alpha_steps(options, get_recipe(options.model.method).warmup_layers)
     # The config of a run does not contain the grid, so a sweep with a longer grid keeps the finished runs.
     return dataclasses.replace(configs.from_config_dict(options), sweep=SweepConfig())
 

@@ -214,7 +214,7 @@ def doubts(config: Config, updates: int, clock: int) -> list[str]:
             f"{model.alpha_steps}; lower that, or train.warmup_steps"
         )
     grows = get_recipe(model.method).grows and model.alpha_order == "equal" and "encoder" in model.stacks
-    usual = usual_alpha_steps(config)
+    usual = usual_alpha_steps(config, get_recipe(model.method).warmup_layers)
     if grows and warmup and clock < model.alpha_steps < usual and share(min(model.alpha_steps, warmup - 1)) < 1:
         start, end = (growth.alpha(model)(jnp.int32(each))["encoder"] for each in (0, model.alpha_steps))
         if (start < end).any():

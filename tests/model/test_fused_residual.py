@@ -47,8 +47,11 @@ def both(dtype: Any, rate: float, key: jax.Array | None) -> tuple[list[Any], lis
 
 @pytest.mark.parametrize("rate", [0.0, 0.5])
 def test_equals_the_twin_in_float32(rate: float) -> None:
-    for expected, result in zip(*both(jnp.float32, rate, jax.random.key(3)), strict=True):
-        assert float(jnp.abs(result - expected).max() / jnp.abs(expected).max()) < 1e-6
+    """The gradients of a and b are sums of 65,536 numbers, whose rounding errors grow with its root."""
+    y, *gradients = zip(*both(jnp.float32, rate, jax.random.key(3)), strict=True)
+    for expected, result in (y, *gradients):
+        limit = 2.0**-24 * 256 if expected.ndim == 0 else 1e-6
+        assert float(jnp.abs(result - expected).max() / jnp.abs(expected).max()) < limit
 
 
 @pytest.mark.slow

@@ -12,8 +12,7 @@ data/tatoeba_en-de.
 
 Measured on one core of an AMD EPYC with jax 0.10.2 at commit 93689e0, next to other work: test sacreBLEU 24.5 at 6L-6L
 (7 minutes), 27.6 at 18L-18L (18 minutes) and 30.4 at 50L-50L (54 minutes, --config.model.alpha_steps=300), after 3000
-updates;
-nrefs:1|case:mixed|eff:no|tok:13a|smooth:exp|version:2.6.0. Results: docs/results.md.
+updates; nrefs:1|case:mixed|eff:no|tok:13a|smooth:exp|version:2.6.0. Results: docs/results.md.
 """
 
 import os

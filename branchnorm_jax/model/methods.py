@@ -99,7 +99,7 @@ METHODS["branchnorm"] = BRANCHNORM = Recipe(
     init="xavier_normal",
     gain=DEEPNORM_GAIN,
     warmup_layers=18,
-    # 7/cbrt(n), capped at 1, is 1 up to 114 layers. With an end of 1, 500L-500L becomes unstable; see docs/depth.md.
+    # 7/cbrt(n), capped at 1, is 1 up to 114 layers. With an end of 1, the loss of 500L-500L jumps; see docs/depth.md.
     recommended={"train.branch_update_power": 2.0, "model.alpha_end": "7/cbrt(n)"},
 )
 METHODS["mixnorm"] = replace(

@@ -178,7 +178,8 @@ def first_parameters(config: Config, model: Transformer) -> tuple[Params, int]:
         logs.say(f"{config.model.grown_from} grows from the parameters of {parent.path}, step {step}")
         fresh = model.init(jax.random.fold_in(jax.random.key(config.train.seed), INIT_STREAM))
         return deepen.deepened(params, alpha, fresh, config.model), 0
-    if get_recipe(config.model.method).grows:
+    grows = get_recipe(config.model.method).grows
+    if grows:
         begin, end = (growth.alpha(config.model)(jnp.int32(clock)) for clock in (0, config.model.alpha_steps))
         for stack, values in alpha.items():
             layer = int(jnp.argmax(values - end[stack]))
@@ -198,7 +199,7 @@ def first_parameters(config: Config, model: Transformer) -> tuple[Params, int]:
     logs.say(f"starting from the parameters of {parent.path}, step {step}")
     clock = schedules.clock_at(config.model, alpha)
     own = growth.alpha(config.model)(jnp.int32(clock))
-    if get_recipe(config.model.method).grows and any(bool((abs(own[s] - alpha[s]) > 0.01).any()) for s in alpha):
+    if grows and any(bool((abs(own[s] - alpha[s]) > 0.01).any()) for s in alpha):
         logs.say(
             f"{option}: alpha begins with the mean of {parent.path}, {schedules.mean(alpha):.3g}, but not its values "
             f"in some layers, so the model computes another function; model.alpha_end={theirs.model.alpha_end or '1'} "

@@ -208,13 +208,14 @@ def doubts(config: Config, updates: int, clock: int) -> list[str]:
             f"the run ends in its warm-up: at the end, the learning rate has reached {share(updates):.1%} of its peak; "
             f"lower train.warmup_steps={warmup}, for example to a tenth of the {updates:,} updates"
         )
-    if get_recipe(model.method).grows and 0 < updates < model.alpha_steps:
+    recipe = get_recipe(model.method)
+    if recipe.grows and 0 < updates < model.alpha_steps:
         lines.append(
             f"the run ends before alpha does: its {updates:,} updates are fewer than model.alpha_steps="
             f"{model.alpha_steps}; lower that, or train.warmup_steps"
         )
-    grows = get_recipe(model.method).grows and model.alpha_order == "equal" and "encoder" in model.stacks
-    usual = usual_alpha_steps(config, get_recipe(model.method).warmup_layers)
+    grows = recipe.grows and model.alpha_order == "equal" and "encoder" in model.stacks
+    usual = usual_alpha_steps(config, recipe.warmup_layers)
     if grows and warmup and clock < model.alpha_steps < usual and share(min(model.alpha_steps, warmup - 1)) < 1:
         start, end = (growth.alpha(model)(jnp.int32(each))["encoder"] for each in (0, model.alpha_steps))
         if (start < end).any():

@@ -52,7 +52,9 @@ def read(workdir: Path, name: str) -> list[dict[str, Any]]:
 
 
 @pytest.mark.slow
-def test_child_starts_with_vocabulary_parameters_and_alpha_of_the_parent(trained: Path, tmp_path: Path) -> None:
+def test_child_starts_with_vocabulary_parameters_and_alpha_of_the_parent(
+    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """After 10 updates with T = 40, alpha is 0.25. It continues from 0.25 with T = 400. Rate 0 changes no parameter."""
     parent_config = configs.load(trained / "config.json")
     parent_config = dataclasses.replace(
@@ -72,6 +74,10 @@ def test_child_starts_with_vocabulary_parameters_and_alpha_of_the_parent(trained
     jax.tree.map(np.testing.assert_array_equal, child_params, params)
     alphas = [line["alpha"] for line in read(child.path, "metrics.jsonl")]
     np.testing.assert_allclose(alphas, [100 / 400, 101 / 400], rtol=1e-6)
+    # The same mean, but more in the encoder and less in the decoder.
+    capsys.readouterr()
+    first_parameters(child_of(parent.path, "10", model={"alpha_steps": 400, "alpha_end": "2/sqrt(n)"}), model)
+    assert "but not its values in some layers" in capsys.readouterr().err
 
 
 @pytest.mark.slow

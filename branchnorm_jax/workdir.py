@@ -229,15 +229,12 @@ class Workdir:
     def check_data(self, identity: Mapping[str, str]) -> None:
         """Raises `UserError` if the saved hashes differ from `identity`, or cannot be read."""
         known = self.data_identity()
-        changed = [
-            f"{name}: {known.get(name, 'none')[:12]} -> {value[:12]}"
-            for name, value in identity.items()
-            if known.get(name) != value
-        ]
+        changed = [name for name, value in identity.items() if known.get(name) != value]
         if changed:
             raise UserError(
-                f"{self / 'data.json'}: the data of this run changed ({'; '.join(changed)}); restore the old files, or "
-                f"start a new run in another --workdir with --config.train.finetune_from={self.path}"
+                f"{self / 'data.json'}: the data of this run changed ({some(changed)}); restore the old files, or "
+                f"start a new run in another --workdir with --config.train.finetune_from={self.path}. If the files are "
+                f"the old ones, data.json is damaged: restore it, or delete it and resume training, which writes it"
             )
 
     def data_identity(self) -> dict[str, str]:

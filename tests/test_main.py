@@ -209,6 +209,12 @@ def test_broken_files_in_a_workdir_are_reported(trained: Path, tmp_path: Path) -
     assert (swapped.returncode, swapped.stdout) == (2, "")
     assert ends_with(swapped.stderr, "not the vocabulary")
     model.write_bytes(good)
+    saved = (workdir / "data.json").read_text()
+    (workdir / "data.json").write_text(saved.replace(json.loads(saved)["vocabulary"], "0" * 64))
+    assert ends_with(run_main(*options, stdin="Five.\n").stderr, "not the vocabulary", "data.json")
+    resumed = run_main("--mode=train", f"--workdir={workdir}")
+    assert resumed.returncode == 2
+    assert ends_with(resumed.stderr, "the data of this run changed (vocabulary)", "data.json is damaged")
     (workdir / "data.json").write_text('{"vocabulary": "a')
     assert ends_with(run_main(*options, stdin="Five.\n").stderr, "data.json", "delete the file")
     (workdir / "data.json").unlink()

@@ -36,7 +36,10 @@ def network(config: Config, workdir: Workdir) -> tuple[Tokenizer, Transformer]:
     refuse_sweep(config, workdir)
     tokenizer = load_tokenizer(workdir / "vocabulary")
     if tokenizer.sha256 != workdir.data_identity().get("vocabulary"):
-        raise UserError(f"{workdir / 'vocabulary'}: not the vocabulary that this run was trained with; restore it")
+        raise UserError(
+            f"{workdir / 'vocabulary'}: not the vocabulary that this run was trained with, according to data.json; "
+            f"restore it, or data.json if that is damaged"
+        )
     return tokenizer, make_model(config.model, tokenizer)
 
 

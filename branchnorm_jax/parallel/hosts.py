@@ -286,6 +286,18 @@ class Preemption:
         if number:
             raise Preempted(f"stopped by signal {number}{when}", number)
 
+    @contextlib.contextmanager
+    def excusing(self, when: str = "") -> Iterator[None]:
+        """Raises `Preempted` in place of an error of JAX after a signal.
+
+        Ctrl-C and some schedulers also send the signal to the programs that JAX compiles with, such as ptxas.
+        """
+        try:
+            yield
+        except jax.errors.JaxRuntimeError:
+            self.heed(when=when)
+            raise
+
     def requested(self, largest: jax.Array | None) -> int:
         """Returns the signal that requests a stop, or 0.
 

@@ -326,7 +326,8 @@ class Run:
                 if self.loop_state.evaluated != self.step:
                     self.watchdog.begin("the validation", f"at step {self.step}")
                     try:
-                        self._validate(recorder, preemption)
+                        with preemption.excusing():
+                            self._validate(recorder, preemption)
                         late = self.step == start  # A signal had left it out; the checkpoint here lacks its score.
                         self.stop_reason = "" if at_end else self._reason_to_stop()
                         if self.stop_reason:
@@ -411,17 +412,18 @@ class Run:
 
     def _compile(self, preemption: hosts.Preemption) -> None:
         """Compiles the update for every batch shape. Raises `Preempted` if a signal arrives before the first update."""
-        begin = time.perf_counter()
+        begin, when = time.perf_counter(), " before the first update"
 
         def heed() -> None:
-            preemption.heed(together=True, when=" before the first update", what="which compiles the update")
+            preemption.heed(together=True, when=when, what="which compiles the update")
 
         for shape in self._shapes():
             heed()
             whole = shape._replace(rows=self.rows.total(shape.rows))
             own = shape._replace(rows=len(self.rows.indices(shape.rows)))
             lowered = lower_update(self.config, self.model, self.optimizer, self.mesh, self.abstract, whole)
-            self.compiled[own] = lowered.compile()
+            with preemption.excusing(when):
+                self.compiled[own] = lowered.compile()
         heed()  # This also waits for the others: in an update, a process does not wait long for the first message.
         seconds = time.perf_counter() - begin
         self.loop_state.compile_seconds, self.loop_state.compiled_shapes = seconds, len(self.compiled)

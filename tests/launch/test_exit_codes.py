@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import jax
 import pytest
 import yaml
 
@@ -54,6 +55,17 @@ def test_ignored_signals_do_not_stop_a_run() -> None:
         assert signal.getsignal(signal.SIGUSR1) is signal.SIG_IGN
     finally:
         signal.signal(signal.SIGUSR1, before)
+
+
+def test_a_signal_that_ends_the_compiler_stops_a_run_as_usual() -> None:
+    """A signal to the process group also ends ptxas; without a signal, its failure is an error."""
+    failure = jax.errors.JaxRuntimeError("INTERNAL: ptxas exited with non-zero error code 15")
+    with Preemption() as preemption:
+        with pytest.raises(jax.errors.JaxRuntimeError), preemption.excusing():
+            raise failure
+        signal.raise_signal(signal.SIGTERM)
+        with pytest.raises(Preempted, match="stopped by signal 15 before"), preemption.excusing(" before the update"):
+            raise failure
 
 
 def test_retries_end_and_new_starts_after_signals_do_not() -> None:

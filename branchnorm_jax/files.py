@@ -18,14 +18,14 @@ ABANDONED = 86_400.0
 """Age in seconds after which a temporary file or directory counts as left behind by a killed process."""
 
 
-def lock(file: IO[Any], held: str) -> None:
+def lock(file: IO[Any], held: str, wait: bool = False) -> None:
     """Locks a file until it is closed. On file systems without locks, the file stays unlocked.
 
     Raises:
-      UserError: with the message `held`, if another process has locked the file.
+      UserError: with the message `held`, if another process has locked the file and this one does not `wait`.
     """
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
     except BlockingIOError as error:
         raise UserError(held) from error
     except OSError:

@@ -120,11 +120,24 @@ class Workdir:
             )
 
     @contextlib.contextmanager
-    def locked(self) -> Iterator[None]:
-        """Locks the workdir during training. Raises `UserError` if another process has locked it."""
+    def locked(self, wait: bool = False) -> Iterator[None]:
+        """Locks the workdir. Raises `UserError` if another process has locked it and this one does not `wait`."""
         with (self.path / ".lock").open("w") as file:
-            lock(file, f"{self.path}: another process is training in this workdir")
+            lock(file, f"{self.path}: another process is training in this workdir", wait)
             yield
+
+    @contextlib.contextmanager
+    def claimed(self) -> Iterator[bool]:
+        """Claims this run of a sweep, from its training to its scores; False if another process has claimed it."""
+        self.make()
+        with (self.path / ".claim").open("w") as file:
+            try:
+                lock(file, "")
+            except UserError:
+                ours = False
+            else:
+                ours = True
+            yield ours
 
     def fetch(self, name: str) -> None:
         """Fetches a folder that is not fetched by itself ("corpus", "average", "export/...") from the bucket, if any.

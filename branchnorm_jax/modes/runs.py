@@ -1,5 +1,6 @@
 """Modes that train models, and modes that examine a run before or after training."""
 
+import contextlib
 import dataclasses
 import functools
 import socket
@@ -41,6 +42,9 @@ from branchnorm_jax.workdir import Workdir
 DOCS = Path(__file__).parent.parent.parent / "docs"
 ANALYZED = 8
 """Number of sentences used to measure signals."""
+
+BUSY = "being made by another process"
+"""How a run of a sweep is that another process has claimed."""
 
 
 def train(config: Config, workdir: Workdir) -> None:
@@ -227,7 +231,8 @@ def sweep(config: Config, workdir: Workdir) -> None:
     """Trains and evaluates every run of `sweep.grid` in its own folder; resumes an interrupted sweep.
 
     After each run it writes sweep.csv (every run), sweep.md (the table), sweep.png and sweep_curves.png. A run that
-    diverges counts as a result. A run whose options do not fit the text does not keep the others from running.
+    diverges counts as a result. A run whose options do not fit the text does not keep the others from running. Several
+    processes may make the same sweep: each leaves out the runs that the others are at.
 
     Raises:
       UserError: before the first run, if the grid is invalid; later, if a run cannot start for another reason.
@@ -249,28 +254,42 @@ def sweep(config: Config, workdir: Workdir) -> None:
             check_readable(data, split)
     workdir.create()
     write_atomically(workdir / "config.json", to_json(config))
-    folders = {name: (run, workdir.child(name)) for name, (run, _) in runs.items()}
     refused: list[str] = []
     for number, (name, (run, chosen)) in enumerate(runs.items(), start=1):
-        folder = folders[name][1]
-        status = hosts.gather(sweeping.ended(folder, chosen))[0]
-        if status:
-            logs.say(f"sweep {number}/{len(runs)}: skipping {name}, already {status}")
-            delete_abandoned(folder / "corpus")  # A start does this, but a finished run is not started again.
-        else:
-            logs.say(f"sweep {number}/{len(runs)}: {name}")
-            for option, value in sweeping.recommended(config, run).items():
-                logs.say(f"  {option}: {value!r}  (recommended for {chosen.model.method})")
-            try:
-                train(chosen, folder)
-                evaluate(chosen, folder)
-            except (DivergedError, UnfitError) as error:
-                logs.say(f"{name}: {error}")
-                if isinstance(error, UnfitError):
-                    refused.append(name)
-            jax.clear_caches()
-        if not hosts.is_first():
-            continue
+        folder, title = workdir.child(name), f"sweep {number}/{len(runs)}:"
+        with contextlib.ExitStack() as stack:
+            ours = stack.enter_context(folder.claimed()) if hosts.is_first() else True
+            status = hosts.gather(sweeping.ended(folder, chosen) if ours else BUSY)[0]
+            if status:
+                logs.say(f"{title} skipping {name}, already {status}")
+                if status != BUSY:
+                    delete_abandoned(folder / "corpus")  # A start does this; a finished run is not started again.
+            else:
+                logs.say(f"{title} {name}")
+                for option, value in sweeping.recommended(config, run).items():
+                    logs.say(f"  {option}: {value!r}  (recommended for {chosen.model.method})")
+                try:
+                    train(chosen, folder)
+                    evaluate(chosen, folder)
+                except (DivergedError, UnfitError) as error:
+                    logs.say(f"{name}: {error}")
+                    if isinstance(error, UnfitError):
+                        refused.append(name)
+                jax.clear_caches()
+        if hosts.is_first() and (not status or number == len(runs)):
+            table = write_results(config, runs, workdir, drawing)
+    if hosts.is_first():
+        print(table, end="")
+    if refused:
+        raise UnfitError(f"sweep.grid: {some(refused)} could not run; the reasons are above")
+
+
+def write_results(
+    config: Config, runs: Mapping[str, tuple[sweeping.Run, Config]], workdir: Workdir, drawing: bool
+) -> str:
+    """Writes the results of a sweep so far and returns the table. Of several processes, the last one writes last."""
+    folders = {name: (run, workdir.child(name)) for name, (run, _) in runs.items()}
+    with workdir.locked(wait=True):
         rows = sweeping.collect(runs, folders, sweeping.main_metric(config))
         if config.sweep.baseline:
             sweeping.compare(rows, folders, config.sweep.baseline, config.data.target_lang)
@@ -280,7 +299,4 @@ def sweep(config: Config, workdir: Workdir) -> None:
         if drawing:
             draw_sweep(rows, config.sweep.column_names, workdir / "sweep.png")
             draw_runs(folders, workdir / "sweep_curves.png")
-    if hosts.is_first():
-        print(table, end="")
-    if refused:
-        raise UnfitError(f"sweep.grid: {some(refused)} could not run; the reasons are above")
+    return table

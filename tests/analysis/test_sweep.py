@@ -293,6 +293,25 @@ def test_texts_of_returns_the_written_lines(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.slow
+def test_a_sweep_leaves_out_the_run_that_another_process_makes(tmp_path: Path) -> None:
+    options = (*HASTY, "--mode=sweep", f"--workdir={tmp_path}", "--config.train.steps=2", "--config.train.eval_every=0")
+    grid = "--config.sweep.grid=method=deepnorm,post_ln depth=1L-1L"
+
+    def statuses() -> list[str]:
+        with (tmp_path / "sweep.csv").open() as file:
+            return [row["status"] for row in csv.DictReader(file)]
+
+    with Workdir(tmp_path / "deepnorm-1L-1L").claimed() as ours:
+        assert ours
+        done = run_main(*options, grid)
+    assert done.returncode == 0, done.stderr
+    assert "skipping deepnorm-1L-1L, already being made by another process" in done.stderr
+    assert statuses() == ["not run", "done"]
+    assert run_main(*options, grid).returncode == 0
+    assert statuses() == ["done", "done"]
+
+
 def test_sweep_records_diverged_and_refused_runs_and_resumes(tmp_path: Path) -> None:
     grid = (
         "method=deepnorm depth=1L-1L train.batch_tokens=64 | method=post_ln,branchnorm depth=1L-1L | "

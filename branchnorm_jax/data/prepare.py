@@ -22,13 +22,12 @@ from branchnorm_jax.data.store import TokenStore, build_store, describe_counts, 
 from branchnorm_jax.data.texts import TextRows, build_text, rows_fingerprint, text_fingerprint
 from branchnorm_jax.data.tokenizer import (
     ORIGIN,
-    UNUSED,
     Tags,
     Tokenizer,
     load_tokenizer,
-    note_unused,
     train_text_tokenizer,
     train_tokenizer,
+    with_unused,
 )
 from branchnorm_jax.errors import UserError
 from branchnorm_jax.options import DataConfig
@@ -130,11 +129,12 @@ def prepare(
     for one in wanted:
         stores[one.split].append(build_store(tokenizer=tokenizer, trust=trust, **one.arguments))
         say(describe_counts(one.label, stores[one.split][-1]))
-    # Before the report, which takes minutes: an interrupted start must not leave the list of another text behind.
     train = stores["train"]
-    if not (directory / "vocabulary" / UNUSED).exists() or not all(store.reused for store in train):
-        used = np.unique(np.concatenate([np.unique(store.target_tokens) for store in train]))
-        tokenizer = note_unused(tokenizer, used, directory / "vocabulary")
+
+    def used() -> np.ndarray:
+        return np.unique(np.concatenate([np.unique(store.target_tokens) for store in train]))
+
+    tokenizer = with_unused(tokenizer, [store.fingerprint for store in train], used, directory / "vocabulary")
     pairs = {direction.pair for direction in config.validated()}
     reports: dict[str, Any] = {}
     # The built-in corpus is clean, and its splits have no pair in common.
@@ -248,8 +248,8 @@ def prepare_text(
         mark = rows_fingerprint(store.fingerprint, config)
         rows.append(TextRows(store, config.context, config.rows == "packed", mark))
     train, valid = rows
-    if not (directory / "vocabulary" / UNUSED).exists() or not train.store.reused:
-        tokenizer = note_unused(tokenizer, np.unique(train.store.tokens), directory / "vocabulary")
+    store = train.store
+    tokenizer = with_unused(tokenizer, [store.fingerprint], lambda: np.unique(store.tokens), directory / "vocabulary")
     return Corpus(tokenizer, [config], Mixture([train]), [valid], {})
 
 

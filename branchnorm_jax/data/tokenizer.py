@@ -313,18 +313,29 @@ def _ids(path: Path) -> tuple[int, ...]:
     if not path.exists():
         return ()
     try:
-        return tuple(int(line) for line in path.read_text().split())
+        return tuple(int(line) for line in path.read_text().splitlines() if not line.startswith("#"))
     except (OSError, ValueError) as error:
         raise UserError(f"{path}: cannot be read ({error}); delete it and resume training") from error
 
 
-def note_unused(tokenizer: Tokenizer, used_target: np.ndarray, directory: Path) -> Tokenizer:
-    """Records the target pieces that are not in `used_target`.
+def with_unused(
+    tokenizer: Tokenizer, fingerprints: Sequence[str], used_target: Callable[[], np.ndarray], directory: Path
+) -> Tokenizer:
+    """Sets the target pieces that a training text does not have, and records them in `directory`.
 
-    They are written to `directory` and set in the returned tokenizer.
+    A record for the same text is not made again.
+
+    Args:
+      tokenizer: the vocabulary.
+      fingerprints: those of the token stores of the text.
+      used_target: computes the target pieces of the text.
+      directory: the folder of the vocabulary.
     """
-    ids = np.setdiff1d(np.arange(tokenizer.target_size), [*used_target, PAD, EOS, UNK])
-    write_atomically(directory / UNUSED, "".join(f"{piece}\n" for piece in ids))
+    path, mark = directory / UNUSED, f"# {hashlib.sha256(' '.join(fingerprints).encode()).hexdigest()}"
+    if path.exists() and path.read_text().partition("\n")[0] == mark:
+        return tokenizer
+    ids = np.setdiff1d(np.arange(tokenizer.target_size), [*used_target(), PAD, EOS, UNK])
+    write_atomically(path, "".join(f"{line}\n" for line in (mark, *ids)))
     return dataclasses.replace(tokenizer, unused_target=tuple(ids.tolist()))
 
 

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from branchnorm_jax.data.corpus import read_pairs
@@ -44,6 +45,21 @@ def test_vocabulary_is_kept_if_requested_or_supplied_by_the_user(tmp_path: Path)
     assert vocabulary(other, tmp_path, keep=True) == first
     (tmp_path / "vocabulary" / ORIGIN).unlink()
     assert vocabulary(other, tmp_path) == first
+
+
+def test_an_interrupted_start_leaves_no_list_of_another_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The vocabulary stays the same, and has unused pieces of the first text that the second one has."""
+    first = dataclasses.replace(CONFIG, max_ratio=1.05)
+    prepare(first, tmp_path, lambda line: None)
+    with monkeypatch.context() as patch:
+        patch.setattr(np, "unique", lambda tokens: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            prepare(CONFIG, tmp_path, lambda line: None)
+    again = prepare(CONFIG, tmp_path, lambda line: None).tokenizer
+    alone = prepare(CONFIG, tmp_path / "alone", lambda line: None).tokenizer
+    assert again.sha256 == alone.sha256
+    assert again.unused_target == alone.unused_target
+    assert again.unused_target != prepare(first, tmp_path, lambda line: None).tokenizer.unused_target
 
 
 def test_unknown_characters_are_reported(tmp_path: Path) -> None:

@@ -84,8 +84,15 @@ class Usual(NamedTuple):
 
 @functools.cache
 def script(letter: str) -> str:
-    """Returns the script of a letter, the first word of its Unicode name: LATIN, CYRILLIC, CJK, HIRAGANA, ..."""
-    return unicodedata.name(letter, "?").split(" ")[0]
+    """Returns the script of a letter, the first word of its Unicode name: LATIN, CYRILLIC, CJK, HIRAGANA, ...
+
+    Letters of half and of full width have the script of the usual ones.
+
+    >>> [script(letter) for letter in "Ａﾃー々"]
+    ['LATIN', 'KATAKANA', 'KATAKANA', 'CJK']
+    """
+    name = unicodedata.name(unicodedata.normalize("NFKC", letter)[0], "?").split(" ")[0]
+    return {"KATAKANA-HIRAGANA": "KATAKANA", "IDEOGRAPHIC": "CJK"}.get(name, name)
 
 
 def scripts(text: str) -> Counter[str]:

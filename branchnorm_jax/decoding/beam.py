@@ -303,6 +303,11 @@ def advance(step: Step[Any], search: Search, config: DecodeConfig) -> Search:
     finished = jax.tree.map(lambda old, new: old.at[sentence, choice.place].set(new, mode="drop"), search.finished, new)
     alive = choice.survivors
     parents = choice.parent[sentence, alive]
+    complete = state.complete[sentence, parents]
+    if search.phrases.size:
+        # A prefix may lengthen the last word of a phrase, which is not complete then.
+        whole = search.word_starts[choice.token[sentence, alive]]
+        complete = jnp.where(whole[..., None], complete, live.complete[sentence, parents])
     return search._replace(
         clock=search.clock + 1,
         live=Live(
@@ -311,7 +316,7 @@ def advance(step: Step[Any], search: Search, config: DecodeConfig) -> Search:
             jnp.where(choice.token == EOS, -jnp.inf, totals)[sentence, alive],
             # At this time step, the parent wrote the keys and values that its descendants read.
             jnp.where(jnp.arange(ring) == time, parents[:, :, None], live.ancestors[sentence, parents]),
-            state.complete[sentence, parents],
+            complete,
         ),
         finished=finished,
         num_finished=search.num_finished + (choice.place < k).sum(1),

@@ -10,6 +10,7 @@ import sentencex
 from branchnorm_jax.codes import base
 from branchnorm_jax.data.bpe import CONTINUES
 from branchnorm_jax.data.tokenizer import Tokenizer
+from branchnorm_jax.decoding.glossary import SPACE
 from branchnorm_jax.decoding.scripts import CHINESE_OR_JAPANESE, UNSPACED
 from branchnorm_jax.tokens import EOS
 
@@ -18,9 +19,15 @@ _WORD = re.compile(r"\S+\s*")
 _SENTENCES_TOUCH = re.compile(f"[{CHINESE_OR_JAPANESE}]")
 """Characters of languages that write no space between sentences."""
 
+_MARKS = "“”‘’…—"
+"""Marks of Chinese text that other languages have, too."""
+
 _WORDS_TOUCH = re.compile(f"[{UNSPACED}]")
 """Characters of languages that write no space between words."""
 
+
+_BYTE, _LATER_BYTE = re.compile("<0x[0-9A-F]{2}>"), re.compile("<0x[89AB][0-9A-F]>")
+"""Pieces that are bytes, and those that are not the first byte of a character."""
 
 _END = re.compile(r"[^\w\s,;:()\"'-]\s*\S")
 """A mark that may end a sentence, with text after it."""
@@ -58,13 +65,31 @@ def split(text: str, tokenizer: Tokenizer, limit: int, language: str = "") -> li
         fits = len(whole) <= limit
         groups = [sentence] if fits else _groups(sentence, tokenizer, limit)
         for group, ids in zip(groups, [whole] if fits else tokenizer.encode_source(groups), strict=True):
-            room, content = limit - 1, ids[:-1]
-            for start in range(0, len(content), room):
-                before = "".join(tokenizer.source_pieces_of(content[max(start - 1, 0) : start]))
-                before = before.removesuffix(CONTINUES)
-                inside = bool(before) and not _WORDS_TOUCH.match(before[-1])
-                parts.append(Part([*content[start : start + room], EOS], "" if start else group, inside))
+            content, start = ids[:-1], 0
+            pieces = tokenizer.source_pieces_of(content)
+            while start < len(content):
+                inside = start > 0 and not pieces[start].startswith(SPACE) and _lengthens(pieces[:start])
+                end = _end_of(pieces, start, limit - 1)
+                parts.append(Part([*content[start:end], EOS], "" if start else group, inside))
+                start = end
     return parts or [Part([EOS])]
+
+
+def _end_of(pieces: Sequence[str], start: int, room: int) -> int:
+    """Returns where a part ends that has at most `room` pieces, not between the bytes of a character if possible."""
+    end = latest = min(start + room, len(pieces))
+    while start < end < len(pieces) and _LATER_BYTE.fullmatch(pieces[end]):
+        end -= 1
+    return end if end > start else latest
+
+
+def _lengthens(before: Sequence[str]) -> bool:
+    """Returns whether text after these pieces lengthens their last word."""
+    last = before[-1].removesuffix(CONTINUES)
+    if _BYTE.fullmatch(last):
+        run = [*itertools.takewhile(_BYTE.fullmatch, reversed(before[-4:]))]
+        last = bytes(int(piece[3:-1], 16) for piece in reversed(run)).decode(errors="replace")
+    return bool(last) and last != SPACE and not _WORDS_TOUCH.match(last[-1])
 
 
 def has_several_sentences(text: str, language: str = "") -> bool:
@@ -116,7 +141,9 @@ def join(texts: Sequence[str], parts: Sequence[Part]) -> str:
     joined: list[str] = []
     for text, part in zip(texts, parts, strict=True):
         if text and joined:
-            touch = part.inside or any(map(_SENTENCES_TOUCH.match, (joined[-1][-1], text)))
+            # Quotation marks, ellipses and dashes belong to no script.
+            last, first = joined[-1].rstrip(_MARKS)[-1:], text.lstrip(_MARKS)[:1]
+            touch = part.inside or any(map(_SENTENCES_TOUCH.match, (last, first)))
             joined.append("" if touch else " ")
         if text:
             joined.append(text)

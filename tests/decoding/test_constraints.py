@@ -24,7 +24,7 @@ WORDS = [token for token in range(VOCABULARY) if token not in (PAD, EOS)]
 
 
 @functools.cache
-def searcher(beam_size: int, limit: int, word_starts: tuple[bool, ...]) -> Any:
+def searcher(beam_size: int, limit: int, word_starts: tuple[bool, ...], prefix: tuple[int, ...]) -> Any:
     """Returns a search of two sentences, each with at most two phrases of at most three tokens."""
     config = decode_config(beam_size, min_length=0, length_penalty=0.0)
     longest = limit + 1
@@ -32,15 +32,21 @@ def searcher(beam_size: int, limit: int, word_starts: tuple[bool, ...]) -> Any:
     @jax.jit
     def decode(logits: jax.Array, phrases: jax.Array) -> Any:
         cache = Toy(jnp.arange(2), jnp.zeros((2, longest * beam_size), jnp.int32))
-        empty = beam.empty_search(cache, 2, beam_size, longest, longest, 0, (2, 3), word_starts)
-        started = beam.begin(empty, jnp.arange(2), Given(jnp.full(2, limit), phrases=phrases), config)
+        empty = beam.empty_search(cache, 2, beam_size, longest, longest, len(prefix), (2, 3), word_starts)
+        given = Given(jnp.full(2, limit), prefix=jnp.array([prefix] * 2, jnp.int32), phrases=phrases)
+        started = beam.begin(empty, jnp.arange(2), given, config)
         return beam.ranked(beam.run(toy_step(logits), started, config, jnp.int32(2)))
 
     return decode
 
 
 def search(
-    seed: int, phrases: Sequence[Phrases], beam_size: int, limit: int, joins: Sequence[int] = ()
+    seed: int,
+    phrases: Sequence[Phrases],
+    beam_size: int,
+    limit: int,
+    joins: Sequence[int] = (),
+    prefix: tuple[int, ...] = (),
 ) -> list[list[tuple[list[int], float]]]:
     """Returns (tokens without EOS, log-probability) of the hypotheses of both sentences; `joins` continue words."""
     padded = np.full((2, 2, 3), constraints.NONE)
@@ -48,7 +54,7 @@ def search(
         for index, phrase in enumerate(each):
             padded[row, index, : len(phrase)] = phrase
     starts = tuple(token not in joins for token in range(VOCABULARY))
-    found = jax.device_get(searcher(beam_size, limit, starts)(table(seed), jnp.array(padded, jnp.int32)))
+    found = jax.device_get(searcher(beam_size, limit, starts, prefix)(table(seed), jnp.array(padded, jnp.int32)))
     return [
         [
             (row[: row.index(EOS)], float(total))
@@ -95,6 +101,18 @@ def test_wide_beam_finds_the_best_hypothesis_that_contains_all_phrases(phrases: 
         unconstrained = max(everything, key=lambda tokens: log_prob(seed, 0, tokens))
         assert unconstrained and free[0][0] == list(unconstrained)
     assert changed
+
+
+def test_a_phrase_that_a_prefix_lengthens_is_still_missing() -> None:
+    """The prefix is the phrase and a token that continues its last word."""
+    limit, prefix, phrase, joins = 5, (4, 5), [4], (5,)
+    everything = [prefix + more for n in range(limit - 1) for more in itertools.product(WORDS, repeat=n)]
+    for seed in (5, 6, 9):
+        (tokens, total), *_ = search(seed, [[], [phrase]], 100, limit, joins, prefix)[1]
+        allowed = [each for each in everything if contains(each[len(prefix) :], phrase, joins)]
+        expected = max(allowed, key=lambda each: log_prob(seed, 1, each))
+        assert tokens == list(expected)
+        np.testing.assert_allclose(total, log_prob(seed, 1, expected), atol=1e-4)
 
 
 @settings(max_examples=30)

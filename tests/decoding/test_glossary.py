@@ -17,6 +17,7 @@ river bank\tUfer
 Polish\tpolnisch
 polish\tpolieren
 C++\tC++
+山田 太郎\tTaro Yamada
 北京\tPeking
 New  York\tNeu-York
 caf\u00e9\tKaffeehaus
@@ -34,6 +35,7 @@ caf\u00e9\tKaffeehaus
         ("POLISH", ["polieren"]),
         ("in C++, not in C+", ["C++"]),
         ("我在北京住", ["Peking"]),
+        ("山田\u3000太郎です。", ["Taro Yamada"]),
         ("new york", []),
         ("New\u00a0York", ["Neu-York"]),
         ("the cafe\u0301", ["Kaffeehaus"]),

@@ -96,6 +96,22 @@ def test_a_long_sentence_is_split_at_spaces_and_a_long_word_at_pieces(tokenizer:
     assert [part.inside for part in parts] == [False, *[True] * (len(parts) - 1)]
     # Chinese has no spaces between words, so a cut is not inside a word.
     assert not any(part.inside for part in split("我们坐火车去北京" * 50, tokenizer, 20, "zh"))
+    # A character of several bytes stays whole, and is one of a word like any other.
+    for word, inside in (("我们坐火车去北京雨雪" * 9, False), ("😀" * 20, True)):
+        parts = split(word, tokenizer, 20, "zh")
+        texts = [tokenizer.source_processor.decode(part.source[:-1]) for part in parts]
+        assert len(parts) > 1 and "".join(texts) == word
+        assert {part.inside for part in parts[1:]} == {inside}
+    assert len(split("😀", tokenizer, 3)) > 1  # fewer tokens than bytes
+
+
+def test_words_that_only_the_normalisation_separates_stay_separate(tmp_path: Path) -> None:
+    """Of this text, white space makes one word, and SentencePiece several."""
+    tokenizer = trained_tokenizer(tmp_path / "v")
+    parts = split("\u200b".join(["twenty", "one"] * 20), tokenizer, 12)
+    assert len(parts) > 1
+    copies = [tokenizer.source_processor.decode(part.source[:-1]).strip() for part in parts]
+    assert join(copies, parts) == " ".join(["twenty", "one"] * 20)
 
 
 def test_join_writes_spaces_where_the_language_has_them() -> None:
@@ -103,6 +119,9 @@ def test_join_writes_spaces_where_the_language_has_them() -> None:
     assert join(["One.", "Two."], [between] * 2) == "One. Two."
     assert join(["你好。", "再见。"], [between] * 2) == "你好。再见。"
     assert join(["これは。", "ABC"], [between] * 2) == "これは。ABC"
+    assert join(["“你好。”", "“再见。”"], [between] * 2) == "“你好。”“再见。”"
+    assert join(["他走了……", "——再见。"], [between] * 2) == "他走了……——再见。"
+    assert join(["“Yes.”", "“No.”"], [between] * 2) == "“Yes.” “No.”"
     assert join(["안녕하세요.", "네."], [between] * 2) == "안녕하세요. 네."
     assert join(["สวัสดี", "ครับ"], [between] * 2) == "สวัสดี ครับ"
     assert join(["aaa", "aa", "b"], [between, inside, between]) == "aaaaa b"

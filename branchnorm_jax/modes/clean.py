@@ -57,11 +57,12 @@ def clean(config: Config, workdir: Workdir) -> None:
     folder = Path(c.path).absolute() if c.path else workdir / "clean"
     if c.path and folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
         raise UserError(f"clean.path={folder}: it exists and is not an empty folder; choose a new folder")
-    if data.source == "text" and not is_url(data.path) and real(Path(data.path).expanduser()) == real(folder):
-        raise UserError(
-            f"clean.path={folder}: this is the text itself; choose another folder, or the uncleaned data.path"
-        )
     names = file_names(data)
+    if inside := next((path for path in paths_of(data) if real(folder) in (real(path), *real(path).parents)), None):
+        raise UserError(
+            f"clean.path={folder}: this would replace the text itself, {inside}; choose another folder, or the "
+            f"uncleaned data.path"
+        )
     with atomic_directory(folder) as temporary:
         for one in texts(data):
             filters = load_filters(c.filters, one) if c.filters else []
@@ -87,6 +88,16 @@ def texts(data: DataConfig) -> Iterable[DataConfig]:
             key["files"] = sorted(map(str, itertools.chain(*key.get("files", []))))
         found.setdefault(json.dumps(keys_of), one)
     return found.values()
+
+
+def paths_of(data: DataConfig) -> Iterator[Path]:
+    """Yields the local folder and files of the training text."""
+    if data.source == "text" and not is_url(data.path):
+        yield Path(data.path).expanduser()
+        for one in data.directions():
+            for corpus, _ in one.corpora():
+                files = [name for name, *_ in corpus_key(corpus, "train").get("files", [])]
+                yield from (Path(name) for name in files if not is_url(name))
 
 
 def file_names(data: DataConfig) -> list[str]:

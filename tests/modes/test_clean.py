@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -198,8 +199,14 @@ def test_mistakes_are_reported(tmp_path: Path) -> None:
         clean(config_of(tmp_path / "text", drop="copies"), Workdir(tmp_path / "run"))
     with pytest.raises(UserError, match=r"needs clean\.unescape=False"):
         clean(config_of(tmp_path / "text", drop="entities"), Workdir(tmp_path / "run"))
-    with pytest.raises(UserError, match="this is the text itself"):
+    with pytest.raises(UserError, match="this would replace the text itself"):
         clean(config_of(tmp_path / "run" / "clean"), Workdir(tmp_path / "run"))
+    (tmp_path / "run" / "clean").mkdir(parents=True)
+    write(tmp_path / "run" / "clean" / "en-el")
+    with pytest.raises(UserError, match="this would replace the text itself"):
+        clean(config_of(tmp_path / "run" / "clean" / "en-el"), Workdir(tmp_path / "run"))
+    assert (tmp_path / "run" / "clean" / "en-el" / "train.en").exists()
+    shutil.rmtree(tmp_path / "run")
     (tmp_path / "loop").symlink_to("loop")
     with pytest.raises(UserError, match=r"data\.path=.*loop: no such folder"):
         clean(config_of(tmp_path / "loop"), Workdir(tmp_path / "run"))

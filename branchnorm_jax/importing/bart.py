@@ -11,7 +11,7 @@ import numpy as np
 from branchnorm_jax.errors import UserError
 from branchnorm_jax.export.bart import ATTENTION, NORMS, OFFSET, OUT, OUTPUT, PROJECTION, SHARED, SOURCE, TARGET
 from branchnorm_jax.export.fold import SUBLAYERS, UNUSED_BIAS
-from branchnorm_jax.importing.imported import Side, Values, read_values
+from branchnorm_jax.importing.imported import Side, Values, beam_search, read_values
 from branchnorm_jax.importing.tensors import Tensors
 from branchnorm_jax.options import DecodeConfig, ModelConfig
 
@@ -45,15 +45,10 @@ def network(config: Values, **family: Any) -> ModelConfig:
 
 
 def search(folder: Path, config: Values) -> DecodeConfig:
-    """Returns the options of the search. Old models have them in config.json."""
+    """Returns the options of the search."""
     generation = read_values(folder / "generation_config.json", required=False)
-    found = {name: generation if name in generation else config for name in ("num_beams", "length_penalty")}
     longest = config.same("max_position_embeddings") if "max_position_embeddings" in config else 512
-    return DecodeConfig(
-        beam_size=found["num_beams"].get("num_beams", int, 1),
-        length_penalty=found["length_penalty"].get("length_penalty", float, 1.0),
-        max_input_length=max(4, min(1024, longest)),
-    )
+    return DecodeConfig(**beam_search(generation, config), max_input_length=max(4, min(1024, longest)))
 
 
 def sizes(config: Values) -> tuple[int, int]:

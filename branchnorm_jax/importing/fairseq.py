@@ -71,7 +71,7 @@ def read_folder(folder: Path) -> Imported:
     checkpoint = load_torch(path, (argparse.Namespace, *_numpy_types()))
     if not isinstance(checkpoint, dict) or not isinstance(checkpoint.get("model"), Mapping):
         raise UserError(f"{path}: not a checkpoint of fairseq, which has the entries model, and args or cfg")
-    options = Values(path, _options(checkpoint))
+    options = Values(path, _options(path, checkpoint))
     languages = tuple(options.get(name, str) for name in ("source_lang", "target_lang"))
     dictionaries = [_dictionary(folder / f"dict.{lang}.txt") for lang in languages]
     sides = _sides(folder, languages, dictionaries)
@@ -116,11 +116,15 @@ def _numpy_types() -> tuple[Any, ...]:
     return scalar, np.dtype, *(type(np.dtype(kind)) for kind in (np.float32, np.float64, np.int32, np.int64, np.bool_))
 
 
-def _options(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
+def _options(path: Path, checkpoint: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the options of the task and of the model. Checkpoints before fairseq 0.10 have them in `args`."""
 
     def plain(options: Any) -> dict[str, Any]:
-        return dict(options) if isinstance(options, Mapping) else vars(options) if options is not None else {}
+        if options is None:
+            return {}
+        if not isinstance(options, Mapping | argparse.Namespace):
+            raise UserError(f"{path}: its options are a {type(options).__name__} instead of names with values")
+        return dict(options) if isinstance(options, Mapping) else vars(options)
 
     if checkpoint.get("args") is not None:
         return plain(checkpoint["args"])
@@ -138,12 +142,12 @@ def _renamed(options: Values) -> dict[str, Any]:
         if options.values.get(name):
             raise UserError(f"{options.path}: {name}={options.values[name]} is not supported")
     for name, other in SAME.items():
-        if name in options and options.values[name] != options.values.get(other):
+        if name in options and options.values[name] != (options.values.get(other) or False):
             raise UserError(
                 f"{options.path}: {name}={options.values[name]} must be equal to {other}={options.values.get(other)}"
             )
     tied = options.get("share_decoder_input_output_embed", bool, False)
-    given = {RENAMED.get(name, name): value for name, value in options.values.items()}
+    given = {RENAMED.get(name, name): value for name, value in options.values.items() if value is not None}
     return (
         {"activation_function": "relu"}
         | given
@@ -176,7 +180,9 @@ def _dictionary(path: Path) -> dict[str, int]:
     """Reads the ids of the pieces, one line "piece count" each, in the order of the lines."""
     ids = {piece: index for index, piece in enumerate(FIRST)}
     for number, line in enumerate(text_lines(path), start=1):
-        piece, _, count = line.removesuffix(" #fairseq:overwrite").rpartition(" ")
+        if line.endswith("#fairseq:overwrite"):
+            raise UserError(f"{path}, line {number}: #fairseq:overwrite is not supported")
+        piece, _, count = line.rpartition(" ")
         if not piece or not count.isdecimal():
             raise UserError(f"{path}, line {number}: expected a piece and its count")
         if piece in ids:

@@ -1,5 +1,6 @@
 """A model of another toolkit, in the terms of this project, and how its files are read."""
 
+import contextlib
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -92,7 +93,8 @@ class Values:
                 raise UserError(f"{self.path}: {name} is missing")
             return default
         if kind is float and isinstance(value, int):
-            value = float(value)
+            with contextlib.suppress(OverflowError):
+                value = float(value)
         if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
             raise UserError(f"{self.path}: {name}={value!r} must be of the type {kind.__name__}")
         return value
@@ -113,6 +115,20 @@ class Values:
         return values.pop()
 
 
+def beam_search(generation: Values, config: Values) -> dict[str, Any]:
+    """Returns the options of beam search in generation_config.json, or in config.json, where old models have them."""
+
+    def get(name: str, default: T) -> T:
+        return (generation if name in generation else config).get(name, type(default), default)
+
+    return {
+        "beam_size": get("num_beams", 1),
+        "length_penalty": get("length_penalty", 1.0),
+        "no_repeat_ngram": get("no_repeat_ngram_size", 0),
+        "min_length": max(1, get("min_new_tokens", 1)),
+    }
+
+
 def read_values(path: Path, required: bool = True) -> Values:
     """Reads a JSON file with options; without `required`, a missing file has none. Raises `UserError` otherwise."""
     return Values(path, read_json(path) if required or path.exists() else {})
@@ -122,7 +138,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """Reads a JSON object. Raises `UserError` if there is none."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise UserError(f"{path}: cannot be read ({reason})") from error
     if not isinstance(content, dict):

@@ -164,7 +164,7 @@ def _mapping(path: Path, text: str, loader: Any = yaml.SafeLoader) -> dict[str, 
     """Parses YAML with names and values. Raises `UserError` if it is something else."""
     try:
         content = loader(text).get_single_data()  # yaml.load, but no other loader can be meant
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: a date or number that there is not.
         raise UserError(f"{path}: not valid YAML ({' '.join(str(error).split())[:160]})") from error
     if not isinstance(content, dict):
         raise UserError(f"{path}: expected names with values, not a {type(content).__name__}")

@@ -140,7 +140,9 @@ def _check_same(folder: Path, ids: Mapping[str, int]) -> None:
     """Raises `UserError` if tokenizer.json, which transformers reads, has other pieces than the SentencePiece model."""
     vocab = read_values(folder / "tokenizer.json", required=False).get("model", dict, {}).get("vocab", {})
     if isinstance(vocab, list):
-        vocab = {entry[0]: index for index, entry in enumerate(vocab) if isinstance(entry, list) and entry}
+        vocab = {str(entry[0]): index for index, entry in enumerate(vocab) if isinstance(entry, list) and entry}
+    if not isinstance(vocab, dict):
+        raise UserError(f"{folder / 'tokenizer.json'}: the vocabulary is a {type(vocab).__name__}")
     other = [piece for piece, index in ids.items() if vocab and vocab.get(piece) != index]
     if len(other) > len(ids) / 2:
         raise UserError(

@@ -12,7 +12,7 @@ import numpy as np
 from branchnorm_jax.errors import UserError
 from branchnorm_jax.export.fold import SUBLAYERS
 from branchnorm_jax.export.t5 import ACTIVATIONS, BLOCKS, EPSILON, GATED, OUTPUT, PLAIN, RELATIVE, SHARED, factors
-from branchnorm_jax.importing.imported import Imported, Side, Values, read_values
+from branchnorm_jax.importing.imported import Imported, Side, Values, beam_search, read_values
 from branchnorm_jax.importing.pieces import make_side, parse
 from branchnorm_jax.importing.tensors import Tensors, read
 from branchnorm_jax.options import DecodeConfig, ModelConfig
@@ -55,8 +55,7 @@ def read_folder(folder: Path) -> Imported:
     return Imported(
         model=model,
         decode=DecodeConfig(
-            beam_size=generation.get("num_beams", int, 1),
-            length_penalty=generation.get("length_penalty", float, 1.0),
+            **beam_search(generation, config),
             split="none",  # only the first part would begin with the task
         ),
         source_lang="",
@@ -64,8 +63,16 @@ def read_folder(folder: Path) -> Imported:
         params=params,
         source=side,
         target=side,
-        unused=side.ours(generation.get("suppress_tokens", list, [])),
+        unused=side.ours(_whole_numbers(generation, "suppress_tokens")),
     )
+
+
+def _whole_numbers(options: Values, name: str) -> list[int]:
+    """Returns a list of whole numbers, empty if it is missing. Raises `UserError` if it is something else."""
+    found = options.get(name, list, [])
+    if not all(type(each) is int for each in found):
+        raise UserError(f"{options.path}: {name} must be a list of whole numbers")
+    return found
 
 
 def _options(config: Values, start: str, shared: str) -> ModelConfig:

@@ -26,7 +26,10 @@ class Tensors:
         """Returns a weight in float32. Raises `UserError` if it is missing or has another shape."""
         if name not in self._left:
             raise UserError(f"{self._folder}: the weights contain no {name!r}")
-        array = np.asarray(self._left.pop(name), np.float32)
+        try:
+            array = np.asarray(self._left.pop(name), np.float32)
+        except ValueError as error:
+            raise UserError(f"{self._folder}: {name!r} does not consist of numbers") from error
         if array.shape != shape:
             raise UserError(f"{self._folder}: {name!r} has shape {list(array.shape)} instead of {list(shape)}")
         if not np.isfinite(array).all():
@@ -55,9 +58,10 @@ def read(folder: Path) -> Tensors:
     """
     for name, load in ((SAFE, _safetensors), (TORCH, _torch)):
         index = folder / f"{name}.index.json"
-        files = sorted(set(read_values(index).get("weight_map", dict).values())) if index.exists() else [name]
+        listed = read_values(index).get("weight_map", dict).values() if index.exists() else [name]
+        files = sorted(set(map(str, listed)))
         if index.exists() or (folder / name).exists():
-            if outside := [file for file in files if Path(str(file)).name != file]:
+            if outside := [file for file in files if Path(file).name != file]:
                 raise UserError(f"{index}: {outside[0]!r} is not the name of a file in this folder")
             return Tensors(folder, {key: array for file in files for key, array in load(folder / file)})
     raise UserError(f"{folder}: no weights; expected {SAFE} or {TORCH}")
@@ -67,7 +71,7 @@ def _safetensors(path: Path) -> Iterator[tuple[str, np.ndarray]]:
     try:
         with safe_open(path, framework="numpy") as file:
             yield from ((name, file.get_tensor(name)) for name in file.keys())  # noqa: SIM118 # not a dictionary
-    except (OSError, SafetensorError) as error:
+    except (OSError, SafetensorError, AttributeError) as error:  # AttributeError: a type that NumPy does not have.
         raise UserError(f"{path}: cannot be read ({_pointer(path) or _first_line(error)})") from error
 
 
@@ -95,7 +99,7 @@ def load_torch(path: Path, types: Sequence[Any] = ()) -> Any:
 def arrays(path: Path, weights: Any) -> Iterator[tuple[str, np.ndarray]]:
     """Yields the weights of a file of PyTorch by name. Raises `UserError` if it contains something else."""
     try:
-        yield from ((name, tensor.float().numpy()) for name, tensor in weights.items())
+        yield from ((name, tensor.detach().float().numpy()) for name, tensor in weights.items())
     except (AttributeError, TypeError) as error:
         raise UserError(f"{path}: does not contain weights by name") from error
 

@@ -140,20 +140,23 @@ def say_split(count: int, config: DecodeConfig, limit: int) -> None:
         logs.say(f"{lines} of more than {limit} tokens translated sentence by sentence (decode.split)")
 
 
-def random_sentences(model: Transformer, count: int, absent: Sequence[int] = ()) -> tuple[Sentences, Sentences]:
+def random_sentences(
+    model: Transformer, count: int, absent: Sequence[int] = (), longest: int = LONGEST
+) -> tuple[Sentences, Sentences]:
     """Returns random sources and targets with EOS, of pieces that text can have.
 
     Args:
       model: the model, which knows the unused target pieces.
       count: number of sentences.
       absent: source pieces to leave out.
+      longest: most tokens of a sentence, if the model has that many positions.
     """
+    most = min(LONGEST, longest, model.config.longest or LONGEST)
     rng = np.random.default_rng(0)
 
     def sentences(size: int, never: Sequence[int]) -> Sentences:
         ids = np.setdiff1d(np.arange(UNK + model.tags + 1, size), never)
-        longest = min(LONGEST, model.config.longest or LONGEST)
-        return [[*rng.choice(ids, rng.integers(1, longest)).tolist(), EOS] for _ in range(count)]
+        return [[*rng.choice(ids, rng.integers(1, most)).tolist(), EOS] for _ in range(count)]
 
     return sentences(model.source_vocab, absent), sentences(model.target_vocab, model.unused)
 

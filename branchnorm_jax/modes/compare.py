@@ -126,7 +126,7 @@ def translations_of(path: Path) -> list[str]:
     for number, line in enumerate(text_lines(path), start=1):
         try:
             translations.append(best_translation(line))
-        except (ValueError, LookupError, TypeError) as error:
+        except (ValueError, LookupError, TypeError, RecursionError) as error:
             raise UserError(f"{path}, line {number}: no translation in this JSON: {error}") from error
     return translations
 

@@ -57,6 +57,11 @@ def export(config: Config, workdir: Workdir) -> None:
         logs.say("other engines divide scores by L^p: set their length penalty accordingly")
     if config.decode.temperature:
         logs.say("decode.temperature is not exported: to sample in the other engine, set its own options")
+    if e.format == "ctranslate2" and (config.decode.no_repeat_ngram or config.decode.min_length > 1):
+        logs.say(
+            "with decode.no_repeat_ngram and decode.min_length, CTranslate2 computes probabilities among the tokens "
+            "that they allow, so its scores and some translations differ"
+        )
     Languages(config.data, tokenizer).check(config.decode.source_lang, config.decode.target_lang)
     tags = _first_tags(config, tokenizer)
     begins = tags[0] if len(tags) == 1 else ""
@@ -155,7 +160,10 @@ def check_export(
     exact = dataclasses.replace(model, config=dataclasses.replace(model.config, dtype="float32", carry_dtype="float32"))
     translator = Translator(exact, tokenizer, config.decode)
     if config.data.source == "text" and not config.data.path:
-        (sources, targets), what = random_sentences(model, e.check_lines), f"{e.check_lines} random sentences"
+        (sources, targets), what = (
+            random_sentences(model, e.check_lines, longest=longest),
+            f"{e.check_lines} random sentences",
+        )
     else:
         sources, targets = validation_sentences(config, translator, longest)
         what = f"{len(sources)} validation pairs"

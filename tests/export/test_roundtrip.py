@@ -104,10 +104,13 @@ def test_parameters_and_pieces_stay(name: str, tmp_path: Path) -> None:
     ours.mkdir()
     once = read_folder(theirs)[1]
     plain = fold.fold(model_of(once), once.params, ALPHA)
-    ids = huggingface.write(plain, once.model, once.decode, vocabulary_of(once, source, target), ours, 64)
+    search: dict[str, Any] = {"beam_size": 3, "length_penalty": 0.7, "no_repeat_ngram": 2, "min_length": 4}
+    decode = dataclasses.replace(once.decode, **search)
+    ids = huggingface.write(plain, once.model, decode, vocabulary_of(once, source, target), ours, 64)
     assert json.loads((ours / "config.json").read_text())["architectures"] == [kind]
     twice = read_folder(ours)[1]
     check_same(once, twice)
+    assert {option: getattr(twice.decode, option) for option in search} == search
     named = twice.decode if once.tags else twice
     assert (named.source_lang, named.target_lang) == (source, target)
     if name == "marian's npz":

@@ -153,6 +153,11 @@ FAULTS: dict[str, tuple[Callable[[Path], Any], str]] = {
     "no options": (damage(lambda content: content.pop("args")), "source_lang is missing"),
     "no weights": (damage(lambda content: content.pop("model")), "not a checkpoint of fairseq"),
     "no tensors": (damage(lambda content: content.update(model={"a": 1})), "does not contain weights by name"),
+    "options": (damage(lambda content: content.update(args=[1])), "its options are a list"),
+    "overwrite": (
+        lambda folder: (folder / "dict.en.txt").write_text("<unk> 5 #fairseq:overwrite\n"),
+        "line 1: #fairseq:overwrite is not supported",
+    ),
     "no language": (damage(lambda content: delattr(content["args"], "source_lang")), "source_lang is missing"),
     "missing weight": (damage(lambda content: content["model"].pop("decoder.layers.2.fc1.bias")), "contain no"),
     "unknown weight": (
@@ -188,6 +193,14 @@ def test_faulty_folders_are_one_line(break_it: Callable[[Path], Any], fault: str
         fairseq.read_folder(tmp_path)
     assert "\n" not in str(error.value)
     assert not Path("owned").exists()
+
+
+def test_options_that_are_missing_or_none_have_the_values_of_fairseq(tmp_path: Path) -> None:
+    """fairseq's layers take relu for None, and False is the default of options that are switches."""
+    examples.fairseq(tmp_path)
+    missing = {"activation_fn": None, "encoder_learned_pos": None, "decoder_learned_pos": False}
+    damage(lambda content: vars(content["args"]).update(missing))(tmp_path)
+    assert fairseq.read_folder(tmp_path).model.activation == "relu"
 
 
 def test_checkpoints_may_contain_options_and_numbers_only(tmp_path: Path) -> None:

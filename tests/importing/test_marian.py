@@ -254,6 +254,12 @@ BAD: dict[str, tuple[Callable[[Path], Any], str]] = {
     "start beyond the table": (_with("decoder_start_token_id", 5000), "whose embedding is zero"),
     "no size": (_with("vocab_size", None), "vocab_size is missing"),
     "type": (_with("dropout", "x"), "dropout='x' must be of the type float"),
+    "large number": (_with("dropout", 10**400), "must be of the type float"),
+    "deep": (lambda folder: (folder / "config.json").write_text("[" * 100_000), "config.json: cannot be read"),
+    "files of other types": (
+        lambda folder: (folder / "model.safetensors.index.json").write_text('{"weight_map": {"a": "m", "b": 3}}'),
+        "bad/3: cannot be read",
+    ),
     "no layers": (_with("encoder_layers", 0), "encoder_layers must be the same positive number"),
     "uneven heads": (_with("d_model", 18), "must be even and a multiple of 4"),
     "list": (lambda folder: (folder / "config.json").write_text("[1]"), "expected names with values, not a list"),

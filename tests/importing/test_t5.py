@@ -224,6 +224,10 @@ BAD: dict[str, tuple[Callable[[Path], Any], str]] = {
     "size": (_with("vocab_size", 50), "60 pieces do not fit the model's vocab_size=50"),
     "epsilon": (_with("layer_norm_epsilon", 0.0), "layer_norm_epsilon=0.0 must be between 0 and 1"),
     "type": (_with("num_heads", "x"), "num_heads='x' must be of the type int"),
+    "suppressed": (
+        lambda folder: (folder / "generation_config.json").write_text('{"suppress_tokens": ["a", null, [1]]}'),
+        "suppress_tokens must be a list of whole numbers",
+    ),
 }
 
 

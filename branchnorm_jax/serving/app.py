@@ -30,6 +30,9 @@ PAGE = Path(__file__).parent / "page.html"
 BODY_SECONDS = 30
 """A request whose body takes longer is refused. Otherwise a client that stops sending would keep a signal waiting."""
 
+READ = 4
+"""How much of a body that is too large is read, as a multiple of what is allowed."""
+
 
 def make_app(
     parse: Callable[[bytes], TranslationRequest],
@@ -94,12 +97,13 @@ def translation_handler(
         return HTTPException(503, waiting, {"retry-after": "1"})
 
     async def translate(request: Request) -> Response:
-        access.check_site(request)
-        access.check_token(request)
+        async with refusing(request, serve.max_body_bytes):
+            access.check_site(request)
+            access.check_token(request)
         try:
             if bodies.locked():
-                await body(request, serve.max_body_bytes, keep=False)  # Otherwise the client would not read the answer.
-                raise busy()
+                async with refusing(request, serve.max_body_bytes):
+                    raise busy()
             async with bodies:
                 # In a thread, so that a large request does not hold up the others.
                 parsed = await asyncio.to_thread(parse, await body(request, serve.max_body_bytes))
@@ -134,10 +138,11 @@ def starting(listener: socket.socket, serve: ServeConfig, access: Access, state:
     page, later = PAGE.read_bytes(), {"retry-after": "2", "cache-control": "no-store"}
 
     async def wait(request: Request) -> Response:
-        access.check_site(request)
-        if request.url.path == "/":
-            return Response(page, 503, page_headers(page) | later, "text/html")
-        raise HTTPException(503, f"the server is starting: {state()}", later)
+        async with refusing(request, serve.max_body_bytes):
+            access.check_site(request)
+            if request.url.path != "/":
+                raise HTTPException(503, f"the server is starting: {state()}", later)
+        return Response(page, 503, page_headers(page) | later, "text/html")
 
     app = Starlette(
         routes=[Route("/{path:path}", wait, methods=["GET", "POST"])], exception_handlers={HTTPException: refuse}
@@ -163,26 +168,44 @@ def page_headers(page: bytes) -> dict[str, str]:
     }
 
 
-async def body(request: Request, most: int, keep: bool = True) -> bytes:
-    """Reads the body of a request; returns b"" if it need not `keep` it.
+@contextlib.asynccontextmanager
+async def refusing(request: Request, most: int) -> AsyncIterator[None]:
+    """Reads the body of a request that is refused in the context: most clients read no answer before it is sent.
 
-    Raises `HTTPException` 413 as soon as it exceeds `most` bytes, and 408 after `BODY_SECONDS`.
+    A client that waits for a status 100 gets the refusal at once.
     """
+    try:
+        yield
+    except HTTPException:
+        if "expect" not in request.headers:
+            with contextlib.suppress(HTTPException):
+                await body(request, most)
+        raise
+
+
+async def body(request: Request, most: int) -> bytes:
+    """Reads the body of a request. Raises `HTTPException` 413 if it exceeds `most` bytes, and 408 after `BODY_SECONDS`.
+
+    Of a body that is too large, up to `READ` times `most` bytes are read and not kept; see `refusing`.
+    """
+    size, content = int(request.headers.get("content-length", 0)), bytearray()
     too_large = HTTPException(413, f"the body has more than {most:,} bytes (serve.max_lines, serve.max_characters)")
-    if int(request.headers.get("content-length", 0)) > most:
+    if size > most and "expect" in request.headers:
         raise too_large
-    content, size = bytearray(), 0
+    read = 0
     try:
         async with asyncio.timeout(BODY_SECONDS):
             async for part in request.stream():
-                size += len(part)
-                if size > most:
-                    raise too_large
-                if keep:
+                read += len(part)
+                if read > READ * most:
+                    break
+                if max(read, size) <= most:
                     content += part
     except TimeoutError as error:
         late = f"the body did not arrive within {BODY_SECONDS} seconds"
         raise HTTPException(408, late, {"connection": "close"}) from error
+    if max(read, size) > most:
+        raise too_large
     return bytes(content)
 
 

@@ -6,6 +6,8 @@ import http.client
 import json
 import re
 import socket
+import urllib.error
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -173,6 +175,21 @@ def test_any_name_is_allowed_if_the_option_says_so() -> None:
     with serving(device, [], Access(frozenset("*"))) as url:
         assert send(url, "POST", "/translate", ("host", "any.example")).status == 200
         assert send(url, "POST", "/translate", ("host", "any.example"), ("origin", "http://b.example")).status == 403
+
+
+def test_clients_that_send_first_read_why_they_are_refused(url: str) -> None:
+    """The sockets hold a part of a body, so a client is still sending when the server knows what it answers."""
+    body, token = b" " * ServeConfig().max_body_bytes, ("authorization", "Bearer first")
+    for status, size, headers in (
+        (413, 2, (token,)),
+        (401, 1, ()),
+        (403, 1, (token, ("origin", "http://evil.example"))),
+    ):
+        request = urllib.request.Request(f"{url}/translate", body * size, dict(headers))
+        with pytest.raises(urllib.error.HTTPError) as refused:
+            urllib.request.urlopen(request)
+        assert refused.value.code == status
+        assert json.load(refused.value)["error"]
 
 
 def test_bodies_that_do_not_arrive_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

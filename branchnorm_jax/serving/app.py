@@ -179,14 +179,15 @@ async def refusing(request: Request, most: int) -> AsyncIterator[None]:
     except HTTPException:
         if "expect" not in request.headers:
             with contextlib.suppress(HTTPException):
-                await body(request, most)
+                await body(request, most, keep=False)
         raise
 
 
-async def body(request: Request, most: int) -> bytes:
-    """Reads the body of a request. Raises `HTTPException` 413 if it exceeds `most` bytes, and 408 after `BODY_SECONDS`.
+async def body(request: Request, most: int, keep: bool = True) -> bytes:
+    """Reads the body of a request; returns b"" if it need not `keep` it.
 
-    Of a body that is too large, up to `READ` times `most` bytes are read and not kept; see `refusing`.
+    Raises `HTTPException` 413 if it exceeds `most` bytes, and 408 after `BODY_SECONDS`. Of a body that is too large, up
+    to `READ` times `most` bytes are read and not kept; see `refusing`.
     """
     size, content = int(request.headers.get("content-length", 0)), bytearray()
     too_large = HTTPException(413, f"the body has more than {most:,} bytes (serve.max_lines, serve.max_characters)")
@@ -199,7 +200,7 @@ async def body(request: Request, most: int) -> bytes:
                 read += len(part)
                 if read > READ * most:
                     break
-                if max(read, size) <= most:
+                if keep and max(read, size) <= most:
                     content += part
     except TimeoutError as error:
         late = f"the body did not arrive within {BODY_SECONDS} seconds"

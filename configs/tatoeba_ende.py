@@ -11,9 +11,9 @@ plain or compressed. The default folder is $BRANCHNORM_DATA/tatoeba_en-de; if th
 data/tatoeba_en-de.
 
 Measured on an H200 with jax 0.11.2 at commit e99b1b0, eleven runs at a time: test sacreBLEU 27.9 at 6L-6L (1 minute of
-updates), 31.0 at 18L-18L (3 minutes) and 32.2 at 50L-50L (7 minutes; 31.5 on a CPU core);
+updates), 31.0 at 18L-18L (3 minutes) and 32.2 at 50L-50L (7 minutes), each with --config.train.seed=1;
 nrefs:1|case:mixed|eff:no|tok:13a|smooth:exp|version:2.6.0. On one core of an AMD EPYC the updates take 7, 18 and 54
-minutes. Results, also for half the learning rate and for other methods: docs/results.md.
+minutes; 50L-50L with seed 0 has 31.5. Results, also for half the learning rate and for other methods: docs/results.md.
 """
 
 import os

@@ -26,7 +26,7 @@ from branchnorm_jax.evaluation.compare import (
     write,
 )
 from branchnorm_jax.modes.compare import compare as mode_compare
-from branchnorm_jax.modes.compare import systems_of
+from branchnorm_jax.modes.compare import systems_of, translations_of
 from branchnorm_jax.options import CompareConfig, Config, DataConfig
 from branchnorm_jax.workdir import Workdir
 from tests.conftest import run_main
@@ -306,3 +306,9 @@ def test_invalid_input_is_rejected(tmp_path: Path) -> None:
         compare({"a": BASE, "b": BASE}, [], "de")
     with pytest.raises(UserError, match="b has 1 lines but the reference has 60"):
         compare({"a": BASE, "b": ["x"]}, REFERENCE, "de")
+
+
+def test_json_that_is_too_deep_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "a").write_text('{"source": ' + "[" * 100_000 + "\n")
+    with pytest.raises(UserError, match="line 1: no translation in this JSON"):
+        translations_of(tmp_path / "a")

@@ -75,6 +75,7 @@ HOSTILE: dict[str, tuple[str, Callable[[Path], Any], str]] = {
     "checkpoint": ("fairseq", saved_by_torch("checkpoint_best.pt"), "checkpoint_best.pt: cannot be read as plain"),
     "dictionary": ("fairseq", pickled("dict.en.txt"), "dict.en.txt, line 1: not valid UTF-8"),
     "spm.model": ("fairseq", pickled("spm.model"), "spm.model"),
+    "a date that there is not": ("Marian", text("decoder.yml", "trained: 2024-02-31"), "decoder.yml: not valid YAML"),
     "array of objects": ("Marian", array_of_objects, "model.npz: cannot be read"),
     "npz that is a pickle": ("Marian", pickled("model.npz"), "model.npz: cannot be read"),
     "options with an object": ("Marian", options_with_object, "model.npz: not valid YAML"),

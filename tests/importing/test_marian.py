@@ -20,7 +20,9 @@ from branchnorm_jax.decoding.translate import Translator
 from branchnorm_jax.errors import UserError
 from branchnorm_jax.importing import marian
 from branchnorm_jax.importing.imported import Imported
+from branchnorm_jax.importing.tensors import arrays
 from branchnorm_jax.model.transformer import Transformer
+from branchnorm_jax.modes.common import random_sentences
 from branchnorm_jax.modes.importing import read_folder
 from branchnorm_jax.options import DecodeConfig
 from tests.cases import quick_and_slow
@@ -280,6 +282,16 @@ def intact(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("marian") / "intact"
     examples.marian(folder)
     return folder
+
+
+def test_random_sentences_fit_the_positions_of_an_export(intact: Path) -> None:
+    for side in random_sentences(model_of(marian.read_folder(intact)), 50, longest=8):
+        assert max(map(len, side)) <= 8
+
+
+def test_weights_that_require_gradients_are_read() -> None:
+    ((name, array),) = arrays(Path("a.pt"), {"a": torch.nn.Parameter(torch.ones(2))})
+    assert (name, array.tolist()) == ("a", [1.0, 1.0])
 
 
 @pytest.mark.parametrize(("damage", "message"), BAD.values(), ids=list(BAD))

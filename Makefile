@@ -25,7 +25,7 @@ DEVELOP := $(VENV)/.installed-develop
 .PHONY: quickstart test test-all lint bench lock clean
 
 quickstart: $(USE)
-	@$(RUN) launch/quickstart.py $(WORKDIR) $(ARGS)
+	@$(RUN) launch/quickstart.py "$(WORKDIR)" $(ARGS)
 
 test: $(DEVELOP)
 	$(RUN) -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not slow" --durations=10 $(ARGS)

@@ -45,12 +45,17 @@ def held_out(workdir: Path) -> list[tuple[str, str, str]]:
 
 def main() -> None:
     """Trains and evaluates, then prints translations, a command to translate other text, and the score."""
+    if not sys.argv[1:] or sys.argv[1].startswith("-"):
+        print("usage: quickstart.py <workdir> [options of main.py...]", file=sys.stderr)
+        sys.exit(2)
     workdir, *options = sys.argv[1:]
     started = time.monotonic()
     run_main(f"--config={ROOT / 'configs' / 'numerals.py'}", f"--workdir={workdir}", *options)
     run_main("--mode=evaluate", f"--workdir={workdir}")
     seconds = time.monotonic() - started
 
+    if not Path(workdir, "evaluation", "test.hypothesis").is_file():
+        return  # The folder is in a bucket, or it has the translations of several language pairs.
     print(f"\n{SHOWN} sentences that training never saw:")
     shown = held_out(Path(workdir))
     for source, reference, hypothesis in shown:

@@ -11,8 +11,8 @@
 # SIGUSR1 make the run save and stop; the slice stays. Needs gcloud (a project, ssh keys: `ssh-add
 # ~/.ssh/google_compute_engine`), and a bucket, or an NFS share that setup mounts at /mnt/share on all workers.
 # Variables: SHARE (host:/path of the NFS share), RUNTIME (software of the slice, chosen from ACCELERATOR), CREATE_FLAGS
-# (--spot; or --reserved, --network=... and so on; empty for on demand), PYTHON (3.11), MAX_RETRIES (after lost hosts
-# in a row, 3), DELAY (seconds between starts and between polls, 60).
+# (--spot; or --reserved, --network=... and so on; divided at white space; empty for on demand), PYTHON (3.11),
+# MAX_RETRIES (after lost hosts in a row, 3), DELAY (seconds between starts and between polls, 60).
 
 set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
@@ -36,6 +36,14 @@ fi
 usage() {
   sed -n '2,/^$/s/^# \{0,1\}//p' "${BASH_SOURCE[0]}" >&2
   exit 2
+}
+
+# Ends the script if the variable $1 is not set.
+need() {
+  if [[ -z ${!1:-} ]]; then
+    say "set $1, $2"
+    exit 2
+  fi
 }
 
 # Runs a command, or prints it.
@@ -63,13 +71,16 @@ runtime() {
 
 # Prints a field of a queued resource or node, nothing if it does not exist, or UNKNOWN if gcloud fails otherwise.
 describe() {
-  local text
-  if text=$(gcloud compute tpus "$1" describe "$TPU_NAME" --zone="$ZONE" --format="value($2)" 2>&1); then
+  local text errors
+  errors=$(mktemp) || { echo UNKNOWN && return; }
+  # gcloud also writes warnings to its standard error.
+  if text=$(gcloud compute tpus "$1" describe "$TPU_NAME" --zone="$ZONE" --format="value($2)" 2>"$errors"); then
     echo "$text"
-  elif [[ $text != *NOT_FOUND* ]]; then
-    say "$text"
+  elif ! grep -q NOT_FOUND "$errors"; then
+    say "$(<"$errors")"
     echo UNKNOWN
   fi
+  rm -f "$errors"
 }
 
 state() { describe queued-resources state.state; }
@@ -79,7 +90,7 @@ alive() { [[ $(state) =~ ^(ACTIVE|UNKNOWN)$ && $(describe tpu-vm state) =~ ^(REA
 
 create() {
   local flags
-  read -ra flags <<<"${CREATE_FLAGS---spot}"
+  read -r -d '' -a flags <<<"${CREATE_FLAGS---spot}" || true
   tpus queued-resources create "$TPU_NAME" --node-id="$TPU_NAME" --accelerator-type="$ACCELERATOR" \
     --runtime-version="${RUNTIME:-$(runtime)}" ${flags[@]+"${flags[@]}"} || return
   ((dry_run)) && return
@@ -223,10 +234,9 @@ case $subcommand in
   create | setup | run | delete | train) shift ;;
   *) usage ;;
 esac
-: "${TPU_NAME:?set TPU_NAME to a name for the slice}" "${ZONE:?set ZONE, for example us-east5-b}"
-if [[ $subcommand == create || $subcommand == train ]]; then
-  : "${ACCELERATOR:?set ACCELERATOR, for example v6e-16}"
-fi
+need TPU_NAME "to a name for the slice"
+need ZONE "for example to us-east5-b"
+if [[ $subcommand == create || $subcommand == train ]]; then need ACCELERATOR "for example to v6e-16"; fi
 if [[ $subcommand == run || $subcommand == train ]]; then
   if (($# == 0)); then usage; fi
   interrupted=0

@@ -21,7 +21,8 @@ for pattern, answers in json.loads((path.parent / "answers").read_text()):
     if re.search(pattern, " ".join(call)):
         turn = sum(bool(re.search(pattern, " ".join(one))) for one in earlier)
         code, output, seconds = answers[min(turn, len(answers) - 1)]
-        print(output)
+        print(output, file=sys.stderr if code else sys.stdout)
+        print("WARNING: this command has a newer version", file=sys.stderr)
         time.sleep(seconds)
         sys.exit(code)
 """

@@ -55,10 +55,19 @@ def test_create_fails_if_the_request_fails(stubs: Stubs, state: str) -> None:
     [("v5litepod-16", "v2-alpha-tpuv5-lite"), ("v5p-32", "v2-alpha-tpuv5"), ("v4-8", "tpu-ubuntu2204-base")],
 )
 def test_runtime_and_flags(stubs: Stubs, accelerator: str, runtime: str) -> None:
-    assert tpu_vm(stubs, "create", ACCELERATOR=accelerator, CREATE_FLAGS="--reserved --network=n").returncode == 0
+    assert tpu_vm(stubs, "create", ACCELERATOR=accelerator, CREATE_FLAGS="--reserved\n--network=n").returncode == 0
     assert stubs.calls[0][-5:] == [
         f"--accelerator-type={accelerator}", f"--runtime-version={runtime}", "--reserved", "--network=n", "--zone=z",
     ]  # fmt: skip
+
+
+def test_missing_variables_are_named(stubs: Stubs) -> None:
+    for name in ("TPU_NAME", "ZONE", "ACCELERATOR"):
+        done = tpu_vm(stubs, "train", *OPTIONS, **{name: ""})
+        assert done.returncode == 2 and done.stderr.startswith(f"tpu_vm.sh: set {name}, "), done.stderr
+    done = stubs.run("launch/xpk.sh", *OPTIONS, CLUSTER="c", IMAGE="i")
+    assert done.returncode == 2 and done.stderr.startswith("xpk.sh: set TPU_TYPE, "), done.stderr
+    assert not stubs.calls
 
 
 def test_setup_copies_the_checkout_and_installs_the_extra(stubs: Stubs) -> None:

@@ -134,15 +134,16 @@ def with_alpha_steps(config: ml_collections.ConfigDict, warmup_layers: int) -> m
 
 
 def record_chosen(config: ml_collections.ConfigDict, given: set[str]) -> None:
-    """Stores in `sweep.chosen` the options that recommended values must not replace in a sweep.
+    """Stores in `sweep.chosen` the options that recommended values, and the usual T, must not replace in a sweep.
 
     Args:
       config: all options.
       given: names of the options that the command line set; an earlier call of the same sweep recorded the others.
     """
-    if config.sweep.recommended:
-        earlier = {*config.sweep.chosen.split(",")} - {""}
-        config.sweep.chosen = ",".join(sorted(earlier | given if earlier else assigned(config)))
+    earlier = {*config.sweep.chosen.split(",")} - {""}
+    # In the saved options of a sweep, which are not of this class, every option counts as assigned.
+    new = assigned(config) if isinstance(config.sweep, Section) else given
+    config.sweep.chosen = ",".join(sorted(earlier | new))
 
 
 ELSEWHERE = {
@@ -296,6 +297,8 @@ def load(path: Path) -> Config:
     try:
         if not isinstance(values, dict) or not values.keys() >= {"model", "data", "train"}:
             raise ValueError("not the options of a run")
+        if wrong := [section for section, options in values.items() if not isinstance(options, dict)]:
+            raise ValueError(f"{wrong[0]} is not a group of options")
         for (section, option, old), new in RENAMED.items():
             if values.get(section, {}).get(option) == old:
                 values[section][option] = new

@@ -346,7 +346,19 @@ def test_save_and_load_round_trip(tmp_path_factory, data):
     }
 
 
-@pytest.mark.parametrize("text", [b"", b"{", b"[]", b"null", b"\xff", b'{"model": 3}', b'{"model": {"widht": 3}}'])
+@pytest.mark.parametrize(
+    "text",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b"null",
+        b"\xff",
+        b'{"model": 3}',
+        b'{"model": {"widht": 3}}',
+        b'{"model": [], "data": {}, "train": {}}',
+    ],
+)
 def test_invalid_config_files_are_named(tmp_path, text):
     path = tmp_path / "config.json"
     path.write_bytes(text)

@@ -85,11 +85,13 @@ def test_alpha_steps_follow_the_warmup_of_each_run_unless_set() -> None:
         options.train.warmup_steps = warmup
         if chosen is not None:
             options.model.alpha_steps = chosen
+        record_chosen(options, set())
         return sweep.configure(from_config_dict(options), run).model.alpha_steps
 
     assert alpha_steps(300, None, {"method": "branchnorm"}) == 300
     assert alpha_steps(300, None, {"train.warmup_steps": "100"}) == 100
     assert alpha_steps(300, 700, {"train.warmup_steps": "100"}) == 700
+    assert alpha_steps(300, Config().model.alpha_steps, {"method": "branchnorm"}) == Config().model.alpha_steps
     # This includes a T that equals the warm-up.
     deep = {"depth": "144L-144L", "train.branch_update_power": "2"}
     assert alpha_steps(300, None, deep) == 600

@@ -249,7 +249,7 @@ def sweep(config: Config, workdir: Workdir) -> None:
         logs.say(f"{method} recommends {named}; a sweep sets this only in the grid, or with sweep.recommended=True")
     drawing = figures.can_draw("sweep.png")
     corpora = {chosen.data for _, chosen in runs.values()}
-    for split in ("train", "valid", "test"):
+    for split in ("train", "valid", "test") if hosts.is_first() else ("valid", "test"):
         for data in corpora:
             check_readable(data, split)
     workdir.create()

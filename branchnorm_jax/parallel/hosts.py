@@ -101,8 +101,9 @@ def _place(timeout: int) -> tuple[str, int, int, Sequence[int] | None]:
     )
     if address is None or count is None or index is None:
         raise ValueError("set JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID")
-    if not re.fullmatch(r".*:\d+", address):
-        raise ValueError(f"JAX_COORDINATOR_ADDRESS={address} is not host:port")
+    parse_address(address)
+    if count < 1:
+        raise ValueError(f"JAX_NUM_PROCESSES={count}, but a run has at least one process")
     if not 0 <= index < count:
         raise ValueError(f"JAX_PROCESS_ID={index}, but the {count} processes have the numbers 0 to {count - 1}")
     return address, count, index, devices

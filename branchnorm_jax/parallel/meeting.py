@@ -7,6 +7,7 @@ The connections stay open; see `monitor.py`.
 import contextlib
 import json
 import os
+import re
 import selectors
 import socket
 import sys
@@ -79,8 +80,10 @@ def readable(sources: Iterable[S], timeout: float) -> list[S]:
 
 
 def parse_address(address: str) -> tuple[str, int]:
-    """Returns host and port of "host:port" or "[host]:port"."""
+    """Returns host and port of "host:port" or "[host]:port". Raises `ValueError` if the address is not of this form."""
     host, _, port = address.rpartition(":")
+    if not host or not re.fullmatch(r"[0-9]{1,5}", port) or int(port) > 65535:
+        raise ValueError(f"the address {address} is not host:port, with a port of at most 65535")
     return host.strip("[]"), int(port)
 
 

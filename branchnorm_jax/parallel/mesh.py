@@ -43,7 +43,8 @@ def mesh_sizes(config: ParallelConfig, count: int) -> tuple[int, int, int]:
     if data * inner != count:
         raise UserError(
             f"config: parallel.data={config.data or 'rest'} x parallel.fsdp={config.fsdp} x parallel.model="
-            f"{config.model} does not match the {count} devices; their product must be the number of devices"
+            f"{config.model} does not match the {count} devices; their product must be the number of devices. A run "
+            "keeps the sizes it was trained with: on other devices give new ones, such as --config.parallel.model=1"
         )
     return data, config.fsdp, config.model
 

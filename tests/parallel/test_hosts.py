@@ -13,6 +13,7 @@ import jax
 import numpy as np
 import pytest
 
+from branchnorm_jax.errors import UserError
 from branchnorm_jax.options import ParallelConfig
 from branchnorm_jax.parallel import hosts
 from tests.conftest import HASTY, ROOT, read_metrics, read_status, run_main
@@ -315,6 +316,27 @@ def test_only_a_described_run_has_several_processes(monkeypatch: pytest.MonkeyPa
         joined.clear()
         hosts.start(ParallelConfig())
         assert len(joined) == expected, variables
+
+
+@pytest.mark.parametrize(
+    ("address", "count", "index", "message"),
+    [
+        ("a", "2", "0", "the address a is not host:port"),
+        ("a:99999", "2", "0", "the address a:99999 is not host:port, with a port of at most 65535"),
+        ("a:-1", "2", "0", "the address a:-1 is not host:port"),
+        ("a:1", "0", "0", "JAX_NUM_PROCESSES=0, but a run has at least one process"),
+        ("a:1", "2", "2", "JAX_PROCESS_ID=2, but the 2 processes have the numbers 0 to 1"),
+    ],
+)
+def test_wrong_descriptions_are_one_line(
+    monkeypatch: pytest.MonkeyPatch, address: str, count: str, index: str, message: str
+) -> None:
+    for name, value in zip(
+        ("COORDINATOR_ADDRESS", "NUM_PROCESSES", "PROCESS_ID"), (address, count, index), strict=True
+    ):
+        monkeypatch.setenv(f"JAX_{name}", value)
+    with pytest.raises(UserError, match=f"^the processes of the run are described wrongly: {message}"):
+        hosts.start(ParallelConfig())
 
 
 @pytest.mark.slow

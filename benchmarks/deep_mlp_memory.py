@@ -10,9 +10,9 @@ import jax.numpy as jnp
 
 from benchmarks.measure import save
 from branchnorm_jax.model.stack import REMAT
+from branchnorm_jax.training.lower import allocated_bytes
 from experiments.cifar import CHANNELS, SIDE, Split
 from experiments.deep_mlp import OPTIMIZERS, Run, make_update
-from experiments.runs import peak_bytes
 
 DEPTH, WIDTHS, BATCH = 10_000, (64, 256), 50
 
@@ -23,7 +23,7 @@ def peak(run: Run) -> int:
     images = jax.ShapeDtypeStruct((run.batch, SIDE, SIDE, CHANNELS), jnp.float32)
     batch = Split(images, jax.ShapeDtypeStruct((run.batch,), jnp.int32))  # type: ignore[arg-type]
     state = jax.eval_shape(initial, jax.random.key(0))
-    return peak_bytes(jax.jit(update, donate_argnums=0).lower(state, batch).compile())
+    return int(allocated_bytes(jax.jit(update, donate_argnums=0).lower(state, batch).compile()))
 
 
 def main() -> None:

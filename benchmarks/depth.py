@@ -19,6 +19,7 @@ from branchnorm_jax.model.stack import REMAT
 from branchnorm_jax.model.transformer import Transformer
 from branchnorm_jax.options import Config, ModelConfig, TrainConfig
 from branchnorm_jax.parallel.mesh import make_mesh, replicated
+from branchnorm_jax.training.lower import allocated_bytes
 from branchnorm_jax.training.optimizer import make_optimizer
 from branchnorm_jax.training.state import Batch, TrainState, init_state
 from branchnorm_jax.training.step import loss_sums, make_train_step
@@ -119,9 +120,7 @@ def in_backward(remat: str) -> dict[str, Any]:
     for backward in (True, False):
         step, state = update(network, data, update_in_backward=backward, warmup_steps=5)
         program: Any = jax.jit(step, donate_argnums=0).lower(state, data).compile()
-        memory = program.memory_analysis()
-        made = memory.output_size_in_bytes - memory.alias_size_in_bytes
-        peaks[backward] = memory.argument_size_in_bytes + memory.temp_size_in_bytes + made
+        peaks[backward] = allocated_bytes(program)
         for _ in range(20):
             state, _ = program(state, data)
         params[backward] = np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(jax.device_get(state.params))])

@@ -29,6 +29,7 @@ import optax
 
 from branchnorm_jax.model.norms import layer_norm
 from branchnorm_jax.model.stack import REMAT, run_stack
+from branchnorm_jax.training.lower import allocated_bytes
 from experiments import mlp_figures, runs
 from experiments.cifar import CLASSES, Images, Split
 
@@ -196,7 +197,7 @@ def train(run: Run, images: Images) -> runs.Row:
     return runs.summary(losses, accuracies) | {
         "test_accuracy": round(float(test[1]), 4),
         "singular_values": [[float(f"{v:.4g}") if np.isfinite(v) else None for v in epoch] for epoch in values],
-        "peak_bytes": runs.peak_bytes(program),
+        "peak_bytes": int(allocated_bytes(program)),
     }
 
 

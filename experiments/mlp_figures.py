@@ -16,6 +16,9 @@ CHANCE = math.log(10)
 HIGHEST = 3.0
 """Higher losses, and those of diverged runs, are drawn at this loss."""
 
+SHIFT = 1.15
+"""Ratio of the horizontal positions of two methods at the same depth."""
+
 FLOOR, CEILING = 1e-12, 1e12
 """Singular values outside of this range are drawn at its ends."""
 
@@ -60,7 +63,9 @@ def by_depth(runs: dict[tuple[int, str, int], Row], path: Path, methods: Sequenc
     for axis, width in zip(axes[0], widths, strict=True):
         longest = max(row["epochs"] for (w, _, _), row in runs.items() if w == width)
         for index, method in enumerate(methods):
-            points = sorted((depth, row) for (w, m, depth), row in runs.items() if (w, m) == (width, method))
+            # Each method has its own horizontal offset, so that equal values do not hide each other.
+            shift = SHIFT ** (index - (len(methods) - 1) / 2)
+            points = sorted((depth * shift, row) for (w, m, depth), row in runs.items() if (w, m) == (width, method))
             values = [min(last_loss(row), HIGHEST) if quantity == "loss" else epochs(row, longest) for _, row in points]
             style = figures.line(index) | {"linewidth": 1.2}
             whole = [row["epochs"] == longest for _, row in points]
@@ -75,6 +80,7 @@ def by_depth(runs: dict[tuple[int, str, int], Row], path: Path, methods: Sequenc
         line = CHANCE if quantity == "loss" else longest + 1
         axis.axhline(line, color="0.6", linewidth=1, linestyle=":")
         text = "equal probabilities" if quantity == "loss" else "not reached"
+        axis.margins(y=0.1)
         axis.text(0.99, line, text, transform=axis.get_yaxis_transform(), ha="right", va="bottom", color="0.4")
     title = "training loss, last epoch" if quantity == "loss" else f"epochs to a training accuracy of {TARGET:.0%}"
     axes[0, 0].set_ylabel(title)

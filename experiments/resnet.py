@@ -28,6 +28,7 @@ import optax
 
 from branchnorm_jax.analysis import figures
 from branchnorm_jax.errors import UserError
+from branchnorm_jax.training.lower import allocated_bytes
 from experiments import runs
 from experiments.cifar import CLASSES, Images, Split
 
@@ -150,8 +151,8 @@ def convolution(width: int, stride: int = 1, gain: float = 2.0) -> nn.Conv:
 
 def shortcut(x: jax.Array, width: int, stride: int) -> jax.Array:
     """S(x): every `stride`-th pixel, and zeros as the additional channels, half of them on each side."""
-    new = (width - x.shape[-1]) // 2
-    return jnp.pad(x[:, ::stride, ::stride], ((0, 0), (0, 0), (0, 0), (new, new)))
+    new = width - x.shape[-1]
+    return jnp.pad(x[:, ::stride, ::stride], ((0, 0), (0, 0), (0, 0), (new // 2, new - new // 2)))
 
 
 def network(run: Run) -> ResNet:
@@ -188,7 +189,8 @@ def train(run: Run, images: Images) -> runs.Row:
 
     Returns:
       The columns of `runs.summary`; `test_accuracy` after the last epoch, and `valid_accuracy` after each epoch, both
-      on the test images; `parameters`, their number; `peak_bytes`, see `runs.peak_bytes`.
+      on the test images; `parameters`, their number; `peak_bytes`, the memory of an
+      update as the compiler reports it.
     """
     model = network(run)
     optimizer = make_optimizer(run, run.epochs * (len(images.train.labels) // run.batch))
@@ -232,7 +234,7 @@ def train(run: Run, images: Images) -> runs.Row:
         "test_accuracy": valid[-1],
         "valid_accuracy": valid,
         "parameters": parameters,
-        "peak_bytes": runs.peak_bytes(program),
+        "peak_bytes": int(allocated_bytes(program)),
     }
 
 

@@ -12,7 +12,7 @@ import json
 import math
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -24,7 +24,7 @@ from benchmarks.measure import machine
 from branchnorm_jax.analysis import figures
 from branchnorm_jax.errors import BranchNormError, UserError
 from branchnorm_jax.training.logs import environment, say
-from experiments.cifar import Images, Split, augment, batches, load
+from experiments.cifar import Images, Split, augment, batches, digest, load
 
 Run = TypeVar("Run")
 Row = dict[str, Any]
@@ -89,13 +89,26 @@ def summary(losses: Sequence[float], accuracies: Sequence[float]) -> Row:
     }
 
 
-def read(table: Path) -> list[Row]:
+def read(table: Path, fields: Collection[str]) -> list[Row]:
     """Returns the rows of a table; a missing table has none.
 
     A kill can leave an unfinished last line, which is ignored.
+
+    Args:
+      table: the file.
+      fields: names of the fields of a run.
+
+    Raises:
+      UserError: if the file is something else than a table of such runs.
     """
-    text = table.read_text(encoding="utf-8") if table.exists() else ""
-    return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
+    *lines, rest = table.read_text(encoding="utf-8").split("\n") if table.exists() else [""]
+    try:
+        rows = [json.loads(line) for line in lines]
+    except ValueError:
+        rows = [None]
+    if rest[:1] not in ("", "{") or not all(isinstance(row, dict) and row.keys() >= {*fields} for row in rows):
+        raise UserError(f"{table}: this is not a table of this experiment; choose another --table")
+    return rows
 
 
 def append(table: Path, row: Row) -> None:
@@ -107,19 +120,31 @@ def append(table: Path, row: Row) -> None:
         file.write(json.dumps(row, allow_nan=False).encode() + b"\n")
 
 
-def run_all(grid: Sequence[Any], table: Path, train: Callable[[Any], Row]) -> list[Row]:
-    """Trains the runs that the table does not contain, adds each to it, and returns all its rows."""
+def run_all(grid: Sequence[Any], table: Path, train: Callable[[Any], Row], data: str) -> None:
+    """Trains the runs that the table does not contain, and adds each to it.
+
+    Args:
+      grid: the runs.
+      table: the file.
+      train: trains one run, returns the columns of its results.
+      data: what the runs are trained on; the same for all rows of a table.
+
+    Raises:
+      UserError: if the table has results of other data.
+    """
     for run in tqdm(grid, desc="runs", disable=len(grid) < 2):
         fields = dataclasses.asdict(run)
-        if any(all(row.get(name) == value for name, value in fields.items()) for row in read(table)):
+        rows = read(table, fields)
+        if any(row.get("data", data) != data for row in rows):
+            raise UserError(f"{table}: its results are from other images; choose another --table")
+        if any(all(row[name] == value for name, value in fields.items()) for row in rows):
             continue
         wall, cpu = time.perf_counter(), time.process_time()
         results = train(run)
         results["seconds"] = round(time.perf_counter() - wall, 1)
         results["cpu_seconds"] = round(time.process_time() - cpu, 1)
-        append(table, fields | results | machine() | environment())
+        append(table, fields | {"data": data} | results | machine() | environment())
         say(" ".join(f"{name}={value}" for name, value in fields.items()) + f": {describe(results)}")
-    return read(table)
 
 
 def describe(results: Row) -> str:
@@ -165,8 +190,9 @@ def command(
     try:
         if arguments.data:
             images = load(arguments.data)
-            run_all([kind(*point) for point in points], arguments.table, lambda run: train(run, images))
-        rows = read(arguments.table)
+            grid = [kind(*point) for point in points]
+            run_all(grid, arguments.table, lambda run: train(run, images), digest(images))
+        rows = read(arguments.table, [field.name for field in fields])
         if not rows:
             raise UserError(f"{arguments.table}: there are no results yet; give --data=<npz file> or --data=tfds")
         draw(rows, arguments.figures or arguments.table.with_suffix(""))
@@ -192,13 +218,6 @@ def _values(field: Any, choices: Sequence[str]) -> Callable[[str], list[Any]]:
 
     parse.__name__ = field.name
     return parse
-
-
-def peak_bytes(program: Any) -> int:
-    """Returns the memory that a compiled program needs: arguments, results in memory of their own, temporary arrays."""
-    memory = program.memory_analysis()
-    results = memory.output_size_in_bytes - memory.alias_size_in_bytes
-    return memory.argument_size_in_bytes + results + memory.temp_size_in_bytes
 
 
 def save_figure(figure: Any, legend: Any, path: Path) -> None:

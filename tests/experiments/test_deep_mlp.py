@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from branchnorm_jax.model.stack import REMAT
+from branchnorm_jax.training.lower import allocated_bytes
 from experiments.cifar import Images, Split
 from experiments.deep_mlp import (
     METHODS,
@@ -25,7 +26,6 @@ from experiments.deep_mlp import (
     train,
     transform,
 )
-from experiments.runs import peak_bytes
 
 DEPTH, WIDTH, SIDE = 5, 8, 2
 
@@ -196,6 +196,6 @@ def test_nested_remat_needs_less_memory_in_a_deep_network() -> None:
     sizes = {}
     for remat in ("none", "full", "nested"):
         update = jax.jit(functools.partial(jax.grad(loss, argnums=1, has_aux=True), method, remat=remat))
-        sizes[remat] = peak_bytes(update.lower(params, batch).compile())
+        sizes[remat] = allocated_bytes(update.lower(params, batch).compile())
     carry = 4 * 8 * 512
     assert sizes["nested"] < 100 * carry < depth * carry <= sizes["full"] < sizes["none"]

@@ -125,18 +125,19 @@ def test_training_gradient_equals_pytorch(method: str) -> None:
         np.testing.assert_allclose(ours, leaf.grad, rtol=1e-7, atol=1e-11)
 
 
-@pytest.mark.parametrize("method", ["fixup", "rezero"])
-def test_blocks_are_shortcuts_at_the_start(method: str) -> None:
+@pytest.mark.parametrize(("method", "width"), [("fixup", 4), ("rezero", 4), ("rezero", 3)])
+def test_blocks_are_shortcuts_at_the_start(method: str, width: int) -> None:
     """Then a network of any depth computes relu, subsampling and mean of the first convolution."""
     images = jax.random.normal(jax.random.key(0), (3, 8, 8, 3))
-    model = ResNet(METHODS[method], 1, 4)
+    model = ResNet(METHODS[method], 1, width)
     variables = jax.jit(lambda: model.init(jax.random.key(1), images, training=False))()
     params = variables["params"]
     x = jax.lax.conv_general_dilated(
         images, params["Conv_0"]["kernel"], (1, 1), ((1, 1), (1, 1)), dimension_numbers=("NHWC", "HWIO", "NHWC")
     )
     pooled = np.maximum(x, 0)[:, ::4, ::4].mean((1, 2))
-    features = np.pad(pooled, ((0, 0), (6, 6)))
+    before = width // 2 + width  # of the w and 2 w new channels, the smaller half
+    features = np.pad(pooled, ((0, 0), (before, 3 * width - before)))
     expected = features @ params["Dense_0"]["kernel"] + params["Dense_0"]["bias"]
     ours: Any = jax.jit(lambda: model.apply(variables, images, training=False))()
     np.testing.assert_allclose(ours, expected, atol=1e-5)

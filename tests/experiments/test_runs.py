@@ -54,7 +54,7 @@ def test_images_from_tensorflow_datasets() -> None:
     assert train.labels.shape == (5,) and set(train.labels) <= set(range(10))
 
 
-@pytest.mark.parametrize("fault", ["missing", "text", "array", "shape"])
+@pytest.mark.parametrize("fault", ["missing", "text", "array", "shape", "classes", "empty"])
 def test_faulty_data_is_one_line(npz: Path, fault: str) -> None:
     path = npz.with_name("other.npz")
     if fault == "text":
@@ -63,7 +63,11 @@ def test_faulty_data_is_one_line(npz: Path, fault: str) -> None:
         np.savez(path, x_train=np.zeros((2, 32, 32, 3), np.uint8))
     elif fault == "shape":
         np.savez(path, x_train=np.zeros((2, 28, 28), np.uint8), y_train=np.zeros(2))
-    with pytest.raises(UserError, match=r"^--data=.*other\.npz: .*x_train.*$"):
+    elif fault == "classes":
+        np.savez(path, x_train=np.zeros((2, 32, 32, 3), np.uint8), y_train=np.array([3, 10]))
+    elif fault == "empty":
+        np.savez(path, x_train=np.zeros((0, 32, 32, 3), np.uint8), y_train=np.zeros(0))
+    with pytest.raises(UserError, match=r"^--data=.*other\.npz: .*[xy]_train.*$"):
         load(str(path))
 
 
@@ -108,17 +112,29 @@ def test_finished_rows_are_not_run_again(tmp_path: Path) -> None:
         return runs.summary([2.0, run.rate], [0.5, 0.9]) | {"test_accuracy": 0.25}
 
     grid = [Toy(1), Toy(2), Toy(2, 0.25)]
-    runs.run_all(grid, table, train)
+    runs.run_all(grid, table, train, "a")
     first = table.read_bytes()
     assert trained == grid
-    runs.run_all(grid, table, train)
+    runs.run_all(grid, table, train, "a")
     assert trained == grid and table.read_bytes() == first
     table.write_bytes(first[:-9])
-    rows = runs.run_all([*grid, Toy(3)], table, train)
+    runs.run_all([*grid, Toy(3)], table, train, "a")
+    rows = runs.read(table, ["depth", "rate"])
     assert trained == [*grid, Toy(2, 0.25), Toy(3)]
     assert [(row["depth"], row["rate"]) for row in rows] == [(1, 0.5), (2, 0.5), (2, 0.25), (3, 0.5)]
     assert rows[0]["epochs_to_target"] == 2 and rows[0]["train_loss"] == [2.0, 0.5]
     assert rows[0].keys() >= {"seconds", "cpu_seconds", "machine", "date", "versions", "git_revision"}
+    with pytest.raises(UserError, match="from other images"):
+        runs.run_all(grid, table, train, "b")
+
+
+@pytest.mark.parametrize("text", ["my only notes", "a,b\n1,2\n", '{"width": 3}\n', "3\n"])
+def test_other_files_are_no_tables(tmp_path: Path, text: str) -> None:
+    table = tmp_path / "notes.txt"
+    table.write_text(text)
+    with pytest.raises(UserError, match="not a table"):
+        runs.run_all([Toy(1)], table, lambda run: {}, "a")
+    assert table.read_text() == text
 
 
 def test_command_trains_a_grid_and_draws_it(npz: Path, tmp_path: Path) -> None:

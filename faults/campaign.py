@@ -74,10 +74,15 @@ def shared(family: str, scratch: Path) -> Path:
     return scratch / git_revision() / family
 
 
+def ends_in_a_line(path: Path) -> bool:
+    """Returns whether the last line of a file is complete. A kill can leave it incomplete."""
+    return path.read_bytes()[-1:] in (b"", b"\n")
+
+
 def run(family: str, arguments: argparse.Namespace, until: float) -> int:
     """Runs the trials of a family that are not recorded; returns the number of those with a loss or a wrong result."""
     path = arguments.results / f"{family}.jsonl"
-    done = recorded(path)
+    done = {number: row for number, row in recorded(path).items() if row["seed"] == arguments.seed}
     count = FAMILIES[family].trials if arguments.trials is None else arguments.trials
     first, parts = arguments.part
     ours = range(first - 1, count, parts)
@@ -94,6 +99,8 @@ def run(family: str, arguments: argparse.Namespace, until: float) -> int:
         return len(bad)
     bar = progress_bar(len(ours), len(ours) - len(missing), "trial", family)
     with path.open("a", encoding="utf-8") as file, bar:
+        if not ends_in_a_line(path):
+            file.write("\n")
         for place, number in enumerate(missing):
             if time.monotonic() > until:
                 print(f"{family}: the time is over; {len(missing) - place} trials are left", file=sys.stderr)
@@ -144,6 +151,8 @@ def main() -> None:
         parser.error(f"no family {unknown[0]!r}; choose from {', '.join(FAMILIES)}")
     if arguments.again:
         family, _, number = arguments.again.partition(":")
+        if family not in FAMILIES or not number.isdecimal():
+            parser.error(f"--again={arguments.again}: give family:n with one of {', '.join(FAMILIES)}")
         folder = Path(tempfile.mkdtemp(prefix=f"{family}-{number}-")) / "trial"
         try:
             trial = FAMILIES[family].prepare(shared(family, arguments.scratch), float("inf"))

@@ -51,7 +51,7 @@ class Family(NamedTuple):
 
 
 def recorded(path: Path) -> dict[int, dict[str, Any]]:
-    """Returns the results in a file, by the number of the trial. The last line may be incomplete."""
+    """Returns the results in a file, by the number of the trial. A kill may have left an incomplete line."""
     rows: dict[int, dict[str, Any]] = {}
     for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
         try:

@@ -150,15 +150,27 @@ def test_parts_share_the_trials(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         ran.append(rng.random())
         return Outcome("none", "nowhere")
 
+    def call(*options: str) -> None:
+        argv = ["campaign", *options, "--scratch", str(tmp_path / "scratch"), "--results", str(tmp_path)]
+        monkeypatch.setattr("sys.argv", argv)
+        campaign.main()
+
     family = Family("A title.", "A description.", lambda folder, seconds: trial, 10)
     monkeypatch.setattr(campaign, "FAMILIES", {"none": family})
     for part in ("3/3", "1/3", "2/3", "1/1"):
-        scratch = tmp_path / part
-        argv = ["campaign", "--part", part, "--scratch", str(scratch), "--results", str(tmp_path)]
-        monkeypatch.setattr("sys.argv", argv)
-        campaign.main()
-    assert set(recorded(tmp_path / "none.jsonl")) == set(range(10))
+        call("--part", part)
+    results = tmp_path / "none.jsonl"
+    assert set(recorded(results)) == set(range(10))
     assert sorted(ran) == sorted(random.Random(f"0 none {number}").random() for number in range(10))
+    # A trial whose line a kill has cut is repeated, and only that.
+    results.write_text(results.read_text()[:-15])
+    call()
+    assert (len(ran), set(recorded(results))) == (11, set(range(10)))
+    call("--seed", "1", "--trials", "2")
+    assert ran[11:] == [random.Random(f"1 none {number}").random() for number in range(2)]
+    for wrong in ("nope:1", "none", "none:x"):
+        with pytest.raises(SystemExit, match="2"):
+            call("--again", wrong)
 
 
 @pytest.mark.parametrize("text", ["0/3", "4/3", "3", "a/b", "-1/3"])

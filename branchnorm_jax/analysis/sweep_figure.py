@@ -111,7 +111,7 @@ def places(axis: str, settings: Iterable[str]) -> tuple[dict[str, float], bool]:
 def draw(rows: Sequence[Mapping[str, Any]], columns: Sequence[str], path: Path) -> None:
     """Plots the main score of the test set: means of the seeds, with bars from the lowest to the highest.
 
-    Crosses mark runs without a score.
+    Crosses mark runs without a score, triangles means above the axis.
 
     Args:
       rows: results of the runs, see `sweep.collect`.
@@ -132,7 +132,7 @@ def draw(rows: Sequence[Mapping[str, Any]], columns: Sequence[str], path: Path) 
     metric = metric_of(rows)
     bottom, top = limits([row[metric] for row in rows if row[metric] is not None], metric)
     for axis, panel, width in zip(axes[0], parts, widths, strict=True):
-        plot(axis, panel, metric, labels, bottom - 0.05 * (top - bottom))
+        plot(axis, panel, metric, labels, (bottom - 0.05 * (top - bottom), top))
         axis.set_title(panel.title, fontsize="medium")
         axis.set(xlabel=axis_name(panel), xlim=(-0.6, width - 0.6))
         axis.set_xticks(list(panel.places.values()), list(panel.places))
@@ -146,6 +146,8 @@ def draw(rows: Sequence[Mapping[str, Any]], columns: Sequence[str], path: Path) 
     handles = axes[0, 0].get_legend_handles_labels()[0]
     if unscored:
         handles += axes[0, 0].plot([], [], "x", color="0.2", label=f"no score: {', '.join(unscored)}")
+    if any(row[metric] is not None and row[metric] > top for row in rows):
+        handles += axes[0, 0].plot([], [], "^", color="0.2", label=f"above {top:.3g}")
     axes[0, -1].legend(handles=handles, loc="upper left", bbox_to_anchor=(1.02, 1), frameon=False)
     figure.savefig(path, dpi=120, bbox_inches="tight")
     pyplot.close(figure)
@@ -158,7 +160,7 @@ def limits(scores: Sequence[float], metric: str) -> tuple[float, float]:
     return 0.0, max(5.0 if metric == "bleu" else 0.0, 1.05 * max(scores, default=0.0)) or 1.0
 
 
-def plot(axis: Any, panel: Panel, metric: str, labels: Sequence[str], bottom: float) -> None:
+def plot(axis: Any, panel: Panel, metric: str, labels: Sequence[str], ends: tuple[float, float]) -> None:
     """Plots a panel. Each label has its own horizontal offset, so that equal scores do not hide each other.
 
     Args:
@@ -166,7 +168,7 @@ def plot(axis: Any, panel: Panel, metric: str, labels: Sequence[str], bottom: fl
       panel: what to plot.
       metric: the score to plot.
       labels: all labels of the figure, in the order of the legend.
-      bottom: height of the crosses.
+      ends: heights of the crosses, and of the triangles for means above the axis.
     """
     here = list(dict.fromkeys(label for label, _ in panel.runs))
     most_step, room = DODGE[panel.joined]
@@ -180,8 +182,10 @@ def plot(axis: Any, panel: Panel, metric: str, labels: Sequence[str], bottom: fl
             runs = panel.runs.get((label, setting), [])
             scores = [run[metric] for run in runs if run[metric] is not None]
             if len(scores) < len(runs):
-                axis.plot(place + shift, bottom, "x", color=colour)
-            if scores:
+                axis.plot(place + shift, ends[0], "x", color=colour)
+            if scores and statistics.mean(scores) > ends[1]:
+                axis.plot(place + shift, ends[1], "^", color=colour, clip_on=False)
+            elif scores:
                 x_values.append(place + shift)
                 means.append(statistics.mean(scores))
                 axis.vlines(x_values[-1], min(scores), max(scores), color=colour, linewidth=10, alpha=0.35)

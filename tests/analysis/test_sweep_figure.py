@@ -65,15 +65,19 @@ def test_each_setting_of_the_other_columns_has_its_own_panel() -> None:
 
 
 def test_every_run_is_visible() -> None:
-    """Equal scores have different places, bars show the range of seeds, crosses show runs without a score."""
+    """Equal scores have different places, bars show the range of seeds, and no run is left out.
+
+    Crosses show runs without a score, triangles those above the axis.
+    """
     rows = [row(40.0, method=method, depth=depth) for method in "abcdefghi" for depth in ("6L-6L", "18L-18L")]
     rows += [row(score, method="seeds", depth="6L-6L", seed=str(i)) for i, score in enumerate((10.0, 11.0, 18.0))]
     rows += [row(score, method="half", depth="6L-6L", seed=str(i)) for i, score in enumerate((7.0, None))]
+    rows += [row(90.0, method="high", depth="6L-6L")]
     (panel,) = sweep_figure.panels(rows, ["depth"])
-    labels = [*"abcdefghi", "seeds", "half"]
+    labels = [*"abcdefghi", "seeds", "half", "high"]
     pyplot = figures.pyplot()
     figure, axis = pyplot.subplots()
-    sweep_figure.plot(axis, panel, "bleu", labels, -3.0)
+    sweep_figure.plot(axis, panel, "bleu", labels, (-3.0, 50.0))
     lines = {line.get_label(): line for line in axis.lines if line.get_label() in labels}
     looks = {(line.get_color(), line.get_marker()) for line in lines.values()}
     assert (list(lines), len(looks)) == (labels, len(labels))
@@ -86,6 +90,10 @@ def test_every_run_is_visible() -> None:
     assert bars[round(float(lines["seeds"].get_xdata()[0]), 6)] == [10.0, 18.0]
     crosses = [line.get_xydata().tolist() for line in axis.lines if line.get_marker() == "x"]
     assert crosses == [[[lines["half"].get_xdata()[0], -3.0]]]
+    ((_, height),) = next(
+        line.get_xydata() for line in axis.lines if line.get_marker() == "^" and not line.get_clip_on()
+    )
+    assert (height, lines["high"].get_xydata().tolist()) == (50.0, [])
     pyplot.close(figure)
 
 

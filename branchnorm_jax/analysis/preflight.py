@@ -81,7 +81,9 @@ def reduced(config: Config) -> Config:
         width=width, ffn_width=max(1, m.ffn_width * width // m.width), heads=heads, dtype="float32"
     )
     if m.head_width:
-        shape["head_width"] = max(1, m.heads * m.head_width * width // (m.width * heads))
+        head_width = max(1, m.heads * m.head_width * width // (m.width * heads))
+        # Rotary positions turn pairs of dimensions.
+        shape["head_width"] = head_width + head_width % 2 if m.positions == "rotary" else head_width
     # "nested" needs the least memory, and all choices compute the same numbers.
     narrow = dataclasses.replace(m, **shape, remat="nested", group=0)
     # The noam schedule is proportional to D^-1/2, so compensate for the smaller width.

@@ -1,5 +1,6 @@
 """Verdicts of the preflight check, and the check itself on models that are known to train or to fail."""
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -97,6 +98,15 @@ def test_narrow_model_keeps_depth_and_proportions(width: int, heads: int, narrow
     assert (result.width, result.heads) == narrow
     assert result.ffn_width == 4 * result.width
     assert (result.encoder_layers, result.decoder_layers, result.method) == (7, 3, "branchnorm")
+
+
+def test_narrow_heads_can_be_rotated() -> None:
+    """10 heads of width 50 become 8 of 7.8, of which pairs of dimensions are turned."""
+    model = ModelConfig(width=512, heads=10, head_width=50, positions="rotary")
+    narrow = reduced(Config(model=model)).model
+    assert (narrow.heads, narrow.head_width) == (8, 8)
+    plain = dataclasses.replace(model, width=40, heads=8, head_width=5, positions="sinusoidal")
+    assert reduced(Config(model=plain)).model.head_width == 5
 
 
 @pytest.mark.slow

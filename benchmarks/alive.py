@@ -14,6 +14,7 @@ import numpy as np
 
 from benchmarks.measure import save
 from branchnorm_jax import config as configs
+from branchnorm_jax.analysis import figures
 from branchnorm_jax.model.recipe import STACKS
 from branchnorm_jax.training.logs import read_lines
 from branchnorm_jax.training.watch import WEAK
@@ -42,14 +43,10 @@ def read(folder: Path) -> dict[str, Any]:
 
 def draw(runs: dict[str, list[dict[str, Any]]], path: Path) -> None:
     """Plots alpha and the fraction of living layers; thin lines are seeds, thick lines are means."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
+    pyplot = figures.pyplot()
     figure, axes = pyplot.subplots(1, 3, figsize=(12, 3.2), layout="constrained")
     titles = {"alpha": "alpha"} | {stack: f"fraction of {stack} layers alive" for stack in STACKS}
-    for color, (schedule, seeds) in zip(("tab:blue", "tab:orange"), runs.items(), strict=True):
+    for color, (schedule, seeds) in zip(figures.COLOURS, runs.items(), strict=False):
         for axis, (name, title) in zip(axes, titles.items(), strict=True):
             values = np.array([run[name] for run in seeds], np.float64)
             axis.plot(seeds[0]["steps"], values.T, color=color, linewidth=0.6, alpha=0.5)

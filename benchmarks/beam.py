@@ -289,7 +289,7 @@ def trained(folder: Path, pairs: int) -> dict[str, Any]:
         "bleu_ours": corpus_scores(mine, references, language)["bleu"],
         "bleu_ctranslate2": corpus_scores(yours, references, language)["bleu"],
         "identical_lines": sum(a == b for a, b in zip(mine, yours, strict=True)),
-        "model": f"{config.model.encoder_layers}L-{config.model.decoder_layers}L width {config.model.width}",
+        "model": f"{config.model.depth} width {config.model.width}",
         "alpha": json.dumps(jax.tree.map(lambda leaf: np.asarray(leaf).tolist(), run.alpha)),
     }
 

@@ -185,6 +185,8 @@ def main() -> None:
             if (name := status.parent.name) in runs:
                 parser.error(f"{status.parent}: another sweep has a run of this name, too")
             runs[name] = read(status.parent)
+    if not runs:
+        parser.error("these folders have no runs of a sweep")
     print(f"| {' | '.join(COLUMNS)} |", "|" + "---|" * len(COLUMNS), sep="\n")
     for name, seeds in by_setting(runs).items():
         print(row(name, seeds))

@@ -36,19 +36,23 @@ def main() -> None:
     """Prints the table and saves the values."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("sweeps", type=Path, nargs="+", help="workdirs of sweeps")
+    sweeps = parser.parse_args().sweeps
     runs: list[dict[str, Any]] = []
     print("| run | depth | lowest loss | at rate | diverges at rate |", "|---|---|---|---|---|", sep="\n")
-    for sweep in parser.parse_args().sweeps:
+    for sweep in sweeps:
         for path in sorted(sweep.glob("*/metrics.jsonl")):
             lines, model = read_lines(path, ("learning_rate",)), configs.load(path.parent / "config.json").model
+            if len(lines) < WINDOW:
+                parser.error(f"{path}: a run needs at least {WINDOW} logged updates")
             losses = np.array([math.nan if line["loss"] is None else line["loss"] for line in lines])
             rates = np.array([line["learning_rate"] for line in lines])
             rate, best = breaks(losses, rates)
-            depth = f"{model.encoder_layers}L-{model.decoder_layers}L"
             figures = {"breaks_at": rate, "rate_of_lowest_loss": best, "loss": losses.round(4).tolist()}
-            runs.append({"run": path.parent.name, "depth": depth, **figures, "rate": rates.tolist()})
+            runs.append({"run": path.parent.name, "depth": model.depth, **figures, "rate": rates.tolist()})
             shown = "none up to " + format(rates[-1], ".2g") if rate is None else format(rate, ".2e")
-            print(f"| {path.parent.name} | {depth} | {np.nanmin(losses):.3f} | {best:.2e} | {shown} |")
+            print(f"| {path.parent.name} | {model.depth} | {np.nanmin(losses):.3f} | {best:.2e} | {shown} |")
+    if not runs:
+        parser.error("these folders have no runs of a sweep")
     save("divergence", {"runs": runs})
 
 

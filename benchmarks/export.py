@@ -47,7 +47,7 @@ def compared(name: str, lines: int) -> dict[str, Any]:
     vocabularies = tokenizer.source_pieces, tokenizer.target_pieces
     longest = max(*(len(line) for line in (*ids, *targets)), LIMIT + 1)
     result: dict[str, Any] = {
-        "model": f"{m.method} {m.encoder_layers}L-{m.decoder_layers}L, width {m.width}",
+        "model": f"{m.method} {m.depth}, width {m.width}",
         "step": run.step,
         "alpha": jax.tree.map(lambda leaf: np.unique(leaf).tolist(), run.alpha),
     }

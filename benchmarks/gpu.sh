@@ -3,22 +3,26 @@
 #
 #   bash benchmarks/gpu.sh [FOLDER] [--toy]
 #
-# The results are benchmarks/results/gpu_*.json; what the parts printed, and a profile of 6L-6L, go to FOLDER. A part
-# that fails does not stop the others.
-folder=${1:-runs/gpu}
-shift
-mkdir -p "$folder"
-number=0
+# The results are benchmarks/results/gpu_*.json; what the parts printed, and a profile of 6L-6L, go to FOLDER
+# (runs/gpu). A part that fails does not stop the others; the exit code is then 1. Variable: PYTHON (python).
+folder=runs/gpu
+if [[ -n ${1:-} && $1 != -* ]]; then
+  folder=$1
+  shift
+fi
+mkdir -p "$folder" || exit
+number=0 failed=0
 export XLA_CLIENT_MEM_FRACTION=${XLA_CLIENT_MEM_FRACTION:-0.94}
 
 part() { # seconds at most, options
   local limit=$1 begin=$SECONDS
   shift
   local log="$folder/gpu_$((++number)).log"
-  if timeout "$limit" python3 -m benchmarks.gpu "--part=$@" >"$log" 2>&1; then
+  if timeout "$limit" "${PYTHON:-python}" -m benchmarks.gpu "--part=$@" >"$log" 2>&1; then
     echo "== $* ($((SECONDS - begin)) s)"
   else
     echo "== $* FAILED ($((SECONDS - begin)) s)"
+    failed=1
   fi
   tail -n 15 "$log" | cut -c 1-600
 }
@@ -33,3 +37,4 @@ part 120 pytorch --compile "$@"
 part 60 shapes "$@"
 part 120 beam "$@"
 part 200 kernels "$@"
+exit "$failed"

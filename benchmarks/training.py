@@ -245,7 +245,7 @@ def measure(size: Size, path: str, rounds: int) -> dict[str, Any]:
     medians = {name: statistics.median(values) for name, values in speeds.items()}
     c = config.model
     results: dict[str, Any] = {
-        "model": f"{c.encoder_layers}L-{c.decoder_layers}L, width {c.width}/{c.ffn_width}, {c.heads} heads",
+        "model": f"{c.depth}, width {c.width}/{c.ffn_width}, {c.heads} heads",
         "vocabulary": model.target_vocab,
         "dropout": c.dropout,
         "batch_tokens": tokens,

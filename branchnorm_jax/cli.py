@@ -145,7 +145,8 @@ def main(argv: list[str]) -> int:
         config, workdir = parse(argv)
         run(FLAGS.mode, config, workdir)
     except BranchNormError as error:
-        print(one_line(f"{type(error).__name__}: {error}"), file=sys.stderr)
+        kind = UserError if isinstance(error, UserError) else type(error)
+        print(one_line(f"{kind.__name__}: {error}"), file=sys.stderr)
         return error.exit_code
     except Preempted as error:
         print(f"Preempted: {error}", file=sys.stderr)
@@ -287,6 +288,14 @@ def make_config() -> Config:
     return configs.from_config_dict(options)
 
 
+WRONG_VALUES = {
+    "literal for int": "a whole number",
+    "could not convert string to float": "a number",
+    "Non-boolean argument": "True or False",
+}
+"""What absl says about a value of another type -> what the option expects."""
+
+
 @contextlib.contextmanager
 def config_errors(file: str | None) -> Iterator[None]:
     """Turns errors of the flags, and any error of a config file, into a `UserError`."""
@@ -297,11 +306,13 @@ def config_errors(file: str | None) -> Iterator[None]:
     except (Exception, SystemExit) as error:
         text = str(error)
         if isinstance(error, flags.Error) and "Traceback" not in text:
-            hint = "; a whole number is expected" if "literal for int" in text else ""
             if isinstance(error, flags.UnrecognizedFlagError):
                 near = configs.nearest_name(error.flagname.replace("-", "_"))
-                hint = f"; did you mean --config.{near}?" if near else ""
-            raise UserError(text.replace("\n", " ") + hint) from error
+                text += f"; did you mean --config.{near}?" if near else ""
+            for reason, expected in WRONG_VALUES.items():
+                if reason in text:
+                    text = f"{text.partition(': ')[0]}: {expected} is expected"
+            raise UserError(text.replace("\n", " ")) from error
         # ml_collections puts the traceback of a ValueError or TypeError into the message of another one.
         kind = "" if "Traceback" in text else f"{type(error).__name__}: "
         *_, last = ["no message", *filter(str.strip, text.splitlines())]

@@ -73,6 +73,15 @@ def one_line(text: str) -> str:
     return _CONTROLS.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
+def count(number: int, what: str) -> str:
+    """Returns a number with its noun.
+
+    >>> count(1, "character"), count(1200, "character")
+    ('1 character', '1,200 characters')
+    """
+    return f"{number:,} {what}" + "s" * (number != 1)
+
+
 def some(names: Sequence[str], most: int = 20) -> str:
     """Returns names as a list for a message, of which long lists show only the first.
 

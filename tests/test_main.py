@@ -59,7 +59,12 @@ def ends_with(error: str, *parts: str) -> bool:
         ([], ["no --config"]),
         (["--config=configs/numerals.py", "--config=configs/text.py"], ["twice"]),
         (["--config=configs/numerals.py", "--workdir="], ["--workdir is empty"]),
-        (["--config=configs/numerals.py", "--config.train.steps=1e3"], ["train.steps", "whole number"]),
+        (["--config=configs/numerals.py", "--config.train.steps=1e3"], ["train.steps=1e3: a whole number is expected"]),
+        (["--config=configs/numerals.py", "--config.model.dropout=x"], ["model.dropout=x: a number is expected"]),
+        (
+            ["--config=configs/numerals.py", "--config.data.shared_vocab=yes"],
+            ["flag --config.data.shared_vocab=yes: True or False is expected"],
+        ),
         (["--config=README.md"], ["README.md"]),
         (["--config=nothing"], ["nothing", "numerals", "text"]),
     ],

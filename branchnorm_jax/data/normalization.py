@@ -24,6 +24,8 @@ from typing import Any, NamedTuple
 import sentencepiece
 from sentencepiece import sentencepiece_model_pb2
 
+from branchnorm_jax.errors import count, some
+
 SHOWN, LINE = 6, 100
 """Characters of a description, and letters of its example."""
 
@@ -114,9 +116,11 @@ def describe(side: str, rule: str, changed: Sequence[Change]) -> str:
     more = f", and {len(changed) - SHOWN} other kinds" if len(changed) > SHOWN else ""
     rarest = changed[-1]
     example = rarest.example if len(rarest.example) <= LINE else rarest.example[:LINE] + "..."
+    others = [repr(one.character) for one in changes("nfc", (one.character for one in changed))]
+    hint = f"; data.{side}_normalization=nfc keeps them" + (f", except {some(others)}" if others else "")
     return (
-        f"data.{side}_normalization={rule} changes {sum(one.number for one in changed):,} characters: {kinds}{more}; "
-        f"for example in {example!r}" + ("" if rule == "nfc" else f"; data.{side}_normalization=nfc keeps them")
+        f"data.{side}_normalization={rule} changes {count(sum(one.number for one in changed), 'character')}: "
+        f"{kinds}{more}; for example in {example!r}" + (hint if len(others) < len(changed) else "")
     )
 
 

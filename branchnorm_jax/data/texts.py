@@ -23,6 +23,7 @@ from branchnorm_jax.data.corpus import corpus_key
 from branchnorm_jax.data.documents import Part, read_documents
 from branchnorm_jax.data.meta import read_meta, token_dtype, write_meta
 from branchnorm_jax.data.tokenizer import Tokenizer
+from branchnorm_jax.errors import count
 from branchnorm_jax.files import atomic_directory
 from branchnorm_jax.options import DataConfig
 from branchnorm_jax.tokens import EOS, UNK
@@ -70,7 +71,7 @@ class TextStore:
         unknown = self.unknown / len(self.tokens)
         documents, tokens = len(self.starts) - 1, len(self.tokens) - 1
         return (
-            f"{split}: {documents:,} documents, {self.bytes:,} bytes, {tokens:,} tokens to predict"
+            f"{split}: {count(documents, 'document')}, {self.bytes:,} bytes, {tokens:,} tokens to predict"
             + (f"; {unknown:.1%} of the tokens are unknown to the vocabulary" if unknown > 1e-3 else "")
             + ("; tokens reused" if self.reused else "")
         )

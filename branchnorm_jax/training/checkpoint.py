@@ -25,7 +25,7 @@ import sys
 import time
 import traceback
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -229,8 +229,8 @@ class Checkpoints:
             if len(selected) < int(number):
                 validated = "validated " if kind == "best" else ""
                 raise UserError(
-                    f"{self._directory}: average.checkpoints={which}, but the only {validated}checkpoints are "
-                    f"{sorted(selected)}; train.keep_{kind} sets how many a run keeps"
+                    f"{self._directory}: average.checkpoints={which}, but the {validated}checkpoints are "
+                    f"{_listed(selected)}; train.keep_{kind} sets how many a run keeps"
                 )
             return sorted(selected)
         steps = [part.strip() for part in which.split(",")]
@@ -238,7 +238,9 @@ class Checkpoints:
             raise UserError(f"config: average.checkpoints={which!r} is neither last:n, nor best:n, nor a list of steps")
         missing = sorted({int(step) for step in steps} - set(existing))
         if missing:
-            raise UserError(f"{self._directory}: no checkpoints of steps {missing}; the existing steps are {existing}")
+            raise UserError(
+                f"{self._directory}: no checkpoint of step {_listed(missing)}; there are {_listed(existing)}"
+            )
         return sorted({int(step) for step in steps})
 
     def save_params(self, step: int, params: Params, alpha: Alpha, memory: SavedLoopState) -> None:
@@ -397,7 +399,7 @@ class Checkpoints:
             raise UserError(f"{self._directory}: no checkpoint; train first")
         if which.isdecimal():
             if int(which) not in steps:
-                raise UserError(f"{self._directory}: no checkpoint of step {which}; the existing steps are {steps}")
+                raise UserError(f"{self._directory}: no checkpoint of step {which}; there are {_listed(steps)}")
             return [int(which)]
         if which not in ("best", "last"):
             raise UserError(f"{self._directory}: unknown checkpoint {which!r}; use best, last, average or a step")
@@ -569,3 +571,7 @@ def _summary(error: BaseException) -> str:
     """Returns the type and the first line of an exception, with at most 160 characters of that line."""
     text = str(error).strip().splitlines()
     return f"{type(error).__name__}: {text[0][:160]}" if text else type(error).__name__
+
+
+def _listed(steps: Iterable[int]) -> str:
+    return ", ".join(map(str, sorted(steps))) or "none"

@@ -94,14 +94,14 @@ def _option(config: Config) -> str:
 def _check_deepening(config: Config, theirs: ModelConfig) -> None:
     """Raises `UserError` unless the model of `config` can be made of one with the options `theirs`."""
     ours = config.model
-    if ours.grown_from != theirs.depth:
-        raise UserError(
-            f"train.deepen_from: the parent has the depth {theirs.depth}; set model.grown_from={theirs.depth}"
-        )
     if ours.depth == theirs.depth:
         raise UserError(
             f"train.deepen_from: the parent has this depth already ({theirs.depth}); give more layers, or use "
             "train.finetune_from"
+        )
+    if ours.grown_from != theirs.depth:
+        raise UserError(
+            f"train.deepen_from: the parent has the depth {theirs.depth}; set model.grown_from={theirs.depth}"
         )
     if frozen := [s for s in ours.stacks if s in config.train.frozen and not growth.old_layers(ours, s).all()]:
         raise UserError(

@@ -21,7 +21,7 @@ from jax.sharding import Mesh
 from branchnorm_jax.data.batches import TextBatch, make_plans, prefetch
 from branchnorm_jax.data.packing import Shape
 from branchnorm_jax.data.prepare import Corpus
-from branchnorm_jax.errors import BranchNormError, DivergedError, Preempted, StorageError, UserError
+from branchnorm_jax.errors import BranchNormError, DivergedError, Preempted, StorageError, UserError, count
 from branchnorm_jax.model import growth
 from branchnorm_jax.model.initializers import get_base
 from branchnorm_jax.model.methods import get_recipe
@@ -427,7 +427,7 @@ class Run:
         heed()  # This also waits for the others: in an update, a process does not wait long for the first message.
         seconds = time.perf_counter() - begin
         self.loop_state.compile_seconds, self.loop_state.compiled_shapes = seconds, len(self.compiled)
-        logs.say(f"compiled {len(self.compiled)} batch shapes in {seconds:.1f} s")
+        logs.say(f"compiled {count(len(self.compiled), 'batch shape')} in {seconds:.1f} s")
         if line := self.warning(max(map(allocated_bytes, self.compiled.values()))):
             logs.say(line)
 
@@ -536,7 +536,7 @@ class Run:
             return
         rate = float(self.rate(self.state.step) * self.state.rate_scale)
         logs.say(f"training from step {self.step} to {self.total}; the learning rate is {rate:.2e} now")
-        for line in schedules.doubts(self.config, self.total, int(self.state.clock)):
+        for line in schedules.doubts(self.config, self.total, self.step, int(self.state.clock)):
             logs.say(line)
 
 

@@ -97,7 +97,7 @@ class Recorder:
         overall = {name: value for name, value in line.items() if name not in ("step", "pairs")}
         for prefix, values in {"": overall, **{f"{pair}/": values for pair, values in pairs.items()}}.items():
             self.tensorboard.write(step, {f"valid/{prefix}{name}": value for name, value in values.items()})
-            text = " ".join(f"{prefix}{name} {value:.3f}" for name, value in values.items())
+            text = " ".join(f"{prefix}{name} {value:z.3f}" for name, value in values.items())
             logs.say(f"step {step}: validation {text}" + (" (best)" if best and not prefix else ""))
 
     def show_progress(self, metrics: Metrics, seconds: float) -> None:

@@ -190,10 +190,14 @@ def peak(train: TrainConfig, width: int) -> float:
     return train.learning_rate * factor
 
 
-def doubts(config: Config, updates: int, clock: int) -> list[str]:
-    """Returns lines for the user about schedules that may be wrong for a run of `updates` updates.
+def doubts(config: Config, updates: int, made: int, clock: int) -> list[str]:
+    """Returns lines for the user about schedules that may be wrong.
 
-    `clock` is alpha's clock: the number of updates in which alpha has grown so far.
+    Args:
+      config: all options.
+      updates: number of updates of the whole run.
+      made: how many of them the run has made.
+      clock: alpha's clock: the number of updates in which alpha has grown so far, also in the run's parent.
     """
     train, model, lines = config.train, config.model, []
     warmup, schedule = train.warmup_steps, learning_rate(train, model.width)
@@ -203,16 +207,17 @@ def doubts(config: Config, updates: int, clock: int) -> list[str]:
         rate, highest = (float(schedule(jnp.int32(each))) for each in (update, warmup))
         return rate / highest if rate < highest else 1.0
 
+    remedy = "make it longer, or start another run with a lower" if made else "choose a lower"
     if 0 < updates < warmup and share(updates) < 1:
         lines.append(
             f"the run ends in its warm-up: at the end, the learning rate has reached {share(updates):.1%} of its peak; "
-            f"lower train.warmup_steps={warmup}, for example to a tenth of the {updates:,} updates"
+            f"{remedy} train.warmup_steps={warmup}, for example a tenth of the {updates:,} updates"
         )
     recipe = get_recipe(model.method)
-    if recipe.grows and 0 < updates < model.alpha_steps:
+    if recipe.grows and updates > 0 and (left := clock + updates - made) < model.alpha_steps:
         lines.append(
-            f"the run ends before alpha does: its {updates:,} updates are fewer than model.alpha_steps="
-            f"{model.alpha_steps}; lower that, or train.warmup_steps"
+            f"the run ends before alpha does, after {left:,} of model.alpha_steps={model.alpha_steps}; {remedy} "
+            "model.alpha_steps, which follows train.warmup_steps unless you set it"
         )
     grows = recipe.grows and model.alpha_order == "equal" and "encoder" in model.stacks
     usual = usual_alpha_steps(config, recipe.warmup_layers)

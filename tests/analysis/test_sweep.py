@@ -333,7 +333,7 @@ def test_sweep_records_diverged_and_refused_runs_and_resumes(tmp_path: Path) -> 
     assert done.returncode == 2, done.stderr
     left_out = "deepnorm-1L-1L-batch_tokens=64"
     assert f"\n{left_out}: config: train.batch_tokens=64 cannot hold" in done.stderr
-    assert done.stderr.endswith(f"UnfitError: sweep.grid: {left_out} could not run; the reasons are above\n")
+    assert done.stderr.endswith(f"UserError: sweep.grid: {left_out} could not run; the reasons are above\n")
     with (tmp_path / "sweep.csv").open() as file:
         rows = {row["run"]: row for row in csv.DictReader(file)}
     assert [row["status"] for row in rows.values()] == ["not run", "done", "done", "diverged"]

@@ -92,6 +92,10 @@ def test_changed_characters_are_counted(tmp_path: Path) -> None:
         "data.source_normalization=nmt_nfkc changes 3 characters: '½' to '1⁄2' (2), '…' to '...' (1); for example in "
         "'a … b'; data.source_normalization=nfc keeps them"
     )
+    tab = "data.source_normalization=nmt_nfkc changes 1 character: '\\t' to ' ' (1); for example in 'a\\tb'"
+    assert describe("source", "nmt_nfkc", changes("nmt_nfkc", ["a\tb"])) == tab
+    both = describe("source", "nmt_nfkc", changes("nmt_nfkc", ["a\tb", "½"]))
+    assert both.endswith("data.source_normalization=nfc keeps them, except '\\t'")
 
 
 def test_changes_are_reported_when_a_vocabulary_is_trained(tmp_path: Path) -> None:

@@ -140,6 +140,7 @@ def test_a_trained_run_grows_and_learns(trained: Path, tmp_path: Path) -> None:
         ({}, {}, "set model.grown_from=2L-2L"),
         ({"grown_from": "1L-2L"}, {}, "set model.grown_from=2L-2L"),
         ({"grown_from": "2L-2L", "encoder_layers": 2, "decoder_layers": 2}, {}, "has this depth already"),
+        ({"grown_from": "1L-2L", "encoder_layers": 2, "decoder_layers": 2}, {}, "has this depth already"),
         ({"grown_from": "2L-2L", "method": "deepnorm"}, {}, "set model.method=branchnorm"),
         ({"grown_from": "2L-2L", "norm": "derf"}, {}, "branchnorm cannot grow with model.norm=derf"),
         ({"grown_from": "2L-2L", "width": 8}, {}, "model.width=16"),

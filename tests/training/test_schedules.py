@@ -328,6 +328,18 @@ def test_doubts(train: dict[str, Any], model: dict[str, Any], updates: int, cloc
         train=TrainConfig(**{**SHORT["train"], "learning_rate": 1e-3, **train}),
         model=ModelConfig(**{**SHORT["model"], **model}),
     )
-    lines = schedules.doubts(options, updates, clock)
+    lines = schedules.doubts(options, updates, 0, clock)
     assert len(lines) == len(found)
     assert all(re.search(*pair) for pair in zip(found, lines, strict=True)), lines
+
+
+def test_doubts_of_resumed_and_fine_tuned_runs() -> None:
+    """Alpha goes on where it was, and a run keeps its warm-up."""
+    options = Config(train=TrainConfig(**SHORT["train"]), model=ModelConfig(method="branchnorm", alpha_steps=200))
+    (line,) = schedules.doubts(options, 120, 20, 20)
+    assert "after 120 of model.alpha_steps=200; make it longer, or start another run with a lower" in line
+    assert not schedules.doubts(options, 120, 0, 200)
+    (line,) = schedules.doubts(options, 120, 0, 60)
+    assert "after 180 of model.alpha_steps=200; choose a lower" in line
+    warmup = schedules.doubts(options, 50, 10, 200)
+    assert [("in its warm-up" in line, "start another run" in line) for line in warmup] == [(True, True)]

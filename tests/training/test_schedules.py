@@ -298,7 +298,7 @@ def test_without_decay_steps_the_decay_ends_with_the_run() -> None:
     assert [float(rate(jnp.int32(step))) == 0 for step in (30, 49, 50)] == [False, False, True]
 
 
-SHORT = {"train": {"warmup_steps": 100, "decay_steps": 1000}, "model": {"alpha_steps": 50}}
+SHORT: dict[str, dict[str, Any]] = {"train": {"warmup_steps": 100, "decay_steps": 1000}, "model": {"alpha_steps": 50}}
 """Alpha has grown when half of the warm-up is over."""
 
 

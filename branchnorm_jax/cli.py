@@ -289,11 +289,11 @@ def make_config() -> Config:
 
 
 WRONG_VALUES = {
-    "literal for int": "a whole number",
+    "invalid literal for int": "a whole number",
     "could not convert string to float": "a number",
-    "Non-boolean argument": "True or False",
+    "('Non-boolean argument": "True or False",
 }
-"""What absl says about a value of another type -> what the option expects."""
+"""How absl's messages about a value of another type begin -> what the option expects."""
 
 
 @contextlib.contextmanager
@@ -311,7 +311,7 @@ def config_errors(file: str | None) -> Iterator[None]:
                 text += f"; did you mean --config.{near}?" if near else ""
             for reason, expected in WRONG_VALUES.items():
                 if reason in text:
-                    text = f"{text.partition(': ')[0]}: {expected} is expected"
+                    text = f"{text[: text.index(reason)]}{expected} is expected"
             raise UserError(text.replace("\n", " ")) from error
         # ml_collections puts the traceback of a ValueError or TypeError into the message of another one.
         kind = "" if "Traceback" in text else f"{type(error).__name__}: "

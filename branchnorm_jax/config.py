@@ -141,8 +141,9 @@ def record_chosen(config: ml_collections.ConfigDict, given: set[str]) -> None:
       given: names of the options that the command line set; an earlier call of the same sweep recorded the others.
     """
     earlier = {*config.sweep.chosen.split(",")} - {""}
-    # In the saved options of a sweep, which are not of this class, every option counts as assigned.
-    new = assigned(config) if isinstance(config.sweep, Section) else given
+    # The saved options of a sweep do not say which of them it had set; those of a run, with a new grid, are all set.
+    resumed = not isinstance(config.sweep, Section) and "sweep.grid" not in given
+    new = given if earlier or resumed else assigned(config)
     config.sweep.chosen = ",".join(sorted(earlier | new))
 
 
@@ -298,7 +299,7 @@ def load(path: Path) -> Config:
         if not isinstance(values, dict) or not values.keys() >= {"model", "data", "train"}:
             raise ValueError("not the options of a run")
         if wrong := [section for section, options in values.items() if not isinstance(options, dict)]:
-            raise ValueError(f"{wrong[0]} is not a group of options")
+            raise ValueError(f"{wrong[0]} is not a section with options")
         for (section, option, old), new in RENAMED.items():
             if values.get(section, {}).get(option) == old:
                 values[section][option] = new

@@ -1064,7 +1064,7 @@ class SweepConfig:
     )
     chosen: str = option(
         "",
-        "recommended: options that keep their values; filled in automatically, for a resume",
+        "options that no recommended value and no usual T replaces; filled in automatically, for a resume",
         free=True,
     )
 

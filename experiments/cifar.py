@@ -51,8 +51,11 @@ def load(source: str) -> Images:
 
 def digest(images: Images) -> str:
     """Returns a name that tells these images and labels from others: the beginning of their SHA-256."""
-    arrays = [array for split in images for array in split]
-    return hashlib.sha256(b"".join(np.ascontiguousarray(array).tobytes() for array in arrays)).hexdigest()[:12]
+    found = hashlib.sha256()
+    for split in images:
+        for array in split:
+            found.update(array.tobytes())
+    return found.hexdigest()[:12]
 
 
 def _npz(path: Path, split: str) -> tuple[np.ndarray, np.ndarray]:
@@ -66,10 +69,10 @@ def _npz(path: Path, split: str) -> tuple[np.ndarray, np.ndarray]:
             f"--data={path}: x_{split} is {images.dtype} {images.shape} and y_{split} {labels.shape}; "
             f"uint8 (N, {SIDE}, {SIDE}, {CHANNELS}) and (N,) are needed"
         )
-    if not labels.size or labels.min() < 0 or labels.max() >= CLASSES:
-        raise UserError(
-            f"--data={path}: y_{split} must have at least one class, and only the classes 0 to {CLASSES - 1}"
-        )
+    if not labels.size:
+        raise UserError(f"--data={path}: y_{split} is empty")
+    if labels.min() < 0 or labels.max() >= CLASSES:
+        raise UserError(f"--data={path}: y_{split} has classes outside 0 to {CLASSES - 1}")
     return images, labels
 
 

@@ -189,8 +189,8 @@ def train(run: Run, images: Images) -> runs.Row:
 
     Returns:
       The columns of `runs.summary`; `test_accuracy` after the last epoch, and `valid_accuracy` after each epoch, both
-      on the test images; `parameters`, their number; `peak_bytes`, the memory of an
-      update as the compiler reports it.
+      on the test images; `parameters`, their number; `peak_bytes`, the memory of an update
+      as the compiler reports it.
     """
     model = network(run)
     optimizer = make_optimizer(run, run.epochs * (len(images.train.labels) // run.batch))

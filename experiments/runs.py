@@ -96,17 +96,19 @@ def read(table: Path, fields: Collection[str]) -> list[Row]:
 
     Args:
       table: the file.
-      fields: names of the fields of a run.
+      fields: names of the fields of a run, in their order.
 
     Raises:
       UserError: if the file is something else than a table of such runs.
     """
-    *lines, rest = table.read_text(encoding="utf-8").split("\n") if table.exists() else [""]
+    begin = '{"' + next(iter(fields)) + '":'
     try:
+        *lines, rest = table.read_text(encoding="utf-8").split("\n") if table.exists() else [""]
         rows = [json.loads(line) for line in lines]
-    except ValueError:
-        rows = [None]
-    if rest[:1] not in ("", "{") or not all(isinstance(row, dict) and row.keys() >= {*fields} for row in rows):
+        known = all(row.keys() >= {*fields} for row in rows) and begin.startswith(rest[: len(begin)])
+    except (OSError, ValueError, AttributeError):
+        known = False
+    if not known:
         raise UserError(f"{table}: this is not a table of this experiment; choose another --table")
     return rows
 
@@ -127,7 +129,7 @@ def run_all(grid: Sequence[Any], table: Path, train: Callable[[Any], Row], data:
       grid: the runs.
       table: the file.
       train: trains one run, returns the columns of its results.
-      data: what the runs are trained on; the same for all rows of a table.
+      data: what the runs are trained on; the same for all rows of a table. (Rows of earlier versions do not say.)
 
     Raises:
       UserError: if the table has results of other data.

@@ -82,7 +82,7 @@ def ends_in_a_line(path: Path) -> bool:
 def run(family: str, arguments: argparse.Namespace, until: float) -> int:
     """Runs the trials of a family that are not recorded; returns the number of those with a loss or a wrong result."""
     path = arguments.results / f"{family}.jsonl"
-    done = {number: row for number, row in recorded(path).items() if row["seed"] == arguments.seed}
+    done = {number: row for (seed, number), row in recorded(path).items() if seed == arguments.seed}
     count = FAMILIES[family].trials if arguments.trials is None else arguments.trials
     first, parts = arguments.part
     ours = range(first - 1, count, parts)

@@ -50,13 +50,13 @@ class Family(NamedTuple):
     """Number of trials of the long campaign."""
 
 
-def recorded(path: Path) -> dict[int, dict[str, Any]]:
-    """Returns the results in a file, by the number of the trial. A kill may have left an incomplete line."""
-    rows: dict[int, dict[str, Any]] = {}
+def recorded(path: Path) -> dict[tuple[int, int], dict[str, Any]]:
+    """Returns the results in a file, by the seed and number of the trial. A kill may have left an incomplete line."""
+    rows: dict[tuple[int, int], dict[str, Any]] = {}
     for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
         try:
             row = json.loads(line)
         except json.JSONDecodeError:
             continue
-        rows[row["trial"]] = row
+        rows[row["seed"], row["trial"]] = row
     return rows

@@ -59,7 +59,10 @@ def ends_with(error: str, *parts: str) -> bool:
         ([], ["no --config"]),
         (["--config=configs/numerals.py", "--config=configs/text.py"], ["twice"]),
         (["--config=configs/numerals.py", "--workdir="], ["--workdir is empty"]),
-        (["--config=configs/numerals.py", "--config.train.steps=1e3"], ["train.steps=1e3: a whole number is expected"]),
+        (
+            ["--config=configs/numerals.py", "--config.train.steps=a: b"],
+            ["train.steps=a: b: a whole number is expected"],
+        ),
         (["--config=configs/numerals.py", "--config.model.dropout=x"], ["model.dropout=x: a number is expected"]),
         (
             ["--config=configs/numerals.py", "--config.data.shared_vocab=yes"],

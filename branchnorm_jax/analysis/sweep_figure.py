@@ -130,9 +130,10 @@ def draw(rows: Sequence[Mapping[str, Any]], columns: Sequence[str], path: Path) 
         squeeze=False,
     )
     metric = metric_of(rows)
+    higher = False
     bottom, top = limits([row[metric] for row in rows if row[metric] is not None], metric)
     for axis, panel, width in zip(axes[0], parts, widths, strict=True):
-        plot(axis, panel, metric, labels, (bottom - 0.05 * (top - bottom), top))
+        higher |= plot(axis, panel, metric, labels, (bottom - 0.05 * (top - bottom), top))
         axis.set_title(panel.title, fontsize="medium")
         axis.set(xlabel=axis_name(panel), xlim=(-0.6, width - 0.6))
         axis.set_xticks(list(panel.places.values()), list(panel.places))
@@ -146,7 +147,7 @@ def draw(rows: Sequence[Mapping[str, Any]], columns: Sequence[str], path: Path) 
     handles = axes[0, 0].get_legend_handles_labels()[0]
     if unscored:
         handles += axes[0, 0].plot([], [], "x", color="0.2", label=f"no score: {', '.join(unscored)}")
-    if any(row[metric] is not None and row[metric] > top for row in rows):
+    if higher:
         handles += axes[0, 0].plot([], [], "^", color="0.2", label=f"above {top:.3g}")
     axes[0, -1].legend(handles=handles, loc="upper left", bbox_to_anchor=(1.02, 1), frameon=False)
     figure.savefig(path, dpi=120, bbox_inches="tight")
@@ -160,8 +161,10 @@ def limits(scores: Sequence[float], metric: str) -> tuple[float, float]:
     return 0.0, max(5.0 if metric == "bleu" else 0.0, 1.05 * max(scores, default=0.0)) or 1.0
 
 
-def plot(axis: Any, panel: Panel, metric: str, labels: Sequence[str], ends: tuple[float, float]) -> None:
+def plot(axis: Any, panel: Panel, metric: str, labels: Sequence[str], ends: tuple[float, float]) -> bool:
     """Plots a panel. Each label has its own horizontal offset, so that equal scores do not hide each other.
+
+    Returns whether a mean is above the axis.
 
     Args:
       axis: Matplotlib axes.
@@ -171,6 +174,7 @@ def plot(axis: Any, panel: Panel, metric: str, labels: Sequence[str], ends: tupl
       ends: heights of the crosses, and of the triangles for means above the axis.
     """
     here = list(dict.fromkeys(label for label, _ in panel.runs))
+    higher = False
     most_step, room = DODGE[panel.joined]
     step = min(most_step, room / len(here))
     for index, label in enumerate(labels):
@@ -183,14 +187,16 @@ def plot(axis: Any, panel: Panel, metric: str, labels: Sequence[str], ends: tupl
             scores = [run[metric] for run in runs if run[metric] is not None]
             if len(scores) < len(runs):
                 axis.plot(place + shift, ends[0], "x", color=colour)
-            if scores and statistics.mean(scores) > ends[1]:
-                axis.plot(place + shift, ends[1], "^", color=colour, clip_on=False)
-            elif scores:
+            if scores:
                 x_values.append(place + shift)
                 means.append(statistics.mean(scores))
+                if means[-1] > ends[1]:
+                    axis.plot(x_values[-1], ends[1], "^", color=colour, clip_on=False)
+                    higher = True
                 axis.vlines(x_values[-1], min(scores), max(scores), color=colour, linewidth=10, alpha=0.35)
         look = dict(color=colour, marker=MARKERS[index % len(MARKERS)], markeredgecolor="white", markeredgewidth=0.6)
         axis.plot(x_values, means, **look, markersize=7.5, linestyle=style, linewidth=1.2, label=label)
+    return higher
 
 
 def axis_name(panel: Panel) -> str:

@@ -446,8 +446,7 @@ def _train(config: DataConfig, text: Iterable[str], text_of: str, whole: bool = 
     except RuntimeError as error:
         fault = f"config: data.vocab_size={config.vocab_size} is too"
         if match := re.search(r"set it to a value <= (\d+)", str(error)):
-            most = f"which supports at most {match[1]} pieces; a quarter of that is a good start"
-            raise UserError(f"{fault} large for the {text_of}, {most}") from error
+            raise UserError(f"{fault} large for the {text_of}, which supports at most {match[1]} pieces") from error
         if match := re.search(r"required_chars\. \d+ vs (\d+)", str(error)):
             raise UserError(f"{fault} small for the {text_of}: its characters alone need {match[1]} pieces") from error
         if "sentences_.empty()" in str(error) or "all_chars_count" in str(error):

@@ -249,9 +249,15 @@ def sweep(config: Config, workdir: Workdir) -> None:
         logs.say(f"{method} recommends {named}; a sweep applies that only in its grid, or with sweep.recommended=True")
     drawing = figures.can_draw("sweep.png")
     corpora = {chosen.data for _, chosen in runs.values()}
-    for split in ("train", "valid", "test") if hosts.is_first() else ("valid", "test"):
-        for data in corpora:
-            check_readable(data, split)
+
+    def check(*splits: str) -> None:
+        for split in splits:
+            for data in corpora:
+                check_readable(data, split)
+
+    hosts.first_then_others(
+        lambda: check("train", "valid", "test"), lambda: check("valid", "test"), "reading the texts"
+    )
     workdir.create()
     write_atomically(workdir / "config.json", to_json(config))
     refused: list[str] = []

@@ -80,11 +80,15 @@ def readable(sources: Iterable[S], timeout: float) -> list[S]:
 
 
 def parse_address(address: str) -> tuple[str, int]:
-    """Returns host and port of "host:port" or "[host]:port". Raises `ValueError` if the address is not of this form."""
-    host, _, port = address.rpartition(":")
-    if not host or not re.fullmatch(r"[0-9]{1,5}", port) or int(port) > 65535:
-        raise ValueError(f"the address {address} is not host:port, with a port of at most 65535")
-    return host.strip("[]"), int(port)
+    """Returns host and port of "host:port" or "[host]:port"; the host may be empty, for all interfaces.
+
+    Raises:
+      ValueError: if the address is not of this form.
+    """
+    match = re.fullmatch(r"(\[[^\[\]]+\]|[^\[\]:/]*):([0-9]{1,5})", address)
+    if not match or not 0 < int(match[2]) < 65536:
+        raise ValueError(f"the address {address} is not host:port, with a port from 1 to 65535")
+    return match[1].strip("[]"), int(match[2])
 
 
 def gather_links(count: int, address: str, timeout: float) -> list[Link]:

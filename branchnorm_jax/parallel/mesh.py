@@ -41,10 +41,16 @@ def mesh_sizes(config: ParallelConfig, count: int) -> tuple[int, int, int]:
     inner = config.fsdp * config.model
     data = config.data or count // inner
     if data * inner != count:
+        defaults = ParallelConfig()
+        chosen = [
+            f"--config.parallel.{name}"
+            for name in ("model", "fsdp", "data")
+            if getattr(config, name) != getattr(defaults, name)
+        ]
         raise UserError(
             f"config: parallel.data={config.data or 'rest'} x parallel.fsdp={config.fsdp} x parallel.model="
-            f"{config.model} does not match the {count} devices; their product must be the number of devices. A run "
-            "keeps the sizes it was trained with: on other devices give new ones, such as --config.parallel.model=1"
+            f"{config.model} does not match the {count} devices; their product must be the number of devices: change "
+            f"{' or '.join(chosen)} (a run keeps the sizes that it was trained with)"
         )
     return data, config.fsdp, config.model
 

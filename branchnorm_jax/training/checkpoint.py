@@ -25,7 +25,7 @@ import sys
 import time
 import traceback
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -229,7 +229,7 @@ class Checkpoints:
             if len(selected) < int(number):
                 validated = "validated " if kind == "best" else ""
                 raise UserError(
-                    f"{self._directory}: average.checkpoints={which}, but the {validated}checkpoints are "
+                    f"{self._directory}: average.checkpoints={which}, but the only {validated}checkpoints are "
                     f"{_listed(selected)}; train.keep_{kind} sets how many a run keeps"
                 )
             return sorted(selected)
@@ -239,7 +239,7 @@ class Checkpoints:
         missing = sorted({int(step) for step in steps} - set(existing))
         if missing:
             raise UserError(
-                f"{self._directory}: no checkpoint of step {_listed(missing)}; there are {_listed(existing)}"
+                f"{self._directory}: no checkpoint of {_listed(missing)}; the existing ones are {_listed(existing)}"
             )
         return sorted({int(step) for step in steps})
 
@@ -399,7 +399,9 @@ class Checkpoints:
             raise UserError(f"{self._directory}: no checkpoint; train first")
         if which.isdecimal():
             if int(which) not in steps:
-                raise UserError(f"{self._directory}: no checkpoint of step {which}; there are {_listed(steps)}")
+                raise UserError(
+                    f"{self._directory}: no checkpoint of step {which}; the existing ones are {_listed(steps)}"
+                )
             return [int(which)]
         if which not in ("best", "last"):
             raise UserError(f"{self._directory}: unknown checkpoint {which!r}; use best, last, average or a step")
@@ -573,5 +575,5 @@ def _summary(error: BaseException) -> str:
     return f"{type(error).__name__}: {text[0][:160]}" if text else type(error).__name__
 
 
-def _listed(steps: Iterable[int]) -> str:
-    return ", ".join(map(str, sorted(steps))) or "none"
+def _listed(steps: Sequence[int]) -> str:
+    return f"step {', '.join(map(str, sorted(steps)))}" if steps else "none"

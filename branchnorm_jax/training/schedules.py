@@ -207,7 +207,7 @@ def doubts(config: Config, updates: int, made: int, clock: int) -> list[str]:
         rate, highest = (float(schedule(jnp.int32(each))) for each in (update, warmup))
         return rate / highest if rate < highest else 1.0
 
-    remedy = "make it longer, or start another run with a lower" if made else "choose a lower"
+    remedy = "raise train.steps, or start another run with a lower" if made else "choose a lower"
     if 0 < updates < warmup and share(updates) < 1:
         lines.append(
             f"the run ends in its warm-up: at the end, the learning rate has reached {share(updates):.1%} of its peak; "
@@ -216,8 +216,8 @@ def doubts(config: Config, updates: int, made: int, clock: int) -> list[str]:
     recipe = get_recipe(model.method)
     if recipe.grows and updates > 0 and (left := clock + updates - made) < model.alpha_steps:
         lines.append(
-            f"the run ends before alpha does, after {left:,} of model.alpha_steps={model.alpha_steps}; {remedy} "
-            "model.alpha_steps, which follows train.warmup_steps unless you set it"
+            f"alpha does not reach its end: the run ends at {left:,} of model.alpha_steps={model.alpha_steps} updates; "
+            f"{remedy} model.alpha_steps, which follows train.warmup_steps unless you set it"
         )
     grows = recipe.grows and model.alpha_order == "equal" and "encoder" in model.stacks
     usual = usual_alpha_steps(config, recipe.warmup_layers)

@@ -101,7 +101,7 @@ def test_narrow_model_keeps_depth_and_proportions(width: int, heads: int, narrow
 
 
 def test_narrow_heads_can_be_rotated() -> None:
-    """10 heads of width 50 become 8 of 7.8, of which pairs of dimensions are turned."""
+    """10 heads of width 50 become 8 of width 7, and rotary positions need an even width."""
     model = ModelConfig(width=512, heads=10, head_width=50, positions="rotary")
     narrow = reduced(Config(model=model)).model
     assert (narrow.heads, narrow.head_width) == (8, 8)

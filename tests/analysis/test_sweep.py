@@ -79,6 +79,15 @@ def test_recommended_options_apply_on_request_to_options_that_are_not_set() -> N
     assert run_of(again, "admin").model.attention_dropout == Config().model.attention_dropout
 
 
+def test_the_options_of_an_earlier_run_all_count_as_set() -> None:
+    saved = ConfigDict(dataclasses.asdict(Config(train=TrainConfig(warmup_steps=300, branch_update_power=0.0))))
+    saved.sweep.update(grid="method=branchnorm", recommended=True)
+    record_chosen(saved, {"sweep.grid", "sweep.recommended"})
+    (run,) = (config for _, config in sweep.plan_runs(from_config_dict(saved)).values())
+    assert (run.model.alpha_steps, run.model.alpha_end) == (Config().model.alpha_steps, Config().model.alpha_end)
+    assert (run.train.warmup_steps, run.train.branch_update_power) == (300, 0.0)
+
+
 def test_alpha_steps_follow_the_warmup_of_each_run_unless_set() -> None:
     def alpha_steps(warmup: int, chosen: int | None, run: dict[str, str]) -> int:
         options = default_config("2L-2L")

@@ -77,7 +77,7 @@ def test_every_run_is_visible() -> None:
     labels = [*"abcdefghi", "seeds", "half", "high"]
     pyplot = figures.pyplot()
     figure, axis = pyplot.subplots()
-    sweep_figure.plot(axis, panel, "bleu", labels, (-3.0, 50.0))
+    assert sweep_figure.plot(axis, panel, "bleu", labels, (-3.0, 50.0))
     lines = {line.get_label(): line for line in axis.lines if line.get_label() in labels}
     looks = {(line.get_color(), line.get_marker()) for line in lines.values()}
     assert (list(lines), len(looks)) == (labels, len(labels))
@@ -93,7 +93,7 @@ def test_every_run_is_visible() -> None:
     ((_, height),) = next(
         line.get_xydata() for line in axis.lines if line.get_marker() == "^" and not line.get_clip_on()
     )
-    assert (height, lines["high"].get_xydata().tolist()) == (50.0, [])
+    assert (height, lines["high"].get_ydata().tolist()) == (50.0, [90.0])
     pyplot.close(figure)
 
 

@@ -128,7 +128,9 @@ def test_finished_rows_are_not_run_again(tmp_path: Path) -> None:
         runs.run_all(grid, table, train, "b")
 
 
-@pytest.mark.parametrize("text", ["my only notes", "a,b\n1,2\n", '{"width": 3}\n', "3\n"])
+@pytest.mark.parametrize(
+    "text", ["my only notes", "a,b\n1,2\n", '{"width": 3}\n', "3\n", '{"name": "mine"}', "{my notes"]
+)
 def test_other_files_are_no_tables(tmp_path: Path, text: str) -> None:
     table = tmp_path / "notes.txt"
     table.write_text(text)

@@ -112,8 +112,8 @@ def test_other_refusals_and_exceptions_are_found(monkeypatch: pytest.MonkeyPatch
 
 def test_recorded_trials_survive_an_incomplete_line(tmp_path: Path) -> None:
     path = tmp_path / "damage.jsonl"
-    path.write_text('{"trial": 3, "lost": ""}\n{"trial": 4, "lo')
-    assert recorded(path) == {3: {"trial": 3, "lost": ""}}
+    path.write_text('{"trial": 3, "seed": 0}\n{"trial": 4, "se')
+    assert recorded(path) == {(0, 3): {"trial": 3, "seed": 0}}
 
 
 def test_undisturbed_runs_of_another_commit_are_no_reference(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -160,14 +160,16 @@ def test_parts_share_the_trials(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     for part in ("3/3", "1/3", "2/3", "1/1"):
         call("--part", part)
     results = tmp_path / "none.jsonl"
-    assert set(recorded(results)) == set(range(10))
+    assert set(recorded(results)) == {(0, number) for number in range(10)}
     assert sorted(ran) == sorted(random.Random(f"0 none {number}").random() for number in range(10))
     # A trial whose line a kill has cut is repeated, and only that.
     results.write_text(results.read_text()[:-15])
     call()
-    assert (len(ran), set(recorded(results))) == (11, set(range(10)))
+    assert (len(ran), len(recorded(results))) == (11, 10)
     call("--seed", "1", "--trials", "2")
     assert ran[11:] == [random.Random(f"1 none {number}").random() for number in range(2)]
+    call()
+    assert (len(ran), len(recorded(results))) == (13, 12)
     for wrong in ("nope:1", "none", "none:x"):
         with pytest.raises(SystemExit, match="2"):
             call("--again", wrong)
@@ -181,7 +183,7 @@ def test_part_needs_two_numbers(text: str) -> None:
 
 def test_page_counts_every_trial(tmp_path: Path) -> None:
     rows = [
-        {"trial": number, "fault": fault, "said": said, "lost": lost, "wrong": ""}
+        {"trial": number, "seed": 0, "fault": fault, "said": said, "lost": lost, "wrong": ""}
         for number, (fault, said, lost) in enumerate(
             [("zeroed", "", ""), ("zeroed", "damaged", "work"), ("cut", "x", "")]
         )

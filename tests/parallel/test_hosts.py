@@ -16,6 +16,7 @@ import pytest
 from branchnorm_jax.errors import UserError
 from branchnorm_jax.options import ParallelConfig
 from branchnorm_jax.parallel import hosts
+from branchnorm_jax.parallel.meeting import parse_address
 from tests.conftest import HASTY, ROOT, read_metrics, read_status, run_main
 from tests.parallel.processes import losses, run_hosts, start_hosts
 
@@ -322,7 +323,10 @@ def test_only_a_described_run_has_several_processes(monkeypatch: pytest.MonkeyPa
     ("address", "count", "index", "message"),
     [
         ("a", "2", "0", "the address a is not host:port"),
-        ("a:99999", "2", "0", "the address a:99999 is not host:port, with a port of at most 65535"),
+        ("a:99999", "2", "0", "the address a:99999 is not host:port, with a port from 1 to 65535"),
+        ("a:0", "2", "0", "the address a:0 is not host:port"),
+        ("::1", "2", "0", "the address ::1 is not host:port"),
+        ("http://a:1", "2", "0", "the address http://a:1 is not host:port"),
         ("a:-1", "2", "0", "the address a:-1 is not host:port"),
         ("a:1", "0", "0", "JAX_NUM_PROCESSES=0, but a run has at least one process"),
         ("a:1", "2", "2", "JAX_PROCESS_ID=2, but the 2 processes have the numbers 0 to 1"),
@@ -337,6 +341,12 @@ def test_wrong_descriptions_are_one_line(
         monkeypatch.setenv(f"JAX_{name}", value)
     with pytest.raises(UserError, match=f"^the processes of the run are described wrongly: {message}"):
         hosts.start(ParallelConfig())
+
+
+def test_addresses() -> None:
+    addresses = {"a.b:1": ("a.b", 1), "[::]:1234": ("::", 1234), "[fe80::1%eth0]:65535": ("fe80::1%eth0", 65535)}
+    assert {text: parse_address(text) for text in addresses} == addresses
+    assert parse_address(":5") == ("", 5)
 
 
 @pytest.mark.slow

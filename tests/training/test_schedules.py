@@ -310,7 +310,7 @@ SHORT: dict[str, dict[str, Any]] = {"train": {"warmup_steps": 100, "decay_steps"
         ({}, {}, 1000, 50, []),
         ({}, {"alpha_steps": 100}, 1000, 0, []),
         ({}, {"alpha_steps": 100}, 100, 0, []),
-        ({}, {"alpha_steps": 101}, 100, 0, ["ends before alpha does"]),
+        ({}, {"alpha_steps": 101}, 100, 0, ["alpha does not reach its end"]),
         ({"branch_update_power": 2.0}, {"alpha_steps": 199, "encoder_layers": 144}, 1000, 0, ["by default 200"]),
         ({"branch_update_power": 2.0}, {"alpha_steps": 200, "encoder_layers": 144}, 1000, 0, []),
         ({}, {"alpha_steps": 100, "encoder_layers": 144}, 1000, 0, []),
@@ -337,9 +337,9 @@ def test_doubts_of_resumed_and_fine_tuned_runs() -> None:
     """Alpha goes on where it was, and a run keeps its warm-up."""
     options = Config(train=TrainConfig(**SHORT["train"]), model=ModelConfig(method="branchnorm", alpha_steps=200))
     (line,) = schedules.doubts(options, 120, 20, 20)
-    assert "after 120 of model.alpha_steps=200; make it longer, or start another run with a lower" in line
+    assert "at 120 of model.alpha_steps=200 updates; raise train.steps, or start another run with a lower" in line
     assert not schedules.doubts(options, 120, 0, 200)
     (line,) = schedules.doubts(options, 120, 0, 60)
-    assert "after 180 of model.alpha_steps=200; choose a lower" in line
+    assert "at 180 of model.alpha_steps=200 updates; choose a lower" in line
     warmup = schedules.doubts(options, 50, 10, 200)
     assert [("in its warm-up" in line, "start another run" in line) for line in warmup] == [(True, True)]

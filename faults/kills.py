@@ -281,12 +281,14 @@ def age(workdir: Path) -> None:
 
 
 def write_texts(shared: Path) -> None:
-    """Writes the texts of the jobs."""
+    """Writes the texts of the jobs, unless they are there: undisturbed runs would take newer files for other texts."""
     texts = shared / "texts"
     texts.mkdir(parents=True, exist_ok=True)
     for split, count in {"train": 300, "valid": 40, "test": 40}.items():
         for lang, lines in zip(("en", "de"), zip(*numerals.pairs(split, "en", "de", count), strict=True), strict=True):
-            (texts / f"{split}.{lang}").write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+            content = "".join(f"{line}\n" for line in lines)
+            if not (path := texts / f"{split}.{lang}").exists() or path.read_text(encoding="utf-8") != content:
+                path.write_text(content, encoding="utf-8")
 
 
 def prepare(shared: Path, seconds: float) -> Trial:

@@ -198,3 +198,15 @@ def test_page_counts_every_trial(tmp_path: Path) -> None:
 
 def test_the_page_is_that_of_the_results() -> None:
     assert report.PAGE.read_text(encoding="utf-8") == report.page(report.RESULTS / "faults")
+
+
+def test_texts_that_are_there_stay(tmp_path: Path) -> None:
+    """Runs know their texts by the time of the last change. A file that a kill has cut is written again."""
+    kills.write_texts(tmp_path)
+    times = {path: path.stat().st_mtime_ns for path in (tmp_path / "texts").iterdir()}
+    cut = tmp_path / "texts" / "valid.en"
+    whole = cut.read_text()
+    cut.write_text(whole[:9])
+    kills.write_texts(tmp_path)
+    assert cut.read_text() == whole
+    assert {path for path, time in times.items() if path.stat().st_mtime_ns != time} == {cut}

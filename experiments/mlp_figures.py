@@ -76,7 +76,10 @@ def by_depth(runs: dict[tuple[int, str, int], Row], path: Path, methods: Sequenc
                 if full or quantity == "loss" or row["epochs_to_target"] is not None:
                     fill = style["color"] if full else "white"
                     axis.plot(depth, value, "o", markersize=5, color=style["color"], markerfacecolor=fill)
-        axis.set(title=f"width {width}, {longest} epochs", xlabel="layers", xscale="log")
+        axis.set(title=f"width {width}, {longest} epochs", xlabel="layers, methods side by side", xscale="log")
+        depths = sorted({depth for _, _, depth in runs})
+        axis.set_xticks(depths, [f"{depth:,}" for depth in depths])
+        axis.minorticks_off()
         line = CHANCE if quantity == "loss" else longest + 1
         axis.axhline(line, color="0.6", linewidth=1, linestyle=":")
         text = "equal probabilities" if quantity == "loss" else "not reached"

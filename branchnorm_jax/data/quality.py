@@ -17,6 +17,7 @@ from babel.localedata import locale_identifiers
 
 from branchnorm_jax.codes import base
 from branchnorm_jax.data.formats import Pair
+from branchnorm_jax.errors import count
 
 FAULTS = {
     "empty": "with an empty side",
@@ -237,9 +238,9 @@ class Report:
             self.faults.setdefault(name, example)["pairs"] += 1
 
 
-def describe(name: str, count: int) -> str:
+def describe(name: str, number: int) -> str:
     """Describes pairs with a fault, "1,600 pairs that occurred before", or those that a filter rejects."""
-    return f"{count:,} {'pair' if count == 1 else 'pairs'} {FAULTS.get(name, f'rejected by {name}')}"
+    return f"{count(number, 'pair')} {FAULTS.get(name, f'rejected by {name}')}"
 
 
 @functools.cache

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from sacrebleu.metrics import BLEU, CHRF, TER
 
 from branchnorm_jax.codes import base
-from branchnorm_jax.errors import UserError
+from branchnorm_jax.errors import UserError, count
 
 # Moses does not segment these languages, so its "tokens" would be whole sentences.
 UNSPACED = ("zh", "ja", "ko")
@@ -76,7 +76,7 @@ def mean_of(each: Sequence[Sequence[Score]]) -> list[Score]:
     """Returns the mean of each metric that all test sets have."""
     tables = [{score.name: score.score for score in test_scores} for test_scores in each]
     names = [name for name in tables[0] if all(name in table for table in tables)]
-    signature = f"mean of {len(tables)} language pair{'s' * (len(tables) > 1)}"
+    signature = f"mean of {count(len(tables), 'language pair')}"
     return [Score(name, sum(table[name] for table in tables) / len(tables), signature) for name in names]
 
 

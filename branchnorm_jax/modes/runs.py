@@ -246,7 +246,7 @@ def sweep(config: Config, workdir: Workdir) -> None:
     check_runs(runs, workdir)
     for method, options in ({} if config.sweep.recommended else sweeping.left_out(runs)).items():
         named = " ".join(f"{name}={value}" for name, value in options.items())
-        logs.say(f"{method} recommends {named}; a sweep applies that only in its grid, or with sweep.recommended=True")
+        logs.say(f"{method} recommends {named}; a sweep applies only what its grid sets, unless sweep.recommended=True")
     drawing = figures.can_draw("sweep.png")
     corpora = {chosen.data for _, chosen in runs.values()}
 

@@ -239,7 +239,8 @@ class Checkpoints:
         missing = sorted({int(step) for step in steps} - set(existing))
         if missing:
             raise UserError(
-                f"{self._directory}: no checkpoint of {_listed(missing)}; the existing ones are {_listed(existing)}"
+                f"{self._directory}: no checkpoint of step {_listed(missing)}; the existing steps are "
+                f"{_listed(existing)}"
             )
         return sorted({int(step) for step in steps})
 
@@ -400,7 +401,7 @@ class Checkpoints:
         if which.isdecimal():
             if int(which) not in steps:
                 raise UserError(
-                    f"{self._directory}: no checkpoint of step {which}; the existing ones are {_listed(steps)}"
+                    f"{self._directory}: no checkpoint of step {which}; the existing steps are {_listed(steps)}"
                 )
             return [int(which)]
         if which not in ("best", "last"):
@@ -576,4 +577,4 @@ def _summary(error: BaseException) -> str:
 
 
 def _listed(steps: Sequence[int]) -> str:
-    return f"step {', '.join(map(str, sorted(steps)))}" if steps else "none"
+    return ", ".join(map(str, sorted(steps))) or "none"

@@ -290,7 +290,7 @@ def test_invalid_parents_are_rejected(trained: Path, tmp_path: Path) -> None:
     run = Workdir(tmp_path / "child")
     for name, message in (
         (str(tmp_path), "no training run in this folder"),
-        (f"{trained}:7", "no checkpoint of step 7; the existing ones are"),
+        (f"{trained}:7", "no checkpoint of step 7; the existing steps are"),
         (f"{trained}:newest", "unknown checkpoint 'newest'; use best, last"),
         (":7", "no workdir given"),
     ):

@@ -12,7 +12,6 @@ import functools
 from collections.abc import Mapping
 
 import jax
-from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
 MESH = ("data", "fsdp", "model")
@@ -27,16 +26,13 @@ RULES: Mapping[str, str | None] = {
 }
 """Logical axis of a parameter -> the mesh axis that splits it, if it divides its size."""
 
-GATHERED = "gathered"
-"""Name of gathered matrices for rematerialisation. The backward pass gathers them again instead of storing them."""
-
 
 def partition(shape: tuple[int, ...], names: tuple[str, ...], sizes: Mapping[str, int]) -> PartitionSpec:
     """Returns how a parameter is split over the devices of a mesh.
 
-    `RULES` apply first. Then the first axis that is not split, is not the axis of the layers, and that fsdp divides is
-    split over fsdp: along the first axis, the compilers of TPUs sum and split a gradient in one step. Vectors and
-    scalars of a layer are small, so they stay whole.
+    `RULES` apply first. Then fsdp splits the first unsplit axis whose size is a multiple of it, other than the axis of
+    the layers: along the first axis, the compilers of TPUs sum and split a gradient in one step. Vectors and scalars of
+    a layer are small, so they stay whole.
 
     Args:
       shape: shape of the parameter.
@@ -68,14 +64,15 @@ def partition(shape: tuple[int, ...], names: tuple[str, ...], sizes: Mapping[str
 def gather(x: jax.Array, *names: str) -> jax.Array:
     """Returns a parameter that is whole along fsdp; its cotangent is split again.
 
-    Does nothing outside of `jax.set_mesh` and where fsdp has one device.
+    Does nothing outside of `jax.set_mesh` and where fsdp has one device. Within `jax.checkpoint`, the backward pass
+    gathers the parameter again instead of storing it whole.
 
     Args:
       x: the parameter.
       names: logical name of each axis, as in its declaration.
     """
     split = partition(x.shape, names, mesh_sizes())
-    return checkpoint_name(_gather(x, split), GATHERED) if "fsdp" in split else x
+    return _gather(x, split) if "fsdp" in split else x
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))

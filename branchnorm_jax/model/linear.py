@@ -15,17 +15,26 @@ from branchnorm_jax.model.recipe import Recipe, Rule
 from branchnorm_jax.options import ModelConfig
 
 
-@functools.partial(jax.checkpoint, prevent_cse=False)
-def product(x: jax.Array, kernel: jax.Array) -> jax.Array:
-    """Computes x W, [..., d_in] times [d_in, d_out], as a product of two matrices.
+@functools.partial(jax.checkpoint, prevent_cse=False, static_argnums=(2,))
+def product(x: jax.Array, kernels: Sequence[jax.Array], axes: tuple[str, str]) -> jax.Array:
+    """Computes x [W_1, ..., W_n], [..., d_in] times [d_in, sum of d_out], as a product of two matrices.
 
-    If W is bfloat16 and x float32, x is rounded, and the result is float32.
+    The W_i are rounded to the type of x. If they are narrower, x is rounded to theirs, and the result has the type of
+    x.
 
     With the leading axes of x, XLA on CPUs would transpose copies of x for the gradient of W, which takes a fifth of
-    the update of a deep, narrow model. `jax.checkpoint` makes the backward pass store x itself. Without it, each
-    product would store a reshaped copy of x.
+    the update of a deep, narrow model. `jax.checkpoint` makes the backward pass store x and the parameters themselves.
+    Without it, each product would store a reshaped copy of x, and the matrix as it is multiplied: rounded, joined, and
+    whole along fsdp.
+
+    Args:
+      x: the factor on the left.
+      kernels: the W_i, as they are stored.
+      axes: logical names of their axes.
     """
-    y = jnp.dot(x.reshape(-1, x.shape[-1]).astype(kernel.dtype), kernel, preferred_element_type=x.dtype)
+    dtype = min(x.dtype, kernels[0].dtype, key=lambda dtype: dtype.itemsize)
+    kernel = jnp.concatenate([gather(kernel.astype(dtype), *axes) for kernel in kernels], axis=1)
+    y = jnp.dot(x.reshape(-1, x.shape[-1]).astype(dtype), kernel, preferred_element_type=x.dtype)
     return y.reshape(*x.shape[:-1], kernel.shape[-1])
 
 
@@ -50,15 +59,13 @@ class Linear(nn.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """[..., d_in] -> [..., d_out] in `dtype`."""
-        return _affine(x.astype(self.dtype), *self.weights(x.shape[-1]))
+        return joined(x, (self,))
 
     @nn.compact
     def weights(self, inputs: int) -> tuple[jax.Array, jax.Array | None]:
-        """Returns W in `dtype` and b (or None), for d_in = `inputs`. A narrower W stays as it is."""
+        """Returns W and b (or None) as they are stored, for d_in = `inputs`."""
         shape = inputs, self.features
         kernel = self.param("kernel", declared(self.kernel_init, *self.axes, gain=self.gain), shape, *shape)
-        if kernel.dtype.itemsize >= self.dtype.itemsize:
-            kernel = gather(kernel.astype(self.dtype), *self.axes)
         if self.bias_init is None:
             return kernel, None
         bias = self.param("bias", declared(self.bias_init, self.axes[1], gain=self.gain), shape[1:], *shape)
@@ -73,16 +80,8 @@ def joined(x: jax.Array, matrices: Sequence[Linear]) -> jax.Array:
     that reads the results where they are.
     """
     kernels, biases = zip(*(matrix.weights(x.shape[-1]) for matrix in matrices), strict=True)
-    return _affine(
-        x.astype(matrices[0].dtype),
-        jnp.concatenate(kernels, axis=1),
-        None if biases[0] is None else jnp.concatenate(biases),
-    )
-
-
-def _affine(x: jax.Array, kernel: jax.Array, bias: jax.Array | None) -> jax.Array:
-    y = product(x, kernel)
-    return y if bias is None else y + spread(bias, y.shape, y.dtype)
+    y = product(x.astype(matrices[0].dtype), kernels, matrices[0].axes)
+    return y if biases[0] is None else y + spread(jnp.concatenate(biases), y.shape, y.dtype)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1, 2))

@@ -8,8 +8,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from branchnorm_jax.axes import GATHERED, mesh_sizes
-
 Carry = Any
 PerLayer = Any
 Layer = Callable[[Carry, PerLayer], tuple[Carry, PerLayer]]
@@ -226,12 +224,8 @@ def rematerialised(layer: Layer, remat: str, looped: bool = False) -> Layer:
     with the first computation. Outside of a loop, a barrier prevents the merge.
     """
     if remat in ("none", "auto"):
-        if mesh_sizes()["fsdp"] == 1:
-            return layer
-        policy = jax.checkpoint_policies.save_anything_except_these_names(GATHERED)
-    else:
-        policy = POLICIES[remat]
-    return jax.checkpoint(layer, policy=policy, prevent_cse=not looped)
+        return layer
+    return jax.checkpoint(layer, policy=POLICIES[remat], prevent_cse=not looped)
 
 
 def best_group(depth: int, carry_bytes: float, layer_bytes: float, whole: bool = False) -> int:

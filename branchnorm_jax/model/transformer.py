@@ -131,9 +131,8 @@ class Transformer:
         """
         stack = self.config.stacks[0]
         segments = (source_segments if stack == "encoder" else target_segments)(source_BS)
-        return self.run_tokens(params, stack, source_BS, segments, None, alpha, taps=Taps(inputs={stack: change_BSD}))[
-            0
-        ]
+        taps = Taps(inputs={stack: change_BSD})
+        return self.run_tokens(params, stack, source_BS, segments, None, alpha, taps=taps)[0]
 
     def decode(
         self,
@@ -157,7 +156,7 @@ class Transformer:
         memory: tuple[jax.Array, Segments] | None,
         alpha: Alpha | jax.Array,
         key: jax.Array | None = None,
-        taps: Taps = Taps(),  # noqa: B008
+        taps: Taps = Taps(),
     ) -> tuple[jax.Array, Any]:
         """Runs token ids through a stack; returns the output [B, T, D] and the records of `taps`.
 
@@ -199,7 +198,7 @@ class Transformer:
         target_BT: jax.Array,
         alpha: Alpha | jax.Array,
         key: jax.Array | None = None,
-        taps: Taps = Taps(),  # noqa: B008
+        taps: Taps = Taps(),
     ) -> tuple[jax.Array, dict[str, Any]]:
         """Returns the decoder's output before each token of a batch's target; see `hidden`.
 
@@ -215,21 +214,22 @@ class Transformer:
         inputs_BT: jax.Array,
         alpha: Alpha | jax.Array,
         key: jax.Array | None = None,
-        taps: Taps = Taps(),  # noqa: B008
+        taps: Taps = Taps(),
     ) -> tuple[jax.Array, dict[str, Any]]:
         """Returns the decoder's output for the given inputs, and the records of `taps` by stack.
 
         The output is [B, T, D] in the compute type. Without an encoder, `source_BS` is not used.
         """
+        memory, records = None, {}
+        if "encoder" in self.config.stacks:
+            segments = source_segments(source_BS)
+            memory_BSD, records["encoder"] = self.run_tokens(
+                params, "encoder", source_BS, segments, None, alpha, key, taps
+            )
+            memory = memory_BSD, segments
         target = target_segments(inputs_BT)
-        if "encoder" not in self.config.stacks:
-            x_BTD, decoder = self.run_tokens(params, "decoder", inputs_BT, target, None, alpha, key, taps)
-            return x_BTD.astype(self.config.dtype), {"decoder": decoder} if taps.record else {}
-        segments = source_segments(source_BS)
-        memory_BSD, encoder = self.run_tokens(params, "encoder", source_BS, segments, None, alpha, key, taps)
-        memory = memory_BSD, segments
-        x_BTD, decoder = self.run_tokens(params, "decoder", inputs_BT, target, memory, alpha, key, taps)
-        return x_BTD.astype(self.config.dtype), {"encoder": encoder, "decoder": decoder} if taps.record else {}
+        x_BTD, records["decoder"] = self.run_tokens(params, "decoder", inputs_BT, target, memory, alpha, key, taps)
+        return x_BTD.astype(self.config.dtype), records if taps.record else {}
 
     def __call__(
         self,
@@ -252,9 +252,7 @@ class Transformer:
         Row t belongs to the prediction of target token t. It sums to the sum of `weights_M` and is 0 at padding. Memory
         does not grow with depth, because the layers pass on one running sum.
         """
-        segments = source_segments(source_BS)
-        memory_BSD, _ = self.run_tokens(params, "encoder", source_BS, segments, None, alpha)
-        memory = memory_BSD, segments
+        memory = self.encode(params, source_BS, alpha), source_segments(source_BS)
         target = target_segments(inputs_BT)
         return self.run_tokens(params, "decoder", inputs_BT, target, memory, alpha, taps=Taps(attention=weights_M))[1]
 
@@ -282,7 +280,7 @@ class Transformer:
         inputs: LayerInput,
         arguments: Callable[[Any], tuple[Any, ...]],
         per_layer: Any = None,
-        taps: Taps = Taps(),  # noqa: B008
+        taps: Taps = Taps(),
     ) -> tuple[jax.Array, Any]:
         """Runs embeddings x [B, T, D] through the layers of a stack and its final norm.
 
@@ -302,7 +300,8 @@ class Transformer:
         if recipe.combines:
             assert update is None, "layers that read the outputs of all earlier layers cannot be updated one by one"
             # Rematerialise each layer alone. The sums over layers are linear, so the backward pass does not need them.
-            checkpointed = rematerialised(layer, "full" if remat == "nested" else remat)
+            looped = (c.unroll or 1) < getattr(self.depth, stack)
+            checkpointed = rematerialised(layer, "full" if remat == "nested" else remat, looped)
             run = functools.partial(run, remat="none")
             combine, carry, inputs = combined(
                 checkpointed,
@@ -367,7 +366,7 @@ class Transformer:
         stack: str,
         alpha: Alpha | jax.Array,
         key: jax.Array | None = None,
-        taps: Taps = Taps(),  # noqa: B008
+        taps: Taps = Taps(),
     ) -> LayerInput:
         """Returns the coefficients, keys and taps of a stack's layers. Key 0 of a stack is for the embedding."""
         exact = jnp.promote_types(self.config.carry_dtype, jnp.float32)  # float64 if the stream is float64

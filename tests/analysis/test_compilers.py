@@ -38,21 +38,24 @@ def needs(installed: bool, name: str) -> pytest.MarkDecorator:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("target", "fsdp"),
+    ("target", "fsdp", "remat"),
     [
-        pytest.param("v5e:2x2:x2", 4, marks=needs(TPU, "tpu")),
-        pytest.param("h200:2x2", 2, marks=needs(CUDA, "gpu")),
+        pytest.param("v5e:2x2:x2", 4, "full", marks=needs(TPU, "tpu")),
+        pytest.param("v5e:2x2:x2", 4, "none", marks=needs(TPU, "tpu")),
+        pytest.param("h200:2x2", 2, "full", marks=needs(CUDA, "gpu")),
+        pytest.param("h200:2x2", 2, "none", marks=needs(CUDA, "gpu")),
     ],
 )
-def test_layers_communicate_along_fsdp_only(target: str, fsdp: int, tmp_path: Path) -> None:
+def test_layers_communicate_along_fsdp_only(target: str, fsdp: int, remat: str, tmp_path: Path) -> None:
     """Each layer gathers its matrices and sums its gradients; slices and hosts exchange each gradient once per update.
 
     So no loop gathers a whole stack, and none moves activations between devices.
     """
     width, hidden, text = 128, 256, tmp_path / "program.txt"
     done = run_main(
-        "--mode=plan", *TINY, f"--workdir={tmp_path}", f"--config.plan.compile={target}", "--config.model.remat=full",
-        f"--config.model.width={width}", f"--config.model.ffn_width={hidden}", "--config.model.dtype=bfloat16",
+        "--mode=plan", *TINY, f"--workdir={tmp_path}", f"--config.plan.compile={target}",
+        f"--config.model.remat={remat}", f"--config.model.width={width}", f"--config.model.ffn_width={hidden}",
+        "--config.model.dtype=bfloat16",
         f"--config.parallel.fsdp={fsdp}", f"--config.plan.program={text}",
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

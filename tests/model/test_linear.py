@@ -5,7 +5,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from branchnorm_jax.model.linear import product, spread
+from branchnorm_jax.model.linear import product as joint_product
+from branchnorm_jax.model.linear import spread
+
+AXES = "embed", "ffn"
+
+
+def product(x: jax.Array, *kernels: jax.Array) -> jax.Array:
+    return joint_product(x, kernels, AXES)
 
 
 @pytest.mark.parametrize("leading", [(), (5,), (3, 4), (2, 3, 4)])
@@ -49,6 +56,23 @@ def test_backward_pass_stores_the_input_itself() -> None:
     pull = jax.vjp(lambda kernel: product(x, kernel), kernel)[1]
     assert any(leaf is x for leaf in jax.tree.leaves(pull))
     assert not any(leaf.shape == (15, 6) for leaf in jax.tree.leaves(pull))
+
+
+def test_products_of_several_matrices_stand_side_by_side() -> None:
+    draw = np.random.default_rng(0).normal
+    x, first, second = (jnp.asarray(draw(size=size), jnp.float32) for size in ((2, 3, 6), (6, 7), (6, 2)))
+    y, pull = jax.vjp(product, x, first, second)
+    np.testing.assert_allclose(y, np.concatenate([x @ first, x @ second], axis=-1), rtol=1e-5, atol=1e-5)
+    cotangent = draw(size=y.shape)
+    _, by_first, by_second = pull(jnp.asarray(cotangent, jnp.float32))
+    expected = np.einsum("btd,bte->de", x, cotangent)
+    np.testing.assert_allclose(np.concatenate([by_first, by_second], axis=1), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_backward_pass_stores_parameters_and_neither_rounded_nor_joined_copies() -> None:
+    x, kernels = jnp.ones((3, 5, 6), jnp.bfloat16), (jnp.ones((6, 7)), jnp.ones((6, 7)))
+    stored = jax.tree.leaves(jax.vjp(product, x, *kernels)[1])
+    assert sum(leaf.nbytes for leaf in stored) == x.nbytes + sum(kernel.nbytes for kernel in kernels)
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])

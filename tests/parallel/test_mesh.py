@@ -1,13 +1,18 @@
 """Shardings of the parameters, and rejected meshes. tests/training/ tests training on 8 devices."""
 
+from collections.abc import Iterator
+from typing import Any
+
 import jax
+import jax.extend
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AbstractMesh, Mesh, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 
 from branchnorm_jax.axes import MESH, RULES, partition
 from branchnorm_jax.errors import UserError
+from branchnorm_jax.model.stack import REMAT
 from branchnorm_jax.model.transformer import Transformer
 from branchnorm_jax.options import ModelConfig, ParallelConfig
 from branchnorm_jax.parallel.mesh import local_copy, local_mesh, make_mesh, replicated, shard_tree
@@ -59,6 +64,41 @@ def test_matrices_are_split_over_fsdp_along_their_first_free_axis() -> None:
 def test_unsuitable_meshes_are_rejected() -> None:
     with pytest.raises(UserError, match="does not match"):
         make_mesh(ParallelConfig(data=3, model=5))
+
+
+def operations(jaxpr: Any) -> Iterator[Any]:
+    """Yields the operations of a program, also those of its loops."""
+    for op in jaxpr.eqns:
+        yield op
+        for inner in jax.extend.core.jaxprs_in_params(op.params):
+            yield from operations(inner)
+
+
+@pytest.mark.parametrize("method", ["pre_ln", "dlcl", "mhc"])
+def test_a_layer_recomputes_the_same_with_fsdp_and_gathers_its_matrices_again(method: str) -> None:
+    """The forward loop stores no matrix, neither whole nor rounded; `remat` decides about everything else."""
+    mesh = AbstractMesh((1, 2, 1), MESH, axis_types=(AxisType.Auto,) * 3)
+    tokens = jnp.ones((2, 5), jnp.int32)
+
+    def program(remat: str) -> list[Any]:
+        shape: dict[str, Any] = {"encoder_layers": 3, "decoder_layers": 3, "width": 16, "ffn_width": 24, "heads": 2}
+        model = Transformer(ModelConfig(method=method, remat=remat, dtype="bfloat16", **shape), 40, 40)
+
+        def loss(params: Any) -> jax.Array:
+            return model(params, tokens, tokens, jnp.ones(())).astype(jnp.float32).sum()
+
+        return list(operations(jax.make_jaxpr(jax.grad(loss))(model.abstract_params()).jaxpr))
+
+    for remat in REMAT:
+        alone = program(remat)
+        with jax.sharding.use_abstract_mesh(mesh):
+            split = program(remat)
+        products = [[op.primitive.name for op in ops].count("dot_general") for ops in (alone, split)]
+        assert products[0] == products[1] > 0
+        forward = [op for op in split if op.primitive.name == "scan" and not op.params["reverse"]]
+        matrices = {(16, 16), (16, 24), (24, 16), (64, 24)}
+        assert forward
+        assert not matrices.intersection(leaf.aval.shape[1:] for op in forward for leaf in op.outvars)
 
 
 @pytest.mark.parametrize("parts", [1, 2])

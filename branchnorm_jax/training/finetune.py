@@ -10,6 +10,7 @@ import shutil
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
 from branchnorm_jax.data.prepare import Corpus, prepare
 from branchnorm_jax.data.tags import add_tags, new_languages
@@ -24,7 +25,7 @@ from branchnorm_jax.model.transformer import Transformer
 from branchnorm_jax.options import Config, ModelConfig
 from branchnorm_jax.tokens import UNK
 from branchnorm_jax.training import deepen, logs, schedules
-from branchnorm_jax.training.state import INIT_STREAM
+from branchnorm_jax.training.state import INIT_STREAM, abstract_params
 from branchnorm_jax.training.trained import find_run, network, open_checkpoints, restore_model
 from branchnorm_jax.workdir import Workdir
 
@@ -160,8 +161,8 @@ def corpus_of(config: Config, workdir: Workdir) -> Corpus:
     return prepare(config.data, workdir.path, logs.say, keep, check=workdir.check_data if begun else None)
 
 
-def first_parameters(config: Config, model: Transformer) -> tuple[Params, int]:
-    """Returns the first parameters of a run with a parent, and the clock of alpha.
+def first_parameters(config: Config, model: Transformer, mesh: Mesh) -> tuple[Params, int]:
+    """Returns the first parameters of a run with a parent, split over the mesh of the run, and the clock of alpha.
 
     Raises:
       UserError: if the alpha of a layer ends below the parent's in this run, or alpha begins above it, because the
@@ -170,13 +171,15 @@ def first_parameters(config: Config, model: Transformer) -> tuple[Params, int]:
     option = _option(config)
     theirs, parent, which = find_run(option, config.train.parent, config)
     tokenizer, old = network(theirs, parent)
-    params, alpha, step = restore_model(theirs, parent, old, which)
+    params, alpha, step = restore_model(theirs, parent, old, which, mesh)
     params = with_new_tags(params, tokenizer, model)
     if config.train.deepen_from:
         if not old.recipe.grows:
             alpha = uniform(1.0, old.depth)
         logs.say(f"{config.model.grown_from} grows from the parameters of {parent.path}, step {step}")
-        fresh = model.init(jax.random.fold_in(jax.random.key(config.train.seed), INIT_STREAM))
+        key = jax.random.fold_in(jax.random.key(config.train.seed), INIT_STREAM)
+        shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract_params(model, mesh))
+        fresh = jax.jit(model.init, out_shardings=shardings)(key)
         return deepen.deepened(params, alpha, fresh, config.model), 0
     grows = get_recipe(config.model.method).grows
     if grows:

@@ -198,7 +198,7 @@ class Run:
             return state, LoopState(**saved)
         train = self.config.train
         if train.parent:
-            params, clock = first_parameters(self.config, self.model)
+            params, clock = first_parameters(self.config, self.model, self.mesh)
             state = state_from(self.model, self.optimizer, self.mesh, params, clock, bool(train.ema_decay))
         else:
             first = self._first_batch()

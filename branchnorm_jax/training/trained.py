@@ -3,6 +3,8 @@
 import dataclasses
 from typing import NamedTuple
 
+from jax.sharding import Mesh
+
 from branchnorm_jax import config as configs
 from branchnorm_jax.data.tokenizer import Tokenizer, load_tokenizer
 from branchnorm_jax.errors import UserError
@@ -59,15 +61,20 @@ def restore(config: Config, workdir: Workdir) -> Restored:
     return Restored(tokenizer, model, *restore_model(config, workdir, model, config.decode.checkpoint))
 
 
-def restore_model(config: Config, workdir: Workdir, model: Transformer, which: str) -> tuple[Params, Alpha, int]:
+def restore_model(
+    config: Config, workdir: Workdir, model: Transformer, which: str, mesh: Mesh | None = None
+) -> tuple[Params, Alpha, int]:
     """Restores the parameters, alpha and step from a checkpoint of the run or from its "average".
+
+    The parameters are split over `mesh`; by default only `parallel.model` splits them.
 
     Raises:
       UserError: if there is no such checkpoint.
     """
     checkpoints, name = open_checkpoints(config, workdir, which)
-    # The run may have had other devices. Only `model` splits a trained network.
-    mesh = make_mesh(dataclasses.replace(config.parallel, data=0, fsdp=1))
+    if mesh is None:
+        # The run may have had other devices.
+        mesh = make_mesh(dataclasses.replace(config.parallel, data=0, fsdp=1))
     return checkpoints.restore_params(name, abstract_params(model, mesh))
 
 

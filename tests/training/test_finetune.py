@@ -26,13 +26,22 @@ from branchnorm_jax.model.segments import decoder_inputs
 from branchnorm_jax.model.transformer import Transformer
 from branchnorm_jax.modes.runs import sweep
 from branchnorm_jax.options import Config, ModelConfig, SweepConfig
+from branchnorm_jax.parallel.mesh import make_mesh
 from branchnorm_jax.training import logs, loop, schedules
 from branchnorm_jax.training.checkpoint import Checkpoints
 from branchnorm_jax.training.finetune import corpus_of, first_parameters
 from branchnorm_jax.training.network import make_model
 from branchnorm_jax.training.trained import network, restore_model
 from branchnorm_jax.workdir import Workdir
-from tests.conftest import run_main
+from tests.conftest import HASTY, run_main
+
+DEEPER = (
+    "--config.model.encoder_layers=4",
+    "--config.model.decoder_layers=4",
+    "--config.model.grown_from=2L-2L",
+    "--config.model.alpha_steps=20",
+)
+"""Options of a child with twice the layers of `trained`."""
 
 
 def child_of(parent: Path, which: str = "last", model: dict[str, Any] | None = None, **train: Any) -> Config:
@@ -76,7 +85,8 @@ def test_child_starts_with_vocabulary_parameters_and_alpha_of_the_parent(
     np.testing.assert_allclose(alphas, [100 / 400, 101 / 400], rtol=1e-6)
     # The same mean, but more in the encoder and less in the decoder.
     capsys.readouterr()
-    first_parameters(child_of(parent.path, "10", model={"alpha_steps": 400, "alpha_end": "2/sqrt(n)"}), model)
+    other = child_of(parent.path, "10", model={"alpha_steps": 400, "alpha_end": "2/sqrt(n)"})
+    first_parameters(other, model, make_mesh(config.parallel))
     assert "but not its values in some layers" in capsys.readouterr().err
 
 
@@ -92,6 +102,30 @@ def test_child_continues_from_the_loss_of_the_parent(trained: Path, tmp_path: Pa
     untrained, first = (read(run, "metrics.jsonl")[0]["loss"] for run in (trained, tmp_path / "child"))
     assert abs(first - last) < 0.5 * (untrained - last)
     assert read(tmp_path / "child", "validation.jsonl")[-1]["loss"] < last
+
+
+@pytest.mark.parametrize(
+    "start",
+    [
+        pytest.param(("finetune_from",), id="fine-tuned"),
+        pytest.param(("deepen_from", *DEEPER), id="deepened", marks=pytest.mark.slow),
+    ],
+)
+def test_children_on_a_mesh_equal_those_on_one_device(trained: Path, tmp_path: Path, start: tuple[str, ...]) -> None:
+    """No device holds all parameters of the parent, so the state takes their memory over."""
+    option, *further = start
+    losses = []
+    for fsdp in (1, 2):
+        child = tmp_path / str(fsdp)
+        done = run_main(
+            *HASTY, *further, f"--workdir={child}", f"--config.train.{option}={trained}", "--config.train.steps=3",
+            f"--config.parallel.fsdp={fsdp}", "--config.model.dropout=0", devices=fsdp,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        assert "donated" not in done.stderr
+        losses.append([line["loss"] for line in read(child, "metrics.jsonl")])
+    alone, split = losses
+    np.testing.assert_allclose(split, alone, rtol=1e-5)
 
 
 @pytest.mark.slow
@@ -220,7 +254,7 @@ def test_new_languages_get_tags(tagged: Path, tmp_path: Path) -> None:
 
     model = make_model(dataclasses.replace(config.model, mask_unused=False), new)
     old = dataclasses.replace(old, unused=())
-    params, _ = first_parameters(config, model)
+    params, _ = first_parameters(config, model, make_mesh(config.parallel))
     old_params, alpha, _ = restore_model(config, Workdir(tagged), old, "last")
     for name, table in params["embedding"].items():
         rows = np.asarray(old_params["embedding"][name])

@@ -1,5 +1,6 @@
 """Multi-head attention (*Attention Is All You Need*, Vaswani et al., 2017): whole sequences, and one decoding step."""
 
+import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -48,9 +49,14 @@ def attend(
     Returns:
       [B, T, H, K] in the values' dtype.
     """
-    probabilities_BHTS = probabilities(q_BTHK, k_BSHK, mask_BTS, bias_BHTS)
-    probabilities_BHTS = dropout(probabilities_BHTS, rate, key).astype(v_BSHK.dtype)
-    return jnp.einsum("bhts,bshk->bthk", probabilities_BHTS, v_BSHK)
+    return _weighted_sum(probabilities(q_BTHK, k_BSHK, mask_BTS, bias_BHTS), v_BSHK, key, rate)
+
+
+@functools.partial(jax.checkpoint, prevent_cse=False, static_argnums=(3,))
+def _weighted_sum(probabilities_BHTS: jax.Array, v_BSHK: jax.Array, key: jax.Array | None, rate: float) -> jax.Array:
+    # `jax.checkpoint` makes the backward pass store the float32 weights alone, which that of the softmax needs as well.
+    weights_BHTS = dropout(probabilities_BHTS, rate, key).astype(v_BSHK.dtype)
+    return jnp.einsum("bhts,bshk->bthk", weights_BHTS, v_BSHK)
 
 
 def probabilities(
@@ -208,11 +214,11 @@ class Attention(nn.Module):
     def _shapes(self, x_BTD: jax.Array, memory_BSD: jax.Array) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
         """Returns the shapes of the queries and of the keys."""
         c = self.config
-        x, memory = (
-            jax.ShapeDtypeStruct((*given.shape[:2], c.heads, c.key_width), jnp.dtype(c.dtype))
-            for given in (x_BTD, memory_BSD)
-        )
-        return x, memory
+
+        def shape(x: jax.Array) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct((*x.shape[:2], c.heads, c.key_width), jnp.dtype(c.dtype))
+
+        return shape(x_BTD), shape(memory_BSD)
 
     def _joined(self, x_BTD: jax.Array, memory_BSD: jax.Array) -> tuple[jax.Array, ...]:
         """Returns q, k and v of x in one array [B, T, 3, H, K]; if the memory is not x, k and v in a second one."""

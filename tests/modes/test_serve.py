@@ -339,7 +339,10 @@ def test_health_says_what_a_start_is_doing(server: Server, first_answers: list[t
     ("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGHUP, 129), (signal.SIGUSR1, 138)]
 )
 def test_signals_stop_the_server_after_the_last_answer(trained: Path, number: int, code: int) -> None:
+    # Under nohup, tests ignore SIGHUP, and the server would inherit this.
+    before = signal.signal(number, signal.SIG_DFL)
     server = Server(f"--workdir={trained}", *DECODE, "--config.serve.port=0", "--config.serve.warm_up_length=0")
+    signal.signal(number, before)
     body = b'{"text": "one hundred"}'
     head = f"POST /translate HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(body)}\r\nexpect: 100-continue\r\n\r\n"
     with socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2]))) as connection:

@@ -75,7 +75,7 @@ def sublayers_so_far_power(power: float) -> Rule:
     """Returns the rule s^power in layer l, with s the number of sub-layers up to and with this layer: 2 l or 3 l."""
 
     def layer_by_layer(n: int, layers: int) -> tuple[float, ...]:
-        return tuple((n // layers * l) ** power for l in range(1, layers + 1))  # noqa: E741
+        return tuple((n // layers * l) ** power for l in range(1, layers + 1))
 
     def rule(depth: Depth) -> PerStack:
         return PerStack(*map(layer_by_layer, depth.sublayers, depth))
@@ -99,7 +99,7 @@ def relative_depth(base_layers: int, power: float = 1.0) -> Rule:
 
 def layer_power(power: float) -> Rule:
     """Returns the rule l^power in layer l, counted from 1 in each stack."""
-    return lambda depth: PerStack(*(tuple((l + 1) ** power for l in range(layers)) for layers in depth))  # noqa: E741
+    return lambda depth: PerStack(*(tuple((l + 1) ** power for l in range(layers)) for layers in depth))
 
 
 def keel_skip(depth: Depth) -> PerStack:
@@ -139,4 +139,4 @@ def first_quarter(depth: Depth) -> PerStack:
     >>> first_quarter(Depth(8, 3))
     PerStack(encoder=(1.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0), decoder=(0.0, 0.0, 0.0))
     """
-    return PerStack(*(tuple(float(l < layers // 4) for l in range(layers)) for layers in depth))  # noqa: E741
+    return PerStack(*(tuple(float(l < layers // 4) for l in range(layers)) for layers in depth))

@@ -55,7 +55,7 @@ def _staggered(rank: Callable[[int], np.ndarray]) -> Order:
 
     Every layer has the curve of `equal`, compressed to (1 - stagger) T.
     """
-    return Order(lambda l, layers, stagger: (stagger * rank(layers), 1 - stagger + stagger * rank(layers)))  # noqa: E741
+    return Order(lambda l, layers, stagger: (stagger * rank(layers), 1 - stagger + stagger * rank(layers)))
 
 
 def _spread(layers: int) -> np.ndarray:
@@ -65,9 +65,9 @@ def _spread(layers: int) -> np.ndarray:
     return np.argsort(np.argsort(reversed_bits)) / max(1, layers - 1)
 
 
-_EQUAL = Order(lambda l, layers, stagger: (0.0, 1.0))  # noqa: E741
-_LINEAR = Order(lambda l, layers, stagger: (0.0, l / layers))  # noqa: E741
-_STAGEWISE = Order(lambda l, layers, stagger: ((l - 1) / layers, l / layers))  # noqa: E741
+_EQUAL = Order(lambda l, layers, stagger: (0.0, 1.0))
+_LINEAR = Order(lambda l, layers, stagger: (0.0, l / layers))
+_STAGEWISE = Order(lambda l, layers, stagger: ((l - 1) / layers, l / layers))
 
 ORDERS: dict[str, Order] = {
     # BranchNorm: all layers together.
@@ -76,7 +76,7 @@ ORDERS: dict[str, Order] = {
     "linear": _LINEAR,
     "linear_sqrt": _LINEAR._replace(power=0.5),
     "linear_square": _LINEAR._replace(power=2.0),
-    "reverse": Order(lambda l, layers, stagger: (0.0, (layers - l + 1) / layers)),  # noqa: E741
+    "reverse": Order(lambda l, layers, stagger: (0.0, (layers - l + 1) / layers)),
     "stagewise_0": _STAGEWISE,
     "stagewise_L": _STAGEWISE._replace(start="1/L"),
     "stagewise_sqrt_L": _STAGEWISE._replace(start="1/sqrt(L)"),

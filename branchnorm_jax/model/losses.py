@@ -36,7 +36,7 @@ def smoothed_cross_entropy(
     targets_BT: jax.Array,
     weights_BT: jax.Array,
     smoothing: float,
-    blocks: Blocks = Blocks(),  # noqa: B008
+    blocks: Blocks = Blocks(),
 ) -> LossSums:
     """Label-smoothed cross-entropy in fairseq's form (since 2021).
 

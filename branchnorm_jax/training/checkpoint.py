@@ -61,7 +61,7 @@ _UNREACHABLE = re.compile(
     "|^(Permission|Connection|Timeout|MemoryError)"
     rf"|\[(?:OS error |Errno |os_error_code=')(?:{'|'.join(str(getattr(errno, name)) for name in _PASSING.split())})\b"
 )
-"""Errors of a file system, a network or a short of memory, which say nothing about the content of a checkpoint.
+"""Errors of a file system, a network or a lack of memory, which say nothing about the content of a checkpoint.
 
 They are the status codes of the storage library and of the operating system.
 """

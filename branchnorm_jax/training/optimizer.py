@@ -173,12 +173,12 @@ OPTIMIZERS: dict[str, Callable[[TrainConfig, Factors], optax.GradientTransformat
 }
 """Optimisers by name.
 
-All have weight_decay. Those of Adam's family, and Muon for what is no matrix of a layer, have adam_b1, adam_b2 and
-adam_eps; all of these but radam have adam_eps_mode. Momentum of sgd is adam_b1; adagrad has none of these options.
+All use weight_decay. Adam's family uses adam_b1, adam_b2 and adam_eps, and so does Muon, except for the matrices of the
+layers. All of these but radam use adam_eps_mode. sgd uses adam_b1 as its momentum, and adagrad none of these options.
 """
 
 ADAMS = ("adamw", "adam", "lamb")
-"""Optimisers whose direction depends on the scale of the gradient only through epsilon."""
+"""Optimisers whose epsilon `_adam` multiplies by a factor for each layer."""
 
 
 def make_optimizer(train: TrainConfig, model: ModelConfig | None = None) -> optax.GradientTransformation:

@@ -267,7 +267,7 @@ def rates(config: Config) -> Callable[[jax.Array, Alpha, jax.Array], dict[str, j
             by_stack["encoder"] = by_stack["encoder"] * jnp.where(first, train.encoder_rate, 1.0)
         if train.parent_rate != 1:
             shares = {stack: np.where(old, train.parent_rate, 1.0).astype(np.float32) for stack, old in is_old.items()}
-            by_stack = {stack: rate * shares[stack] for stack, rate in by_stack.items()}
+            by_stack = {stack: own * shares[stack] for stack, own in by_stack.items()}
             by_stack |= dict.fromkeys(others, rate * train.parent_rate)
         return by_stack | dict.fromkeys(frozen, jnp.zeros(()))
 

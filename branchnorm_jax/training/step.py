@@ -1,5 +1,6 @@
 """The train step and the validation step, as pure functions of a state and a batch."""
 
+import dataclasses
 import functools
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -63,7 +64,7 @@ def loss_sums(
     alpha: Alpha,
     smoothing: float,
     key: jax.Array | None = None,
-    taps: Taps = Taps(),  # noqa: B008
+    taps: Taps = Taps(),
 ) -> tuple[LossSums, dict[str, Any]]:
     """Returns the loss sums of a batch under teacher forcing, and the values that `taps` record in each stack.
 
@@ -128,11 +129,11 @@ def make_train_step(
         )
         clock, hold_steps = tick(state.clock, state.hold_steps, updated.gradient)
         running_stats = update_stats(state.running_stats, values, train.spike_deviations)
-        after = TrainState(
+        after = dataclasses.replace(
+            state,
             step=state.step + 1,
             params=params,
             opt_state=opt_state,
-            rate_scale=state.rate_scale,
             clock=clock,
             hold_steps=hold_steps,
             running_stats=running_stats,

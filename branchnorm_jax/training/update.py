@@ -71,12 +71,12 @@ def update(
       optimizer: computes the directions.
       opt_state: the optimiser state before the update.
       params: the parameters before the update.
-      rate: the learning rate of the parameters outside the stacks, [].
-      rates: the learning rates of the stacks, [] or [L] each.
+      rate: the learning rate of the parts that are not in `rates`, [].
+      rates: learning rates by part, [] each, or [L] for a stack; see `schedules.rates`.
     """
 
     def times(rate: jax.Array, direction: jax.Array) -> jax.Array:
-        return rate.reshape(*rate.shape, *(1,) * (direction.ndim - rate.ndim) * bool(rate.ndim)) * direction
+        return jnp.expand_dims(rate, tuple(range(rate.ndim, direction.ndim))) * direction
 
     grads = jax.tree.map(lambda g: g * (1 / scale), scaled)
     directions, opt_state = optimizer.update(grads, opt_state, params)
@@ -102,8 +102,7 @@ def differentiate_and_update(
       scale: see `loss_scale`.
       optimizer: an optimiser that treats every layer independently.
       state: the state before the update.
-      rate: the learning rate.
-      rates: the learning rates of the stacks, as in `update`.
+      rate, rates: as in `update`.
     """
     stacks = [stack for stack in STACKS if stack in state.params]
     depths = {stack: depth_of(state.params[stack]) for stack in stacks}

@@ -37,7 +37,7 @@ FACTOR = "factor/"
 """Prefix of the names of learned factors among the statistics of a layer."""
 
 OTHER_PARAMETERS = ("kernel", "bias", "mapping", "query")
-"""Last names of the parameters of a layer that are no factors: matrices, and vectors that are added or compared."""
+"""Last names of the parameters of a layer that are not factors: matrices, and vectors that are added or compared."""
 
 FEW = 3
 """A parameter of at most this many numbers per layer is reported number by number, a longer one by its mean."""

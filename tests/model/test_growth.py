@@ -1,7 +1,5 @@
 """Compares alpha per layer and update with the papers' formulas, and depth rules with closed forms."""
 
-# ruff: noqa: E741 - l is the layer, as in the papers
-
 import math
 from collections.abc import Callable
 from typing import Any

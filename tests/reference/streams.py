@@ -28,7 +28,7 @@ def sigmoid(x: np.ndarray) -> np.ndarray:
 
 def siamese_norm(x: np.ndarray, layers: Layers, norm: Any, ends: Params, count: int, sublayers: int) -> np.ndarray:
     y = x
-    for l, sub, F, p in layers:  # noqa: E741
+    for l, sub, F, p in layers:
         x = norm(x, p[f"{sub}_streams"].get("x_norm", {}))
         z = norm(x + norm(y, p[f"{sub}_streams"].get("y_norm", {})), p[f"{sub}_pre_norm"])
         h = F(z)
@@ -67,7 +67,7 @@ def block_attnres(x: np.ndarray, layers: Layers, norm: Any, ends: Params, count:
         e = [np.exp(unscaled_rms(v) @ w)[..., None] for v in values]
         return sum(weight * v for weight, v in zip(e, values, strict=True)) / sum(e)
 
-    for l, sub, F, p in layers:  # noqa: E741
+    for l, sub, F, p in layers:
         u = attend(p[f"{sub}_streams"]["query"])
         if sub == "self" and l in starts:
             blocks, partial = [*blocks, partial], np.zeros_like(partial)

@@ -27,7 +27,7 @@ class At(NamedTuple):
     stack: str
     sub: str
     """self, cross or ffn."""
-    l: int  # noqa: E741
+    l: int
     """Layer, counted from 1."""
     N: int
     M: int

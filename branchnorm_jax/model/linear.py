@@ -12,30 +12,53 @@ from branchnorm_jax.axes import gather, platform
 from branchnorm_jax.model.declared import declared
 from branchnorm_jax.model.initializers import MATRICES, Initializer, get_base
 from branchnorm_jax.model.recipe import Recipe, Rule
+from branchnorm_jax.model.stack import POLICIES
 from branchnorm_jax.options import ModelConfig
 
 
-@functools.partial(jax.checkpoint, prevent_cse=False, static_argnums=(2,))
-def product(x: jax.Array, kernels: Sequence[jax.Array], axes: tuple[str, str]) -> jax.Array:
+def product(x: jax.Array, kernels: Sequence[jax.Array], axes: tuple[str, str], again: bool) -> jax.Array:
     """Computes x [W_1, ..., W_n], [..., d_in] times [d_in, sum of d_out], as a product of two matrices.
 
     The W_i are rounded to the type of x. If they are narrower, x is rounded to theirs, and the result has the type of
     x.
 
     With the leading axes of x, XLA on CPUs would transpose copies of x for the gradient of W, which takes a fifth of
-    the update of a deep, narrow model. `jax.checkpoint` makes the backward pass store x and the parameters themselves.
-    Without it, each product would store a reshaped copy of x, and the matrix as it is multiplied: rounded, joined, and
-    whole along fsdp.
+    the update of a deep, narrow model. `jax.checkpoint` makes the backward pass store x itself. Without it, each
+    product would store a reshaped copy of x.
 
     Args:
       x: the factor on the left.
       kernels: the W_i, as they are stored.
       axes: logical names of their axes.
+      again: the backward pass rounds the W_i, makes them whole along fsdp and joins them again, instead of storing the
+        result; see `stored`.
     """
+    return _times_again(x, kernels, axes) if again else _times(x, _whole(x, kernels, axes))
+
+
+def _whole(x: jax.Array, kernels: Sequence[jax.Array], axes: tuple[str, str]) -> jax.Array:
     dtype = min(x.dtype, kernels[0].dtype, key=lambda dtype: dtype.itemsize)
-    kernel = jnp.concatenate([gather(kernel.astype(dtype), *axes) for kernel in kernels], axis=1)
-    y = jnp.dot(x.reshape(-1, x.shape[-1]).astype(dtype), kernel, preferred_element_type=x.dtype)
+    return jnp.concatenate([gather(kernel.astype(dtype), *axes) for kernel in kernels], axis=1)
+
+
+@functools.partial(jax.checkpoint, prevent_cse=False)
+def _times(x: jax.Array, kernel: jax.Array) -> jax.Array:
+    y = jnp.dot(x.reshape(-1, x.shape[-1]).astype(kernel.dtype), kernel, preferred_element_type=x.dtype)
     return y.reshape(*x.shape[:-1], kernel.shape[-1])
+
+
+@functools.partial(jax.checkpoint, prevent_cse=False, static_argnums=(2,))
+def _times_again(x: jax.Array, kernels: Sequence[jax.Array], axes: tuple[str, str]) -> jax.Array:
+    return _times(x, _whole(x, kernels, axes))
+
+
+def stored(config: ModelConfig) -> bool:
+    """Returns whether the backward pass stores the activations of a layer, which is not computed again.
+
+    A layer that is computed again makes its matrices whole once in the backward pass, and `product` must not do it a
+    second time: the compilers of GPUs do not merge two gathers of one matrix.
+    """
+    return config.remat not in POLICIES
 
 
 class Linear(nn.Module):
@@ -48,6 +71,7 @@ class Linear(nn.Module):
       kernel_init: initialiser of W.
       bias_init: initialiser of b; None means no bias.
       gain: rule for a factor on the initial W and b.
+      again: see `product`.
     """
 
     features: int
@@ -56,6 +80,7 @@ class Linear(nn.Module):
     kernel_init: Initializer
     bias_init: Initializer | None = None
     gain: Rule | None = None
+    again: bool = True
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """[..., d_in] -> [..., d_out] in `dtype`."""
@@ -80,7 +105,8 @@ def joined(x: jax.Array, matrices: Sequence[Linear]) -> jax.Array:
     that reads the results where they are.
     """
     kernels, biases = zip(*(matrix.weights(x.shape[-1]) for matrix in matrices), strict=True)
-    y = product(x.astype(matrices[0].dtype), kernels, matrices[0].axes)
+    first = matrices[0]
+    y = product(x.astype(first.dtype), kernels, first.axes, first.again)
     return y if biases[0] is None else y + spread(jnp.concatenate(biases), y.shape, y.dtype)
 
 
@@ -119,5 +145,6 @@ def linear(config: ModelConfig, recipe: Recipe, sublayer: str, matrix: str) -> L
         base.kernel[matrix],
         base.bias[matrix] if recipe.biases and config.biases else None,
         recipe.gain_of(sublayer, matrix),
+        stored(config),
         name=matrix,
     )

@@ -30,7 +30,7 @@ def rounded(x: np.ndarray) -> np.ndarray:
 
 def test_a_product_rounds_both_sides_and_is_exact_otherwise() -> None:
     x, w = np.random.default_rng(0).normal(size=(2, 5, 5)).astype(np.float32)
-    actual = product(x, (jnp.asarray(w, jnp.bfloat16),), ("embed", "ffn"))
+    actual = product(x, (jnp.asarray(w, jnp.bfloat16),), ("embed", "ffn"), again=True)
     assert actual.dtype == jnp.float32
     np.testing.assert_allclose(actual, rounded(x) @ rounded(w), rtol=1e-5, atol=1e-6)
 

@@ -1,5 +1,7 @@
 """Compares the matrix product and its derivatives with their formulas in NumPy."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,8 +13,8 @@ from branchnorm_jax.model.linear import spread
 AXES = "embed", "ffn"
 
 
-def product(x: jax.Array, *kernels: jax.Array) -> jax.Array:
-    return joint_product(x, kernels, AXES)
+def product(x: jax.Array, *kernels: jax.Array, again: bool = True) -> jax.Array:
+    return joint_product(x, kernels, AXES, again)
 
 
 @pytest.mark.parametrize("leading", [(), (5,), (3, 4), (2, 3, 4)])
@@ -58,10 +60,11 @@ def test_backward_pass_stores_the_input_itself() -> None:
     assert not any(leaf.shape == (15, 6) for leaf in jax.tree.leaves(pull))
 
 
-def test_products_of_several_matrices_stand_side_by_side() -> None:
+@pytest.mark.parametrize("again", [True, False])
+def test_products_of_several_matrices_stand_side_by_side(again: bool) -> None:
     draw = np.random.default_rng(0).normal
     x, first, second = (jnp.asarray(draw(size=size), jnp.float32) for size in ((2, 3, 6), (6, 7), (6, 2)))
-    y, pull = jax.vjp(product, x, first, second)
+    y, pull = jax.vjp(functools.partial(product, again=again), x, first, second)
     np.testing.assert_allclose(y, np.concatenate([x @ first, x @ second], axis=-1), rtol=1e-5, atol=1e-5)
     cotangent = draw(size=y.shape)
     _, by_first, by_second = pull(jnp.asarray(cotangent, jnp.float32))
@@ -69,10 +72,12 @@ def test_products_of_several_matrices_stand_side_by_side() -> None:
     np.testing.assert_allclose(np.concatenate([by_first, by_second], axis=1), expected, rtol=1e-5, atol=1e-5)
 
 
-def test_backward_pass_stores_parameters_and_neither_rounded_nor_joined_copies() -> None:
+@pytest.mark.parametrize("again", [True, False])
+def test_backward_pass_stores_either_the_parameters_or_what_it_multiplies_by(again: bool) -> None:
     x, kernels = jnp.ones((3, 5, 6), jnp.bfloat16), (jnp.ones((6, 7)), jnp.ones((6, 7)))
-    stored = jax.tree.leaves(jax.vjp(product, x, *kernels)[1])
-    assert sum(leaf.nbytes for leaf in stored) == x.nbytes + sum(kernel.nbytes for kernel in kernels)
+    stored = jax.tree.leaves(jax.vjp(functools.partial(product, again=again), x, *kernels)[1])
+    parameters = sum(kernel.nbytes for kernel in kernels)
+    assert sum(leaf.nbytes for leaf in stored) == x.nbytes + (parameters if again else parameters // 2)
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])

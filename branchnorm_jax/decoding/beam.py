@@ -45,7 +45,7 @@ class Hypotheses(NamedTuple):
 
     Attributes:
       tokens: token ids, ending in EOS and padded: int32 [B, K, T].
-      scores: log-probability divided by the length penalty: float32 [B, K].
+      scores: log-probability divided by the length penalty, which counts the language tags: float32 [B, K].
       log_probs: natural log-probability, EOS included, language tags not: float32 [B, K].
       token_log_probs: natural log-probability of each token: float32 [B, K, T].
     """
@@ -100,7 +100,8 @@ class Search(NamedTuple):
     them."""
     live: Live
     finished: Hypotheses
-    """Finished hypotheses in the order in which they finished; unused entries have a score of -inf."""
+    """Finished hypotheses in the order in which they finished, or, if sampled, each in its own place. Unused entries
+    have a score of -inf."""
     num_finished: jax.Array
     """Number of finished hypotheses, int32 [B]."""
     number: jax.Array

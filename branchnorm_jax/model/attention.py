@@ -124,7 +124,8 @@ def attend_cached(
       mask_BQS: True where a hypothesis attends; axes of size 1 broadcast.
       own: the key and the value of each hypothesis's current token, [B, Q, H, K] each. No other hypothesis attends to
         them.
-      bias_BHQS: added to the scores, last to those of the current tokens; float32, axes of size 1 broadcast.
+      bias_BHQS: added to the scores; float32, axes of size 1 broadcast. With `own`, it has one more column than there
+        are slots, the last one, for the current tokens.
 
     Returns:
       [B, Q, H, K] in the values' dtype.

@@ -69,7 +69,8 @@ class Validator:
         With `train.best_metric=comet`, the first process also computes COMET.
 
         Each process translates its share of the sentences on its first device, which needs one whole copy of the
-        parameters. All processes return the same values. Calls `heed`, which may raise, after every sentence.
+        parameters, and a second one of the decoder's if its layers are not a loop (`decode.unroll`). All processes
+        return the same values. Calls `heed`, which may raise, after every sentence.
         """
         params, alpha = local_copy(self.rows.mesh, (state.eval_params, self.alpha(state.clock)))
         with jax.set_mesh(local_mesh(self.rows.mesh)):

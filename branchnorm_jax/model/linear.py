@@ -12,7 +12,7 @@ from branchnorm_jax.axes import gather, platform
 from branchnorm_jax.model.declared import declared
 from branchnorm_jax.model.initializers import MATRICES, Initializer, get_base
 from branchnorm_jax.model.recipe import Recipe, Rule
-from branchnorm_jax.model.stack import POLICIES
+from branchnorm_jax.model.stack import recomputes
 from branchnorm_jax.options import ModelConfig
 
 
@@ -31,7 +31,8 @@ def product(x: jax.Array, kernels: Sequence[jax.Array], axes: tuple[str, str], a
       kernels: the W_i, as they are stored.
       axes: logical names of their axes.
       again: the backward pass rounds the W_i, makes them whole along fsdp and joins them again, instead of storing the
-        result; see `stored`.
+        result. False in a layer that it computes again, which includes this: the compilers of GPUs do not merge two
+        gathers of one matrix.
     """
     return _times_again(x, kernels, axes) if again else _times(x, _whole(x, kernels, axes))
 
@@ -50,15 +51,6 @@ def _times(x: jax.Array, kernel: jax.Array) -> jax.Array:
 @functools.partial(jax.checkpoint, prevent_cse=False, static_argnums=(2,))
 def _times_again(x: jax.Array, kernels: Sequence[jax.Array], axes: tuple[str, str]) -> jax.Array:
     return _times(x, _whole(x, kernels, axes))
-
-
-def stored(config: ModelConfig) -> bool:
-    """Returns whether the backward pass stores the activations of a layer, which is not computed again.
-
-    A layer that is computed again makes its matrices whole once in the backward pass, and `product` must not do it a
-    second time: the compilers of GPUs do not merge two gathers of one matrix.
-    """
-    return config.remat not in POLICIES
 
 
 class Linear(nn.Module):
@@ -145,6 +137,6 @@ def linear(config: ModelConfig, recipe: Recipe, sublayer: str, matrix: str) -> L
         base.kernel[matrix],
         base.bias[matrix] if recipe.biases and config.biases else None,
         recipe.gain_of(sublayer, matrix),
-        stored(config),
+        not recomputes(config.remat),
         name=matrix,
     )

@@ -217,13 +217,18 @@ def _write_group(tree: Any, index: jax.Array, values: Any) -> Any:
     return jax.tree.map(write, tree, values)
 
 
+def recomputes(remat: str) -> bool:
+    """Returns whether the backward pass computes each layer again; with "none" and "auto" it does not."""
+    return remat not in ("none", "auto")
+
+
 def rematerialised(layer: Layer, remat: str, looped: bool = False) -> Layer:
     """Returns the layer with the rematerialisation policy `remat`.
 
     `looped` promises that the layer runs in a loop of the compiled program. There XLA cannot merge the recomputation
     with the first computation. Outside of a loop, a barrier prevents the merge.
     """
-    if remat in ("none", "auto"):
+    if not recomputes(remat):
         return layer
     return jax.checkpoint(layer, policy=POLICIES[remat], prevent_cse=not looped)
 

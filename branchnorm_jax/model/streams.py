@@ -14,9 +14,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from branchnorm_jax.model.declared import Declared, declared
-from branchnorm_jax.model.linear import product, stored
+from branchnorm_jax.model.linear import product
 from branchnorm_jax.model.norms import Norm, apply_norm, declare_norm, exact, rms_norm
 from branchnorm_jax.model.segments import MASKED
+from branchnorm_jax.model.stack import recomputes
 from branchnorm_jax.options import ModelConfig
 
 
@@ -162,8 +163,8 @@ class Hyper(Single):
         bias = self.param("bias", declared(nn.initializers.zeros, "streams"), (count,))
         scale = self.param("scale", declared(nn.initializers.constant(0.01), "streams"), (3,))
         scales = jnp.repeat(scale, jnp.array((k, k, k * k)), total_repeat_length=count)
-        mapped = product(rms_norm(x_BTX, jnp.ones(())), (mapping,), ("embed", "streams"), stored(self.config))
-        logits = scales * mapped + bias
+        again, normed_BTX = not recomputes(self.config.remat), rms_norm(x_BTX, jnp.ones(()))
+        logits = scales * product(normed_BTX, (mapping,), ("embed", "streams"), again) + bias
         pre_BTk, post_BTk = jax.nn.sigmoid(logits[..., :k]), 2 * jax.nn.sigmoid(logits[..., k : 2 * k])
         mixing_BTkk = doubly_stochastic(logits[..., 2 * k :].reshape(*logits.shape[:-1], k, k))
         x_BTkD = x_BTX.reshape(*x_BTX.shape[:-1], k, -1)

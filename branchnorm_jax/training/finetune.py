@@ -7,7 +7,6 @@ import dataclasses
 import json
 import shutil
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
@@ -25,7 +24,7 @@ from branchnorm_jax.model.transformer import Transformer
 from branchnorm_jax.options import Config, ModelConfig
 from branchnorm_jax.tokens import UNK
 from branchnorm_jax.training import deepen, logs, schedules
-from branchnorm_jax.training.state import INIT_STREAM, abstract_params
+from branchnorm_jax.training.state import init_on
 from branchnorm_jax.training.trained import find_run, network, open_checkpoints, restore_model
 from branchnorm_jax.workdir import Workdir
 
@@ -177,9 +176,7 @@ def first_parameters(config: Config, model: Transformer, mesh: Mesh) -> tuple[Pa
         if not old.recipe.grows:
             alpha = uniform(1.0, old.depth)
         logs.say(f"{config.model.grown_from} grows from the parameters of {parent.path}, step {step}")
-        key = jax.random.fold_in(jax.random.key(config.train.seed), INIT_STREAM)
-        shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract_params(model, mesh))
-        fresh = jax.jit(model.init, out_shardings=shardings)(key)
+        fresh = init_on(mesh, model, config.train.seed)
         return deepen.deepened(params, alpha, fresh, config.model), 0
     grows = get_recipe(config.model.method).grows
     if grows:

@@ -116,13 +116,20 @@ def _is_masked(node: Any) -> bool:
     return isinstance(node, optax.MaskedNode)
 
 
-def init_params(model: Transformer, seed: int, first: Batch) -> Params:
-    """Returns the initial parameters of a run with this seed. Admin profiles the network on the batch `first`."""
+def init_params(model: Transformer, seed: int, first: Batch | None) -> Params:
+    """Returns the initial parameters of a run with this seed. Only Admin needs the batch `first`, to profile on it."""
     key = jax.random.key(seed)
     params = model.init(jax.random.fold_in(key, INIT_STREAM))
     if model.recipe.profiled:
+        assert first is not None
         params = profile(model, params, *first, jax.random.fold_in(key, PROFILE_STREAM))
     return params
+
+
+def init_on(mesh: Mesh, model: Transformer, seed: int, first: Batch | None = None) -> Params:
+    """Returns `init_params`, drawn directly on their devices. The values do not depend on the mesh."""
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract_params(model, mesh))
+    return jax.jit(functools.partial(init_params, model, seed), out_shardings=shardings)(first)
 
 
 def init_state(
@@ -134,9 +141,7 @@ def init_state(
     ema: bool = False,
 ) -> TrainState:
     """Creates the state at step 0 directly on its devices. The values do not depend on the mesh."""
-    shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract_params(model, mesh))
-    params = jax.jit(functools.partial(init_params, model, seed), out_shardings=shardings)(first)
-    return state_from(model, optimizer, mesh, params, 0, ema)
+    return state_from(model, optimizer, mesh, init_on(mesh, model, seed, first), 0, ema)
 
 
 def state_from(

@@ -98,7 +98,8 @@ def run(family: str, arguments: argparse.Namespace, until: float) -> int:
         print(f"{family}: left out, because {error}", file=sys.stderr)
         return len(bad)
     bar = progress_bar(len(ours), len(ours) - len(missing), "trial", family)
-    with path.open("a", encoding="utf-8") as file, bar:
+    # A name of a file may have bytes that are no UTF-8. Python's escapes of their surrogates are also those of JSON.
+    with path.open("a", encoding="utf-8", errors="backslashreplace") as file, bar:
         if not ends_in_a_line(path):
             file.write("\n")
         for place, number in enumerate(missing):

@@ -80,7 +80,10 @@ class Given(NamedTuple):
     nbest: Any = None
     """By default `decode.nbest`."""
     tags: Any = 0
-    prompt: Any = 0
+    prompt: Any = None
+    """Tokens that the text starts with, int32 [B, P], padded with -1; none by default. The cache already holds EOS and
+    all of them but the last, in the slots of hypothesis 0 of the steps before the current one."""
+    cut: Any = False
     phrases: Any = constraints.NONE
 
 
@@ -96,8 +99,10 @@ class Search(NamedTuple):
     tags: jax.Array
     """Number of language tags at the start, int32 [B]. They are given, so they count as certain: log-probability 0."""
     prompt: jax.Array
-    """Number of tokens at the start that are not part of the text to be found, int32 [B]. No length penalty counts
-    them."""
+    """Number of tokens at the start that are not part of the text to be found, int32 [B]. Neither a log-probability nor
+    a length counts them."""
+    cut: jax.Array
+    """Whether a hypothesis may be cut off at its limit, bool [B]: EOS is certain there."""
     live: Live
     finished: Hypotheses
     """Finished hypotheses in the order in which they finished, or, if sampled, each in its own place. Unused entries
@@ -170,6 +175,7 @@ def empty_search(
         limit=count - 1,
         tags=count,
         prompt=count,
+        cut=count > 0,
         live=live,
         finished=Hypotheses(tokens, log_probs, log_probs, each),
         num_finished=count,
@@ -188,15 +194,24 @@ def begin(search: Search, rows: jax.Array, given: Given, config: DecodeConfig) -
     def put(leaf: jax.Array, value: Any) -> jax.Array:
         return leaf.at[rows].set(value, mode="drop")
 
+    def put_first(leaf: jax.Array, value: Any) -> jax.Array:
+        return leaf.at[rows, :, : prompt.shape[1]].set(value, mode="drop")
+
+    prompt = jnp.full((1, 0), -1) if given.prompt is None else given.prompt
+    read = (prompt >= 0).sum(1, dtype=jnp.int32)
     # The K hypotheses of a new sentence are identical, so beam search starts from one of them; sampling uses all.
     active = (jnp.arange(config.beam_size) == 0) | (config.temperature > 0)
     finished, phrases = search.finished, put(search.phrases, given.phrases)
     return search._replace(
-        start=put(search.start, search.clock),
+        start=put(search.start, search.clock - read),
         limit=put(search.limit, given.limit),
         tags=put(search.tags, given.tags),
-        prompt=put(search.prompt, given.prompt),
+        prompt=put(search.prompt, read),
+        cut=put(search.cut, given.cut),
         live=search.live._replace(
+            tokens=put_first(search.live.tokens, prompt[:, None]),
+            token_log_probs=put_first(search.live.token_log_probs, 0.0),
+            ancestors=put(search.live.ancestors, 0),
             log_probs=put(search.live.log_probs, jnp.where(active, 0.0, -jnp.inf)),
             # Padding is complete from the start, so that no word seems to have just ended.
             complete=put(search.live.complete, False) | (phrases == constraints.NONE).all(-1)[:, None],
@@ -287,7 +302,8 @@ def advance(step: Step[Any], search: Search, config: DecodeConfig) -> Search:
     seen = known[:, None, :, None] & (live.ancestors[..., None] == jnp.arange(k))
     scores, log_z, cache = step(search.cache, last, position, seen.reshape(batch, k, ring * k), time * k)
 
-    scores = jnp.where((position < search.tags)[:, None, None], log_z[:, :, None], scores)
+    certain = (position < search.tags) | (search.cut & (position >= search.limit))
+    scores = jnp.where(certain[:, None, None], log_z[:, :, None], scores)
     state = constraints.progress(live.tokens, position, live.complete, search.phrases)
     scores = jnp.where(banned(search, state, config, scores.shape[-1]), -jnp.inf, scores)
     choice = sample(search, scores, log_z, config) if config.temperature else best(search, state, scores, log_z)
@@ -332,7 +348,8 @@ def banned(search: Search, state: Progress, config: DecodeConfig, vocabulary: in
     """
     live, position, word = search.live, search.position[:, None, None], jnp.arange(vocabulary)
     at_limit = position >= search.limit[:, None, None]
-    ban = (word == EOS) & (position < config.min_length + search.tags[:, None, None]) & ~at_limit
+    shortest = config.min_length + (search.tags + search.prompt)[:, None, None]
+    ban = (word == EOS) & (position < shortest) & ~at_limit
     if n := config.no_repeat_ngram:
         # Ban the token that followed each earlier occurrence of the last n - 1 tokens.
         length = live.tokens.shape[2]

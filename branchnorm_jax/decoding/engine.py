@@ -158,6 +158,42 @@ def vote(each: Sequence[tuple[jax.Array, jax.Array]]) -> tuple[jax.Array, jax.Ar
     return jax.nn.logsumexp(log_probs, axis=0), jnp.full(log_probs.shape[1:-1], jnp.log(len(each)))
 
 
+def scorer(model: Transformer, params: Params, alpha: Alpha, longest: int) -> Callable[..., Any]:
+    """Returns a model as a `beam.Step` for texts of up to `longest` tokens; the mask of the source may follow.
+
+    The parameters are those of the model, or the result of `prepared`.
+    """
+    table = model.positions(params, "decoder", longest)
+
+    def score(
+        caches: Caches,
+        tokens: jax.Array,
+        position: jax.Array,
+        seen: jax.Array,
+        slot: jax.Array,
+        source_mask_B1S: jax.Array | None = None,
+    ) -> tuple[jax.Array, jax.Array, Caches]:
+        current = CurrentTokens(tokens, table[jnp.minimum(position, longest - 1)][:, None], seen, slot)
+        logits, caches = incremental.step(model, params, caches, source_mask_B1S, current, alpha)
+        return logits, jax.nn.logsumexp(logits, axis=-1), caches
+
+    return score
+
+
+def prepared(config: DecodeConfig, model: Transformer, params: Params, tokens: int, rows: int) -> Params:
+    """Prepares parameters for a search of this many tokens in all, in batches of this many rows.
+
+    The matrices become bfloat16 where `precision.narrows`, and the layers of decoders that run without a loop are
+    unstacked.
+    """
+    layers, narrow = model.config.decoder_layers, narrows(config, model.config, rows * config.beam_size)
+    # The narrow caches of a loop save more time than its copies take.
+    long = jax.default_backend() == "cpu" and tokens >= LONG * layers and not narrow
+    flat = layers <= config.unroll if config.unroll else layers <= UNROLLED or long
+    params = narrowed(params) if narrow else params
+    return unstack_decoder(model, params) if flat else params
+
+
 def interleave(streams: Sequence[Iterator[Sequence[T]]]) -> Iterator[T]:
     """Merges streams of chunks and yields items as soon as any stream produces them.
 
@@ -339,27 +375,9 @@ class Engine:
         return sizes
 
     def _ready(self, weights: Weights, tokens: int, rows: int) -> Weights:
-        """Prepares parameters for sentences with this many tokens in all, in batches of this many rows.
-
-        The matrices become bfloat16 where `precision.narrows`, and the layers of decoders that run without a loop are
-        unstacked.
-        """
-
-        def without_loop(layers: int, narrow: bool) -> bool:
-            if self.config.unroll:
-                return layers <= self.config.unroll
-            # The narrow caches of a loop save more time than its copies take.
-            long = jax.default_backend() == "cpu" and tokens >= LONG * layers and not narrow
-            return layers <= UNROLLED or long
-
-        def ready(model: Transformer, params: Params) -> Params:
-            narrow = narrows(self.config, model.config, rows * self.config.beam_size)
-            params = narrowed(params) if narrow else params
-            flat = without_loop(model.config.decoder_layers, narrow)
-            return unstack_decoder(model, params) if flat else params
-
+        """Returns the parameters of all models as `prepared`."""
         each = zip(self.models, weights, strict=True)
-        return tuple((ready(model, params), alpha) for model, (params, alpha) in each)
+        return tuple((prepared(self.config, model, params, tokens, rows), alpha) for model, (params, alpha) in each)
 
     @functools.cached_property
     def _start(self) -> Callable[[Weights, Shape, int], Search]:
@@ -401,19 +419,13 @@ class Engine:
         @functools.partial(jax.jit, donate_argnums=1)
         def run(weights: Weights, search: Search, until: jax.Array) -> Search:
             longest = search.live.tokens.shape[2]
-            members = zip(self.models, weights, strict=True)
-            tables = [model.positions(params, "decoder", longest) for model, (params, _) in members]
+            scorers = [scorer(model, *weight, longest) for model, weight in zip(self.models, weights, strict=True)]
 
-            def step(
-                text: EncodedSources, tokens: jax.Array, position: jax.Array, seen: jax.Array, slot: jax.Array
-            ) -> tuple[jax.Array, jax.Array, EncodedSources]:
-                place, caches, votes = jnp.minimum(position, longest - 1), [], []
-                for model, table, (params, alpha), cache in zip(self.models, tables, weights, text.caches, strict=True):
-                    current = CurrentTokens(tokens, table[place][:, None], seen, slot)
-                    logits, cache = incremental.step(model, params, cache, text.mask_B1S, current, alpha)
-                    votes.append((logits, jax.nn.logsumexp(logits, axis=-1)))
-                    caches.append(cache)
-                return *vote(votes), text._replace(caches=tuple(caches))
+            def step(text: EncodedSources, *now: jax.Array) -> tuple[jax.Array, jax.Array, EncodedSources]:
+                members = zip(scorers, text.caches, strict=True)
+                votes = [score(cache, *now, text.mask_B1S) for score, cache in members]
+                caches = tuple(cache for *_, cache in votes)
+                return *vote([vote[:2] for vote in votes]), text._replace(caches=caches)
 
             return beam.run(step, search, self.config, until)
 

@@ -1,4 +1,7 @@
-"""Generation of text by a language model: the search of `beam.py` without a source."""
+"""Generation of text by a language model: the search of `beam.py` without a source.
+
+One pass of the model reads the prompts of a batch, as in training, and fills the cache. The search begins after them.
+"""
 
 import dataclasses
 import functools
@@ -12,15 +15,13 @@ import numpy as np
 from branchnorm_jax.data.tokenizer import Tokenizer
 from branchnorm_jax.decoding import beam
 from branchnorm_jax.decoding.beam import Given, Hypotheses
-from branchnorm_jax.decoding.engine import column, pad, padded_length, rounded
-from branchnorm_jax.model import incremental
-from branchnorm_jax.model.cache import Caches
+from branchnorm_jax.decoding.engine import column, pad, padded_length, prepared, rounded, scorer
 from branchnorm_jax.model.coefficients import Alpha
-from branchnorm_jax.model.incremental import CurrentTokens, start_cache
+from branchnorm_jax.model.incremental import prefill, start_cache
 from branchnorm_jax.model.parameters import Params
 from branchnorm_jax.model.transformer import Transformer
 from branchnorm_jax.options import DecodeConfig
-from branchnorm_jax.tokens import EOS
+from branchnorm_jax.tokens import EOS, PAD
 
 
 class Continuation(NamedTuple):
@@ -80,6 +81,8 @@ class Generator:
         ends = [min(len(ids) + self.config.max_new_tokens, self.context - 1) for ids in encoded]
         length = min(self.context, padded_length(max(ends, default=0) + 1))
         rows = max(1, self.config.batch_tokens // (length * self.config.beam_size))
+        new = sum(ends) - sum(map(len, encoded))
+        params = prepared(self.config, self.model, params, new, min(rows, len(prompts)))
         found: list[list[Continuation]] = []
         for begin in range(0, len(prompts), rows):
             part = slice(begin, begin + rows)
@@ -102,12 +105,13 @@ class Generator:
         """
         rows, length = shape
         longest = max(map(len, encoded))
-        prefix = pad(encoded, rows, padded_length(longest) if longest else 0, filling=-1)
-        sizes = column([len(ids) for ids in encoded], rows)
+        size = min(padded_length(longest), length) if longest else 0
+        inputs = np.full((rows, size), PAD, np.int32)
+        for row, ids in enumerate(encoded):
+            inputs[row, size - len(ids) :] = [EOS, *ids][:-1]
         numbers = np.arange(first, first + rows, dtype=np.int32)
-        # The tokens of the prompt are given, like the tags of a translation, but no length counts them.
-        given = Given(column(ends, rows), numbers, prefix, tags=sizes, prompt=sizes)
-        found: Hypotheses = jax.device_get(self._search(length)(params, alpha, given))
+        given = Given(column(ends, rows), numbers, prompt=pad(encoded, rows, size, filling=-1), cut=True)
+        found: Hypotheses = jax.device_get(self._search(length)(params, alpha, inputs, given))
         return [
             [
                 self._continuation(found, row, rank, len(ids), ends[row])
@@ -130,21 +134,14 @@ class Generator:
         model, config = self.model, self.config
 
         @jax.jit
-        def search(params: Params, alpha: Alpha, given: Given) -> Hypotheses:
-            rows, longest = given.prefix.shape
-            table = model.positions(params, "decoder", length)
-            caches = start_cache(model, params, jnp.zeros((rows, 1, 1)), length * config.beam_size)
-            empty = beam.empty_search(caches, rows, config.beam_size, length, length, longest)
+        def search(params: Params, alpha: Alpha, inputs: jax.Array, given: Given) -> Hypotheses:
+            rows, k = len(inputs), config.beam_size
+            caches = start_cache(model, params, jnp.zeros((rows, 1, 1)), length * k)
+            if inputs.size:
+                caches = prefill(model, params, caches, inputs, k, alpha)
+            empty = beam.empty_search(caches, rows, k, length, length)
             start = beam.begin(empty, jnp.arange(rows), given, config)
-
-            def step(
-                caches: Caches, tokens: jax.Array, position: jax.Array, seen: jax.Array, slot: jax.Array
-            ) -> tuple[jax.Array, jax.Array, Caches]:
-                place = table[jnp.minimum(position, length - 1)][:, None]
-                current = CurrentTokens(tokens, place, seen, slot)
-                logits, caches = incremental.step(model, params, caches, None, current, alpha)
-                return logits, jax.nn.logsumexp(logits, axis=-1), caches
-
+            step = scorer(model, params, alpha, length)
             return beam.ranked(beam.run(step, start, config, jnp.int32(rows)))
 
         return search

@@ -47,6 +47,23 @@ def write_tokens(caches: Caches, new: Any, slot: jax.Array) -> Caches:
     return jax.tree.map(write, caches, new, is_leaf=lambda node: isinstance(node, Cache))
 
 
+def write_prompts(caches: Caches, new: Any, hypotheses: int) -> Caches:
+    """Writes keys and values of P tokens, [..., P, H, K] each, into slots of the first hypothesis.
+
+    These are the slots of the last P steps of the ring, so the next step may write to the first ones. Each step has a
+    slot for every one of the `hypotheses`.
+    """
+
+    def write(cache: Cache, new: KeysValues) -> Cache:
+        k_BHKS, v_BHSK = cache.self
+        k, v = (stored(jnp.moveaxis(entry, -3, -2), v_BHSK.dtype) for entry in new)
+        slots = slice(v_BHSK.shape[-2] - hypotheses * v.shape[-2], None, hypotheses)
+        k_BHKS = k_BHKS.at[..., slots].set(k.swapaxes(-1, -2))
+        return cache._replace(self=KVCache(k_BHKS, v_BHSK.at[..., slots, :].set(v)))
+
+    return jax.tree.map(write, caches, new, is_leaf=lambda node: isinstance(node, Cache))
+
+
 def write_sources(caches: Caches, new: Caches, rows: jax.Array) -> Caches:
     """Writes the source keys and values of `new` into the given rows. Row numbers beyond the last are ignored."""
 

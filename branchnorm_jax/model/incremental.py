@@ -7,10 +7,12 @@ import jax.numpy as jnp
 
 from branchnorm_jax.model import relative
 from branchnorm_jax.model.attention import BITS, Attention, KVCache
-from branchnorm_jax.model.cache import Cache, Caches, empty, to_cache, write_tokens
+from branchnorm_jax.model.cache import Cache, Caches, empty, to_cache, write_prompts, write_tokens
 from branchnorm_jax.model.coefficients import Alpha
 from branchnorm_jax.model.parameters import Params
+from branchnorm_jax.model.segments import target_segments
 from branchnorm_jax.model.stack import depth_of, unstack
+from branchnorm_jax.model.taps import Taps
 from branchnorm_jax.model.transformer import Transformer
 
 
@@ -73,6 +75,24 @@ def start_cache(model: Transformer, params: Params, memory_BSD: jax.Array, slots
     if isinstance(layers, list):
         return [Cache(own, cross(layer)) for own, layer in zip(unstack(empty_slots), layers, strict=True)]
     return Cache(empty_slots, jax.vmap(cross)(layers))
+
+
+def prefill(
+    model: Transformer, params: Params, caches: Caches, inputs_BP: jax.Array, hypotheses: int, alpha: Alpha | jax.Array
+) -> Caches:
+    """Returns the caches of a decoder-only model after P steps, which it makes at once, for one hypothesis per row.
+
+    Args:
+      model: the model.
+      params: its parameters, or the result of `unstack_decoder`.
+      caches: empty caches. The last P steps of their rings are filled.
+      inputs_BP: the inputs of the steps: EOS and tokens, padded on the left.
+      hypotheses: number of slots of each step.
+      alpha: alpha_t.
+    """
+    taps = Taps(record="cache")
+    _, new = model.run_tokens(params, "decoder", inputs_BP, target_segments(inputs_BP), None, alpha, taps=taps)
+    return write_prompts(caches, new, hypotheses)
 
 
 def step(

@@ -22,7 +22,7 @@ class Taps(NamedTuple):
     embeddings."""
     record: str = ""
     """What the layers return: "" the blocks' outputs, "watch" the statistics of `blocks.watched`, "profile" r before
-    each sub-layer (see `admin.py`)."""
+    each sub-layer (see `admin.py`), "cache" the keys and values of self-attention."""
     updates: Mapping[str, LayerUpdate] = {}
     """Updates the layers' parameters in the backward pass, see `stack.run_and_update`."""
     attention: jax.Array | None = None

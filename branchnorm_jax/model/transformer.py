@@ -291,7 +291,8 @@ class Transformer:
         layer = self._layer(stack, arguments, taps)
         scanned: Any = (params[stack], inputs, per_layer)
         if isinstance(params[stack], list):
-            scanned = list(zip(params[stack], unstack(inputs), per_layer, strict=True))
+            extra = per_layer or [None] * len(params[stack])
+            scanned = list(zip(params[stack], unstack(inputs), extra, strict=True))
         remat = c.remat if per_layer is None else "none"
         run = functools.partial(run_stack, remat=remat, group=c.group, unroll=c.unroll)
         attention = None if taps.attention is None else jnp.zeros(arguments(per_layer)[2].shape)
@@ -331,6 +332,8 @@ class Transformer:
             variables, given = {"params": layer_params}, arguments(extra)
             if not record:
                 return block.apply(variables, stream, layer_input, *given)
+            if record == "cache":
+                return block.apply(variables, stream, layer_input, *given, keep=True)
             (after, _), sown = block.apply(variables, stream, layer_input, *given, mutable=[record])
             # The self-attention mask is the first argument of an encoder layer, and follows the memory in the decoder.
             mask = given[STACKS.index(stack)]

@@ -304,18 +304,23 @@ def test_samples_depend_only_on_seed_and_sentence_number() -> None:
     assert len({row.tobytes() for row in many.tokens}) > 5
 
 
-@pytest.mark.parametrize("prompt", [0, 2])
-def test_every_hypothesis_begins_with_the_prefix(prompt: int) -> None:
+@pytest.mark.parametrize("prompt", [False, True])
+def test_every_hypothesis_begins_with_the_prefix(prompt: bool) -> None:
     """With a beam as wide as the search space, the result is the best hypothesis with this prefix.
 
-    A prompt has probability 1, and no length counts it.
+    The cache holds a prompt, which has probability 1, and which no length counts. What is cut off at the limit has no
+    end, so the end has probability 1.
     """
     limit, prefix = 3, [4, 2]
     for seed in range(5):
         config = decode_config(21, min_length=0, length_penalty=1.0)
         cache = Toy(jnp.zeros(1, jnp.int32), jnp.zeros((1, 84), jnp.int32))
-        empty = beam.empty_search(cache, 1, 21, 4, 4, prefix=4)
-        given = Given(jnp.array([limit]), jnp.array([0]), jnp.array([[*prefix, -1, -1]]), tags=prompt, prompt=prompt)
+        empty = beam.empty_search(cache, 1, 21, 4, 4, prefix=0 if prompt else 4)
+        given = Given(jnp.array([limit]), jnp.array([0]), jnp.array([[*prefix, -1, -1]]))
+        if prompt:
+            kept = cache.tokens.at[0, -42::21].set(jnp.array([EOS, prefix[0]]))
+            empty = empty._replace(cache=cache._replace(tokens=kept))
+            given = Given(jnp.array([limit]), prompt=jnp.array([[*prefix, -1]]), cut=True)
         started = beam.begin(empty, jnp.array([0]), given, config)
         result = jax.device_get(beam.ranked(runner(config)(table(seed), started, 1)))
         state, total = next_state(0, EOS), 0.0
@@ -324,9 +329,10 @@ def test_every_hypothesis_begins_with_the_prefix(prompt: int) -> None:
             state = next_state(state, token)
         log_p = log_softmax(table(seed)[state])
         words = [token for token in range(VOCABULARY) if token not in (PAD, EOS)]
-        after = {token: log_softmax(table(seed)[next_state(state, token)])[EOS] for token in words}
-        everything = [((total + log_p[EOS]) / (3 - prompt), [*prefix, EOS])]
-        everything += [((total + log_p[token] + after[token]) / (4 - prompt), [*prefix, token, EOS]) for token in words]
+        cut = {token: 0 if prompt else log_softmax(table(seed)[next_state(state, token)])[EOS] for token in words}
+        own = 0 if prompt else 2
+        everything = [((total + log_p[EOS]) / (own + 1), [*prefix, EOS])]
+        everything += [((total + log_p[token] + cut[token]) / (own + 2), [*prefix, token, EOS]) for token in words]
         everything.sort(reverse=True)
         for rank, (expected, tokens) in enumerate(everything):
             assert result.tokens[0, rank, : len(tokens)].tolist() == tokens

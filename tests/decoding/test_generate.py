@@ -1,6 +1,7 @@
 """Generation by a language model."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +9,7 @@ import numpy as np
 import pytest
 
 from branchnorm_jax.data.tokenizer import Tokenizer, byte_model
-from branchnorm_jax.decoding.generate import Generator
+from branchnorm_jax.decoding.generate import Continuation, Generator
 from branchnorm_jax.model.transformer import Transformer
 from branchnorm_jax.options import DecodeConfig, ModelConfig
 from branchnorm_jax.tokens import EOS, PAD
@@ -85,6 +86,29 @@ def test_a_search_that_finds_fewer_continuations_returns_fewer() -> None:
     assert len(found) == len({one.tokens for one in found})
     assert sum(np.exp(one.log_prob) for one in found) <= 1 + 1e-5
     assert not any(one.ended for one in found)
+
+
+def test_loops_and_rounding_do_not_change_the_text() -> None:
+    prompts = ["ab", "", "a longer prompt"]
+
+    def found(**options: Any) -> list[Continuation]:
+        search = generator(beam_size=3, nbest=1, max_new_tokens=6, **options)
+        return [best for (best,) in search.generate(PARAMS, ALPHA, prompts)]
+
+    exact, flat, rounded = found(unroll=1), found(unroll=2), found(unroll=2, dtype="bfloat16")
+    assert [one.tokens for one in flat] == [one.tokens for one in exact]
+    np.testing.assert_allclose([one.log_prob for one in flat], [one.log_prob for one in exact], rtol=1e-5)
+    errors = [abs(ours.log_prob / theirs.log_prob - 1) for ours, theirs in zip(rounded, exact, strict=True)]
+    assert all(1e-5 < error < 0.05 for error in errors)
+
+
+def test_continuations_of_the_same_length_are_ranked_by_their_log_probability() -> None:
+    """What is cut off at the limit has no end, whose probability would be that of the last token's successor."""
+    wide = generator(beam_size=6, nbest=6, max_new_tokens=3)
+    for found in wide.generate(PARAMS, ALPHA, ["ab", "", "x"]):
+        cut = [one.log_prob for one in found if not one.ended]
+        assert len(cut) > 1
+        assert cut == sorted(cut, reverse=True)
 
 
 def test_samples_of_a_low_temperature_are_the_most_probable_tokens() -> None:

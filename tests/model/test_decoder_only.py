@@ -11,6 +11,7 @@ import pytest
 from branchnorm_jax.model import relative
 from branchnorm_jax.model.coefficients import by_layer
 from branchnorm_jax.model.growth import levels
+from branchnorm_jax.model.incremental import CurrentTokens, prefill, start_cache, step, unstack_decoder
 from branchnorm_jax.model.methods import METHODS, get_recipe
 from branchnorm_jax.model.recipe import Depth
 from branchnorm_jax.model.transformer import Transformer
@@ -82,6 +83,48 @@ def test_cached_decoding_equals_teacher_forcing(positions: str) -> None:
     cached = cached_logits(model, params, inputs, inputs, jnp.float32(0.7), 2)
     np.testing.assert_allclose(cached[:, 0], expected, atol=2e-5)
     np.testing.assert_allclose(cached[:, 1], expected, atol=2e-5)
+
+
+@pytest.mark.parametrize("unstacked", [False, True])
+@pytest.mark.parametrize("method", every_method(quick=STREAMS))
+def test_prompts_are_read_at_once(method: str, unstacked: bool) -> None:
+    check_prefill(method, "marian", unstacked)
+
+
+@pytest.mark.parametrize("positions", ["learned", "relative", "rotary"])
+def test_prompts_are_read_at_once_whatever_their_positions(positions: str) -> None:
+    check_prefill("post_ln", positions, unstacked=False)
+
+
+def check_prefill(method: str, positions: str, unstacked: bool) -> None:
+    """Compares the logits after prompts of different lengths with those of teacher forcing."""
+    model = network(method, positions=positions, max_positions=8, relative_buckets=4, relative_distance=6)
+    params = random_params(model, "float32")
+    layers = unstack_decoder(model, params) if unstacked else params
+    prompts, following, ring = [[EOS, 5, 6, 7, 8], [EOS, 4], []], [9, 3], 7
+    inputs = jnp.array([[PAD] * (6 - len(ids)) + ids for ids in prompts])
+    lengths, slots, alpha = np.array([[5], [2], [0]]), np.arange(2 * ring), jnp.float32(0.7)
+    read = (slots >= 2 * (ring - lengths)) & (slots % 2 == 0)
+    current = CurrentTokens(
+        jnp.array([following] * 3),
+        model.positions(params, "decoder", ring)[lengths],
+        jnp.broadcast_to(read[:, None], (3, 2, 2 * ring)),
+        jnp.int32(0),
+    )
+
+    @jax.jit
+    def logits_after(layers: Any) -> jax.Array:
+        caches = start_cache(model, layers, jnp.zeros((3, 1, 1)), 2 * ring)
+        return step(model, layers, prefill(model, layers, caches, inputs, 2, alpha), None, current, alpha)[0]
+
+    found = logits_after(layers)
+    whole = jnp.array([[*ids, token] + [PAD] * (5 - len(ids)) for ids in prompts for token in following])
+    expected = jax.jit(logits, static_argnums=0)(model, params, whole)
+    for row, ids in enumerate(prompts):
+        for hypothesis in range(2):
+            np.testing.assert_allclose(
+                found[row, hypothesis], expected[2 * row + hypothesis, len(ids)], atol=1e-4, err_msg=f"{row}"
+            )
 
 
 def test_rotary_scores_depend_on_the_distance() -> None:

@@ -145,6 +145,15 @@ def run_main(*options: str, stdin: str = "", devices: int = 1) -> subprocess.Com
     return subprocess.CompletedProcess(process.args, process.returncode, out, error)
 
 
+def output_of(code: str, devices: int, **environment: str) -> str:
+    """Returns what Python code prints in a process of its own, with some CPU devices."""
+    flags = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}"}
+    environment = {**os.environ, **flags, **environment}
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
 def read_status(workdir: Path) -> dict[str, Any]:
     """Returns the contents of status.json."""
     return json.loads((workdir / "status.json").read_text())

@@ -11,15 +11,16 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from branchnorm_jax.decoding import beam
 from branchnorm_jax.decoding.beam import Given, Hypotheses, Search
 from branchnorm_jax.decoding.constraints import NONE
 from branchnorm_jax.decoding.precision import narrowed, narrows
 from branchnorm_jax.model import incremental
-from branchnorm_jax.model.cache import Caches, take_slots, write_sources
+from branchnorm_jax.model.cache import Caches, split_heads, take_slots, write_sources
 from branchnorm_jax.model.coefficients import Alpha
-from branchnorm_jax.model.incremental import CurrentTokens, start_cache, unstack_decoder
+from branchnorm_jax.model.incremental import CurrentTokens, empty_caches, start_cache, unstack_decoder
 from branchnorm_jax.model.parameters import Params
 from branchnorm_jax.model.segments import source_mask
 from branchnorm_jax.model.transformer import Transformer
@@ -379,19 +380,32 @@ class Engine:
         each = zip(self.models, weights, strict=True)
         return tuple((prepared(self.config, model, params, tokens, rows), alpha) for model, (params, alpha) in each)
 
-    @functools.cached_property
-    def _start(self) -> Callable[[Weights, Shape, int], Search]:
-        @functools.partial(jax.jit, static_argnums=(1, 2))
-        def start(weights: Weights, shape: Shape, ring: int) -> Search:
-            (rows, length, prefix, phrases), k, caches = shape, self.config.beam_size, []
-            for model, (params, _) in zip(self.models, weights, strict=True):
-                memory = jnp.zeros((rows, length, model.config.width), model.config.carry_dtype)
-                caches.append(start_cache(model, params, memory, ring * k))
-            text = EncodedSources(tuple(caches), jnp.zeros((rows, 1, length), bool))
-            starts = self.word_starts if phrases[0] else ()
-            return beam.empty_search(text, rows, k, self._longest(shape), ring, prefix, phrases, starts)
+    def _start(self, weights: Weights, shape: Shape, ring: int) -> Search:
+        """Returns a search whose rows are all empty."""
+        sharding = getattr(jax.tree.leaves(weights)[0], "sharding", None)
+        return self._empty(weights, shape, ring, sharding.mesh if isinstance(sharding, NamedSharding) else None)
 
-        return start
+    @functools.cached_property
+    def _empty(self) -> Callable[[Weights, Shape, int, Mesh | AbstractMesh | None], Search]:
+        @functools.partial(jax.jit, static_argnums=(1, 2, 3))
+        def empty(weights: Weights, shape: Shape, ring: int, mesh: Mesh | AbstractMesh | None) -> Search:
+            (rows, length, prefix, phrases), k = shape, self.config.beam_size
+            caches = tuple(
+                empty_caches(model, params, rows, length, ring * k)
+                for model, (params, _) in zip(self.models, weights, strict=True)
+            )
+            text = EncodedSources(caches, jnp.zeros((rows, 1, length), bool))
+            starts = self.word_starts if phrases[0] else ()
+            search = beam.empty_search(text, rows, k, self._longest(shape), ring, prefix, phrases, starts)
+            if mesh is None:
+                return search
+            # Where the later steps leave their results, or they would be compiled twice.
+            places = jax.tree.map(lambda _: NamedSharding(mesh, PartitionSpec()), search)
+            split = jax.tree.map(functools.partial(split_heads, mesh), caches)
+            places = places._replace(cache=places.cache._replace(caches=split))
+            return jax.lax.with_sharding_constraint(search, places)
+
+        return empty
 
     @functools.cached_property
     def _begin(self) -> Callable[[Weights, Search, New], Search]:

@@ -5,7 +5,9 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
+from branchnorm_jax.axes import RULES
 from branchnorm_jax.model.attention import KeysValues, KVCache, stored
 from branchnorm_jax.options import ModelConfig
 
@@ -33,6 +35,17 @@ def to_cache(keys_values: KeysValues, dtype: jnp.dtype) -> KVCache:
     """Converts keys and values of the source to the layout of decoding."""
     k_BSHK, v_BSHK = keys_values
     return KVCache(stored(jnp.einsum("bshk->bhks", k_BSHK), dtype), stored(jnp.einsum("bshk->bhsk", v_BSHK), dtype))
+
+
+def split_heads(mesh: Mesh | AbstractMesh, leaf: jax.Array) -> NamedSharding:
+    """Returns the sharding of an array of a cache, [..., H, K, S] or [..., H, S, K].
+
+    The devices divide the heads among them, as they divide those of the parameters, if they can.
+    """
+    axis = RULES["heads"]
+    count = mesh.shape.get(axis, 1)
+    split = count > 1 and leaf.shape[-3] % count == 0
+    return NamedSharding(mesh, PartitionSpec(*[None] * (leaf.ndim - 3), axis) if split else PartitionSpec())
 
 
 def write_tokens(caches: Caches, new: Any, slot: jax.Array) -> Caches:

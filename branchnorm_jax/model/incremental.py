@@ -77,6 +77,13 @@ def start_cache(model: Transformer, params: Params, memory_BSD: jax.Array, slots
     return Cache(empty_slots, jax.vmap(cross)(layers))
 
 
+def empty_caches(model: Transformer, params: Params, rows: int, source: int, slots: int) -> Caches:
+    """Returns the caches of `start_cache`, with zeros instead of the keys and values of `source` source tokens."""
+    memory = jax.ShapeDtypeStruct((rows, source, model.config.width), model.config.carry_dtype)
+    shapes = jax.eval_shape(lambda params, memory: start_cache(model, params, memory, slots), params, memory)
+    return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
+
+
 def prefill(
     model: Transformer, params: Params, caches: Caches, inputs_BP: jax.Array, hypotheses: int, alpha: Alpha | jax.Array
 ) -> Caches:

@@ -3,9 +3,6 @@
 import dataclasses
 import functools
 import json
-import os
-import subprocess
-import sys
 from typing import Any, NamedTuple
 
 import jax
@@ -24,7 +21,7 @@ from branchnorm_jax.training.optimizer import make_optimizer
 from branchnorm_jax.training.state import Batch, abstract_state, init_state
 from branchnorm_jax.training.step import loss_sums, make_train_step
 from branchnorm_jax.training.update import loss_scale
-from tests.conftest import ROOT
+from tests.conftest import output_of
 
 # Compilation takes nearly all the time of these tests, so the programs are small and `run` caches its results.
 CONFIG = Config(
@@ -154,15 +151,6 @@ matrices = {share for leaf, share in zip(jax.tree.leaves(states), jax.tree.leave
 layers = jax.tree.map(lambda leaf: leaf.tolist(), ran.layers)
 print(json.dumps({"losses": ran.losses, "layers": layers, "compiled": ran.compiled, "shares": list(matrices)}))
 """
-
-
-def output_of(code: str, devices: int, **environment: str) -> str:
-    """Returns what Python code prints in a process of its own, with some CPU devices."""
-    flags = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}"}
-    environment = {**os.environ, **flags, **environment}
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
 
 
 @pytest.mark.slow

@@ -275,16 +275,16 @@ def run(step: Step[Any], search: Search, config: DecodeConfig, until: jax.Array)
 
 
 class Choice(NamedTuple):
-    """The C continuations chosen for the hypotheses of each sentence."""
+    """The M continuations chosen for the hypotheses of each sentence."""
 
     parent: jax.Array
-    """Hypothesis that is continued, int32 [B, C]."""
+    """Hypothesis that is continued, int32 [B, M]."""
     token: jax.Array
-    """Next token, int32 [B, C]."""
+    """Next token, int32 [B, M]."""
     log_prob: jax.Array
-    """Log-probability of the token, float32 [B, C]."""
+    """Log-probability of the token, float32 [B, M]."""
     place: jax.Array
-    """Index in the finished list, int32 [B, C]; K if the continuation is not added to it."""
+    """Index in the finished list, int32 [B, M]; K if the continuation is not added to it."""
     survivors: jax.Array
     """Continuations that become the live hypotheses, int32 [B, K]."""
 

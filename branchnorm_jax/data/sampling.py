@@ -15,6 +15,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import sentencepiece
+from sentencepiece import sentencepiece_pb2
 
 from branchnorm_jax.data.shuffle import hashed
 from branchnorm_jax.tokens import EOS
@@ -68,11 +69,6 @@ class Sampler:
         return segmentations[bisect.bisect_right(cumulative, uniform)]
 
     @functools.cached_property
-    def _scores(self) -> list[float]:
-        """Log-probability of each piece."""
-        return [self.processor.get_score(piece) for piece in range(self.processor.get_piece_size())]
-
-    @functools.cached_property
     def _table(self) -> "functools._lru_cache_wrapper[tuple[list[list[int]], list[float]]]":
         """Cached function from a word to its segmentations and their probabilities.
 
@@ -81,8 +77,10 @@ class Sampler:
 
         @functools.lru_cache(maxsize=_CACHED)
         def table(word: str) -> tuple[list[list[int]], list[float]]:
-            segmentations = self.processor.nbest_encode(word, nbest_size=NBEST, add_eos=False)
-            scores = np.array([sum(self._scores[piece] for piece in pieces) for pieces in segmentations])
+            nbest = self.processor.nbest_encode(word, nbest_size=NBEST, add_eos=False, out_type="serialized_proto")
+            found = sentencepiece_pb2.NBestSentencePieceText.FromString(nbest).nbests  # type: ignore[attr-defined]
+            segmentations = [[piece.id for piece in each.pieces] for each in found]
+            scores = np.array([each.score for each in found])
             weights = np.exp(self.alpha * (scores - scores.max()))
             return segmentations, (np.cumsum(weights) / weights.sum())[:-1].tolist()
 

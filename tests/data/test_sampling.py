@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sentencepiece import SentencePieceProcessor, sentencepiece_model_pb2
 
 from branchnorm_jax.data.batches import make_plans
 from branchnorm_jax.data.numerals import pairs
@@ -16,6 +17,7 @@ from branchnorm_jax.data.sampling import Sampler
 from branchnorm_jax.data.tokenizer import Tokenizer, train_tokenizer
 from branchnorm_jax.errors import UserError
 from branchnorm_jax.options import DataConfig
+from branchnorm_jax.tokens import UNK
 
 CONFIG = DataConfig(vocab_size=300, numerals_pairs=400)
 
@@ -54,6 +56,26 @@ def test_vocabularies_without_probabilities_are_refused(tmp_path: Path) -> None:
     tokenizer = train_tokenizer(config, pairs("train", "en", "de", 400), tmp_path / "v")
     with pytest.raises(UserError, match="needs a unigram vocabulary"):
         _ = tokenizer.spm
+
+
+def test_unknown_pieces_are_as_improbable_as_in_sentencepiece(tokenizer: Tokenizer, lines: list[str]) -> None:
+    """A vocabulary may lack pieces, even letters, that the best segmentation of no line needs."""
+    lines = lines[:10]
+    used = {piece for line in lines for piece in tokenizer.spm[1].encode(line, add_eos=False)}
+    model = sentencepiece_model_pb2.ModelProto.FromString(tokenizer.models[1])  # type: ignore[attr-defined]
+    unused = [piece for number, piece in enumerate(model.pieces) if piece.type == piece.NORMAL and number not in used]
+    for piece in unused:
+        piece.type = piece.UNUSED
+    processor = SentencePieceProcessor(model_proto=model.SerializeToString())
+    assert any(len(piece.piece) == 1 for piece in unused)
+    assert UNK not in {piece for line in lines for piece in processor.encode(line)}
+
+    def share(encoded: list[list[int]]) -> float:
+        return sum(ids.count(UNK) for ids in encoded) / sum(map(len, encoded))
+
+    theirs = processor.encode(20 * lines, enable_sampling=True, alpha=0.2, nbest_size=64)
+    assert share(theirs) < 0.01
+    assert share(Sampler(processor, 0.2, (0,)).encode(20 * lines, 0)) < 0.01
 
 
 def test_large_alpha_gives_the_best_tokenisation(tokenizer: Tokenizer, lines: list[str]) -> None:

@@ -196,8 +196,8 @@ def inspect(pairs: Iterable[Pair], expected: Usual, seen: Seen | None = None) ->
 
 
 def keys(pair: Pair) -> set[int]:
-    """Returns the hashes of a pair and of its source, see `overlap`."""
-    return {hash(pair), hash(pair[0])}
+    """Returns the hashes of a pair and of its source, see `overlap`; none of a pair that training leaves out."""
+    return {hash(pair), hash(pair[0])} if all(pair) else set()
 
 
 def overlap(pair: Pair, others: Container[int]) -> list[str]:

@@ -8,8 +8,8 @@ from typing import Any
 
 from branchnorm_jax.data.corpus import corpus_key, read_pairs
 from branchnorm_jax.data.formats import Pair
-from branchnorm_jax.data.quality import FAULTS, SAMPLE, Report, Seen, describe, inspect, keys, overlap, usual
-from branchnorm_jax.errors import UserError
+from branchnorm_jax.data.quality import FAULTS, SAMPLE, Report, Seen, Usual, describe, inspect, keys, overlap, usual
+from branchnorm_jax.errors import UserError, one_line
 from branchnorm_jax.files import write_atomically
 from branchnorm_jax.options import CleanConfig, DataConfig
 
@@ -47,7 +47,7 @@ def report(
     found = inspected(config, others)
     for split, one in found.items():
         for name, example in one.faults.items():
-            first = f"first in pair {example['line']}: {example['source']} | {example['target']}"
+            first = one_line(f"first in pair {example['line']}: {example['source']} | {example['target']}")
             kind, space, corpus = split.partition(" ")
             say(f"{kind}{label}{space}{corpus}: {describe(name, example['pairs'])}, {first}")
     faulty = {name for split, one in found.items() if split not in held_out for name in one.faults}
@@ -78,15 +78,19 @@ def inspected(config: DataConfig, others: Mapping[str, Sequence[Pair]]) -> dict[
 
     A pair of a corpus that an earlier corpus has is a duplicate, too.
     """
-    expected = usual(itertools.islice(read_pairs(config, "train"), SAMPLE), (config.source_lang, config.target_lang))
+
+    def normal(data: DataConfig) -> Usual:
+        return usual(itertools.islice(read_pairs(data, "train"), SAMPLE), (data.source_lang, data.target_lang))
+
     wanted = set[int]().union(*map(keys, itertools.chain.from_iterable(others.values())))
     reports, common, seen = dict[str, Report](), set[int](), Seen()
     corpora = config.corpora()
     for corpus, _ in corpora:
         one = reports["train" if len(corpora) == 1 else f"train {corpus.train_split}"] = Report()
-        for pair, found in inspect(read_pairs(corpus, "train"), expected, seen):
+        for pair, found in inspect(read_pairs(corpus, "train"), normal(corpus), seen):
             common |= wanted & keys(pair)
             one.add(pair, [*found, *overlap(pair, wanted)])
+    expected = normal(config)
     for split, pairs in others.items():
         reports[split] = Report()
         for pair, found in inspect(pairs, expected):

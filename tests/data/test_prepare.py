@@ -127,6 +127,19 @@ def test_changed_text_is_refused_before_it_is_tokenised(tmp_path: Path, options:
     assert again == first != changed
 
 
+def test_the_report_judges_each_corpus_by_itself(tmp_path: Path) -> None:
+    """In one corpus, a target is as long as its source; in the other one, it is eight times as long."""
+    even = sentences(300)
+    steep = [(source, " ".join([target] * 8)) for source, target in even[100:]]
+    unclean = [*even[:100], ("a house \x1b[2J is red", "ένα σπίτι είναι κόκκινο")]
+    config = write(tmp_path / "text", {"a": unclean, "b": steep, "valid": even[:5]})
+    said: list[str] = []
+    reports = prepare(dataclasses.replace(config, train_split="a,b"), tmp_path / "run", said.append).reports["en-el"]
+    assert reports["train b"]["faults"] == {}
+    assert set(reports["train a"]["faults"]) == {"characters", "held_out"}
+    assert any(r"first in pair 101: a house \x1b[2J is red | " in line for line in said)
+
+
 def test_faults_of_all_splits_are_reported_once(tmp_path: Path) -> None:
     good, new = sentences(200), sentences(210)[200:]
     splits = {

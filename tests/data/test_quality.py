@@ -121,6 +121,7 @@ def test_pairs_of_another_split_are_found() -> None:
     assert overlap(CLEAN[1], others) == ["held_out"]
     assert overlap((CLEAN[1][0], "κάτι άλλο"), others) == ["held_out_source"]
     assert overlap(("something else", CLEAN[1][1]), others) == []
+    assert keys((CLEAN[0][0], "")) == set()  # Training leaves this pair out.
 
 
 def test_sides_in_another_language_are_found() -> None:

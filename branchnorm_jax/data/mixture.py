@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from branchnorm_jax.data.packing import distinct_rows
 from branchnorm_jax.data.shuffle import shuffled
 
 Store = Any
@@ -104,10 +105,9 @@ class Mixture:
         of pairs in the group, and `count` the number of pairs an epoch draws from the group.
         """
         store_of = np.repeat(np.arange(len(self.stores)), np.diff(self.starts))
-        keys = np.column_stack([store_of, self.lengths])
-        groups, group_of, size = np.unique(keys, axis=0, return_inverse=True, return_counts=True)
-        ids = shuffled(np.arange(len(keys)), 0)
-        order = ids[np.argsort(group_of.reshape(-1)[ids], kind="stable")]
+        groups, group_of, size = distinct_rows(np.column_stack([store_of, self.lengths]))
+        ids = shuffled(np.arange(len(group_of)), 0)
+        order = ids[np.argsort(group_of[ids], kind="stable")]
         # Rounding the cumulative sum instead of each group keeps the total of each store exact.
         ratio = (np.array(self.draws) / np.diff(self.starts))[groups[:, 0]]
         until = np.rint(np.cumsum(size * ratio) + 1e-6).astype(np.int64)

@@ -1,8 +1,8 @@
 """Packing: placing several sentence pairs in one row, so that almost every position of a batch holds a real token.
 
 Packing depends only on the lengths of the pairs. A corpus has few distinct kinds of pairs (a kind is a source length
-and a target length), so rows are computed per kind and repeated while pairs of these kinds remain. The amount of work
-therefore does not grow with the corpus.
+and a target length), so rows are computed per kind and repeated while pairs of these kinds remain. Apart from sorting
+the pairs by kind, the amount of work does not grow with the corpus.
 """
 
 import math
@@ -45,15 +45,30 @@ class Packing(NamedTuple):
     order: np.ndarray
 
 
+def distinct_rows(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Returns the distinct rows of numbers of at least 0, sorted, the place of each row among them, and their counts.
+
+    Equals `np.unique` with axis=0, which takes ten times as long.
+
+    >>> distinct_rows(np.array([[3, 1], [0, 2], [3, 1]]))
+    (array([[0, 2],
+           [3, 1]]), array([1, 0, 1]), array([1, 2]))
+    """
+    sizes = tuple(rows.max(0, initial=0) + 1)
+    numbers = np.ravel_multi_index(tuple(rows.T), sizes)
+    found, place, count = np.unique(numbers, return_inverse=True, return_counts=True)
+    return np.stack(np.unravel_index(found, sizes), axis=1), place, count
+
+
 def row_lengths(
     mean: float, longest: float, batch_tokens: int, row_multiple: int, powers_of_two: bool = False
 ) -> list[int]:
     """Returns the candidate row lengths on the longer side, in ascending order.
 
-    The last one fits `longest` tokens. The shortest rows hold at least `SENTENCES` sentences of `mean` tokens. Each
-    further length halves the number of rows. The number of rows is a multiple of `row_multiple`. Given this number, the
-    rows are as long as `batch_tokens` allows, rounded down to a multiple of 8. Fixed lengths would leave much of a
-    small batch unused. With `powers_of_two`, the lengths are powers of two instead.
+    The last one fits `longest` tokens. The shortest rows hold at least `SENTENCES` sentences of `mean` tokens, if
+    `batch_tokens` allows it. Each further length halves the number of rows. The number of rows is a multiple of
+    `row_multiple`. Given this number, the rows are as long as `batch_tokens` allows, rounded down to a multiple of 8.
+    Fixed lengths would leave much of a small batch unused. With `powers_of_two`, the lengths are powers of two instead.
     """
     limit = batch_tokens // row_multiple
     if powers_of_two:
@@ -133,7 +148,7 @@ def pack(lengths: np.ndarray, shapes: Sequence[Shape]) -> Packing:
       lengths: source and target length of each pair in tokens, EOS included, int [n, 2].
       shapes: batch shapes from short to long; every pair fits the last one.
     """
-    kinds, kind_of, remaining = np.unique(lengths, axis=0, return_inverse=True, return_counts=True)
+    kinds, kind_of, remaining = distinct_rows(lengths)
     shape_of_row, sizes, slots = [], [], []
     for index, shape in reversed(list(enumerate(shapes))):
         sides = np.array(shape[1:])
@@ -159,7 +174,7 @@ def pack(lengths: np.ndarray, shapes: Sequence[Shape]) -> Packing:
             sizes.append(np.full(repeats, len(row), np.int64))
             slots.append(np.tile(np.array(row, np.int32), repeats))
     starts = np.cumsum(np.concatenate([np.zeros(1, np.int64), *sizes]))
-    order = np.argsort(kind_of.reshape(-1), kind="stable")
+    order = np.argsort(kind_of, kind="stable")
     return Packing(np.concatenate(shape_of_row), starts, np.concatenate(slots), order)
 
 
@@ -174,7 +189,7 @@ def _fill(kinds: np.ndarray, remaining: np.ndarray, first: int, sides: np.ndarra
     """
     row, room, remaining = [first], sides - kinds[first], remaining.copy()
     remaining[first] -= 1
-    while len(fitting := np.flatnonzero((remaining > 0) & (kinds <= room).all(1))):
+    while len(fitting := np.flatnonzero((remaining > 0) & (kinds[:, 0] <= room[0]) & (kinds[:, 1] <= room[1]))):
         after = (room - kinds[fitting]) / sides
         best = int(fitting[(after.sum(1) + _BALANCE * np.abs(after[:, 0] - after[:, 1])).argmin()])
         row.append(best)

@@ -53,7 +53,7 @@ NO_TAGS = Tags()
 _TRAIN_THREADS = 8
 _ENCODE_THREADS = min(8, os.cpu_count() or 1)
 
-# Training time is quadratic in the longest line, so longer lines are split at white space. This does not change the
+# Training time is quadratic in the longest line, so longer lines are split at white space. This hardly changes the
 # result, because SentencePiece counts words. A single longer "word" is split anywhere.
 _LINE_CHARACTERS = 1000
 _CUT = re.compile(rf"\S(?:.{{0,{_LINE_CHARACTERS - 2}}}\S)?(?!\S)|\S{{1,{_LINE_CHARACTERS}}}", re.DOTALL)
@@ -230,10 +230,11 @@ def train_tokenizer(
 
     Existing contents of the directory are replaced. The same pairs and options give a byte-identical vocabulary. Each
     side has its own normalisation (`normalization.py`), which is part of its model: a shared vocabulary has the same
-    pieces for both sides. Every character of the normalised training text gets a piece. If there are more than
-    `config.vocab_sentences` sentences (both sides count for a shared vocabulary), only every 2nd, 4th, ... pair is
-    used, evenly over the whole corpus. Pairs that training leaves out anyway are not used: those with an empty side,
-    and those with more characters than `config.max_length` pieces of 16, the longest, can have.
+    pieces for both sides. Every character of the normalised training text gets a piece, except NUL and U+2585, which
+    SentencePiece cannot learn. If there are more than `config.vocab_sentences` sentences (both sides count for a shared
+    vocabulary), only every 2nd, 4th, ... pair is used, evenly over the whole corpus. Pairs that training leaves out
+    anyway are not used: those with an empty side, and those with more characters than `config.max_length` pieces of 16,
+    the longest, can have.
 
     With `config.pairs`, the tag of each language that needs one is a control symbol: encoding text never produces it,
     and decoding never prints it.
@@ -450,7 +451,10 @@ def _train(config: DataConfig, text: Iterable[str], text_of: str, whole: bool = 
         if match := re.search(r"required_chars\. \d+ vs (\d+)", str(error)):
             raise UserError(f"{fault} small for the {text_of}: its characters alone need {match[1]} pieces") from error
         if "sentences_.empty()" in str(error) or "all_chars_count" in str(error):
-            raise UserError(f"the {text_of} is empty; training a vocabulary needs some text") from error
+            raise UserError(
+                f"the {text_of} has nothing to train a vocabulary on: it is empty, or its pairs have an empty side or "
+                f"more than {_PIECE_CHARACTERS} x data.max_length characters"
+            ) from error
         raise
     return model.getvalue()
 

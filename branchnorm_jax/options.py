@@ -787,9 +787,9 @@ class DecodeConfig:
     )
     dtype: str = option(
         "auto",
-        "type of the matrices while translating: model (as model.dtype), bfloat16 (half the bytes, twice the speed of "
-        "products on CPUs with AVX512-BF16 or AMX; results stay float32), or auto: bfloat16 on such CPUs for models of "
-        "width 128 and above, if at least 64 hypotheses are computed at once",
+        "type of the matrices while translating or generating: model (as model.dtype), bfloat16 (half the bytes, twice "
+        "the speed of products on CPUs with AVX512-BF16 or AMX; results stay float32), or auto: bfloat16 on such CPUs "
+        "for models of width 128 and above, if a beam search computes at least 64 hypotheses at once",
         choices=("auto", "model", "bfloat16"),
         free=True,
     )

@@ -83,7 +83,7 @@ class Given(NamedTuple):
     prompt: Any = None
     """Tokens that the text starts with, int32 [B, P], padded with -1; none by default. The cache already holds EOS and
     all of them but the last, in the slots of hypothesis 0 of the steps before the current one."""
-    cut: Any = False
+    may_be_cut: Any = False
     phrases: Any = constraints.NONE
 
 
@@ -101,8 +101,9 @@ class Search(NamedTuple):
     prompt: jax.Array
     """Number of tokens at the start that are not part of the text to be found, int32 [B]. Neither a log-probability nor
     a length counts them."""
-    cut: jax.Array
-    """Whether a hypothesis may be cut off at its limit, bool [B]: EOS is certain there."""
+    may_be_cut: jax.Array
+    """Whether a text that reaches its limit has no end, bool [B]. Neither a log-probability nor a length counts its
+    EOS."""
     live: Live
     finished: Hypotheses
     """Finished hypotheses in the order in which they finished, or, if sampled, each in its own place. Unused entries
@@ -125,6 +126,11 @@ class Search(NamedTuple):
     def position(self) -> jax.Array:
         """Length of the live hypotheses in tokens, int32 [B]."""
         return self.clock - self.start
+
+    @property
+    def longest(self) -> jax.Array:
+        """Length of the longest hypotheses in tokens, int32 [B], EOS included if they have one."""
+        return self.limit + 1 - self.may_be_cut
 
     def penalty(self, length: jax.Array, config: DecodeConfig) -> jax.Array:
         """Returns the divisor of the log-probability of hypotheses of `length` tokens, int32 [B], EOS included."""
@@ -175,7 +181,7 @@ def empty_search(
         limit=count - 1,
         tags=count,
         prompt=count,
-        cut=count > 0,
+        may_be_cut=count > 0,
         live=live,
         finished=Hypotheses(tokens, log_probs, log_probs, each),
         num_finished=count,
@@ -207,7 +213,7 @@ def begin(search: Search, rows: jax.Array, given: Given, config: DecodeConfig) -
         limit=put(search.limit, given.limit),
         tags=put(search.tags, given.tags),
         prompt=put(search.prompt, read),
-        cut=put(search.cut, given.cut),
+        may_be_cut=put(search.may_be_cut, given.may_be_cut),
         live=search.live._replace(
             tokens=put_first(search.live.tokens, prompt[:, None]),
             token_log_probs=put_first(search.live.token_log_probs, 0.0),
@@ -256,7 +262,7 @@ def done(search: Search, config: DecodeConfig) -> jax.Array:
     # Upper bound of a live hypothesis' score: all further tokens have probability 1. The penalty is monotonic in the
     # length, so the maximum is at the smallest or at the largest possible length.
     best = search.live.log_probs.max(1)
-    ends = (search.position + 1, search.limit + 1)
+    ends = (jnp.minimum(search.position + 1, search.longest), search.longest)
     bounds = [best / search.penalty(end, config) for end in ends]
     ranked = jax.lax.top_k(search.finished.scores, config.beam_size)[0]
     worst_requested = jnp.take_along_axis(ranked, search.nbest[:, None] - 1, axis=1)[:, 0]
@@ -302,7 +308,7 @@ def advance(step: Step[Any], search: Search, config: DecodeConfig) -> Search:
     seen = known[:, None, :, None] & (live.ancestors[..., None] == jnp.arange(k))
     scores, log_z, cache = step(search.cache, last, position, seen.reshape(batch, k, ring * k), time * k)
 
-    certain = (position < search.tags) | (search.cut & (position >= search.limit))
+    certain = (position < search.tags) | (search.may_be_cut & (position >= search.limit))
     scores = jnp.where(certain[:, None, None], log_z[:, :, None], scores)
     state = constraints.progress(live.tokens, position, live.complete, search.phrases)
     scores = jnp.where(banned(search, state, config, scores.shape[-1]), -jnp.inf, scores)
@@ -312,7 +318,7 @@ def advance(step: Step[Any], search: Search, config: DecodeConfig) -> Search:
     token_log_probs = jnp.where(here, choice.log_prob[:, :, None], live.token_log_probs[sentence, choice.parent])
     totals = live.log_probs[sentence, choice.parent] + choice.log_prob
 
-    penalty = search.penalty(position + 1, config)
+    penalty = search.penalty(jnp.minimum(position + 1, search.longest), config)
     inside = places <= position[:, None, None]
     new = Hypotheses(
         jnp.where(inside, tokens, PAD), totals / penalty[:, None], totals, jnp.where(inside, token_log_probs, 0.0)

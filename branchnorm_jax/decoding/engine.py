@@ -160,9 +160,10 @@ def vote(each: Sequence[tuple[jax.Array, jax.Array]]) -> tuple[jax.Array, jax.Ar
 
 
 def scorer(model: Transformer, params: Params, alpha: Alpha, longest: int) -> Callable[..., Any]:
-    """Returns a model as a `beam.Step` for texts of up to `longest` tokens; the mask of the source may follow.
+    """Returns a model as a `beam.Step` for texts of up to `longest` tokens.
 
-    The parameters are those of the model, or the result of `prepared`.
+    A further argument of the step, the mask of the source, is optional. The parameters are those of the model, or the
+    result of `prepared`.
     """
     table = model.positions(params, "decoder", longest)
 
@@ -181,16 +182,24 @@ def scorer(model: Transformer, params: Params, alpha: Alpha, longest: int) -> Ca
     return score
 
 
-def prepared(config: DecodeConfig, model: Transformer, params: Params, tokens: int, rows: int) -> Params:
-    """Prepares parameters for a search of this many tokens in all, in batches of this many rows.
+def prepared(config: DecodeConfig, model: Transformer, params: Params, tokens: int, rows: int, unrolled: int) -> Params:
+    """Prepares parameters for a search.
 
     The matrices become bfloat16 where `precision.narrows`, and the layers of decoders that run without a loop are
     unstacked.
+
+    Args:
+      config: options of the search.
+      model: the model.
+      params: its parameters.
+      tokens: number of source tokens of similar sentences, or of new tokens of a language model.
+      rows: number of rows of a batch.
+      unrolled: decoders of up to this many layers run without a loop, however few the tokens are.
     """
     layers, narrow = model.config.decoder_layers, narrows(config, model.config, rows * config.beam_size)
     # The narrow caches of a loop save more time than its copies take.
     long = jax.default_backend() == "cpu" and tokens >= LONG * layers and not narrow
-    flat = layers <= config.unroll if config.unroll else layers <= UNROLLED or long
+    flat = layers <= config.unroll if config.unroll else layers <= unrolled or long
     params = narrowed(params) if narrow else params
     return unstack_decoder(model, params) if flat else params
 
@@ -378,7 +387,8 @@ class Engine:
     def _ready(self, weights: Weights, tokens: int, rows: int) -> Weights:
         """Returns the parameters of all models as `prepared`."""
         each = zip(self.models, weights, strict=True)
-        return tuple((prepared(self.config, model, params, tokens, rows), alpha) for model, (params, alpha) in each)
+        prepare = functools.partial(prepared, self.config, tokens=tokens, rows=rows, unrolled=UNROLLED)
+        return tuple((prepare(model, params), alpha) for model, (params, alpha) in each)
 
     def _start(self, weights: Weights, shape: Shape, ring: int) -> Search:
         """Returns a search whose rows are all empty."""
@@ -399,7 +409,7 @@ class Engine:
             search = beam.empty_search(text, rows, k, self._longest(shape), ring, prefix, phrases, starts)
             if mesh is None:
                 return search
-            # Where the later steps leave their results, or they would be compiled twice.
+            # With parallel.model, the later steps leave their results here. Otherwise they would be compiled twice.
             places = jax.tree.map(lambda _: NamedSharding(mesh, PartitionSpec()), search)
             split = jax.tree.map(functools.partial(split_heads, mesh), caches)
             places = places._replace(cache=places.cache._replace(caches=split))

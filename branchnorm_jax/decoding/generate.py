@@ -82,7 +82,8 @@ class Generator:
         length = min(self.context, padded_length(max(ends, default=0) + 1))
         rows = max(1, self.config.batch_tokens // (length * self.config.beam_size))
         new = sum(ends) - sum(map(len, encoded))
-        params = prepared(self.config, self.model, params, new, min(rows, len(prompts)))
+        # Few tokens do not earn back the time that the programs of an unrolled decoder take to compile.
+        params = prepared(self.config, self.model, params, new, min(rows, len(prompts)), unrolled=0)
         found: list[list[Continuation]] = []
         for begin in range(0, len(prompts), rows):
             part = slice(begin, begin + rows)
@@ -110,7 +111,7 @@ class Generator:
         for row, ids in enumerate(encoded):
             inputs[row, size - len(ids) :] = [EOS, *ids][:-1]
         numbers = np.arange(first, first + rows, dtype=np.int32)
-        given = Given(column(ends, rows), numbers, prompt=pad(encoded, rows, size, filling=-1), cut=True)
+        given = Given(column(ends, rows), numbers, prompt=pad(encoded, rows, size, filling=-1), may_be_cut=True)
         found: Hypotheses = jax.device_get(self._search(length)(params, alpha, inputs, given))
         return [
             [

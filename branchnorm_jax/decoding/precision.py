@@ -24,6 +24,8 @@ def narrows(decode: DecodeConfig, model: ModelConfig, hypotheses: int) -> bool:
     """
     if decode.dtype != "auto":
         return decode.dtype == "bfloat16"
+    if decode.temperature:
+        return False  # A sample must not depend on how many others are drawn at once.
     large = model.width >= SMALLEST_WIDTH and hypotheses >= SMALLEST_BATCH
     return large and jax.default_backend() == "cpu" and native_bfloat16()
 

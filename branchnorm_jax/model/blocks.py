@@ -186,7 +186,7 @@ class DecoderBlock(Block):
         cross_mask: jax.Array | None,
         relative: Relative = NO_RELATIVE,
         cache: Cache | None = None,
-        keep: bool = False,
+        return_cache: bool = False,
     ) -> tuple[Stream, KeysValues | None]:
         """Runs one layer on whole targets (`cache` is None), or on one step of several hypotheses per sentence.
 
@@ -198,11 +198,11 @@ class DecoderBlock(Block):
           cross_mask: True where a query attends to a source token, [B, T, S] or [B, 1, S]; None without an encoder.
           relative: positions inside self-attention.
           cache: this layer's `Cache`, without the current tokens.
-          keep: whether to return keys and values of whole targets too.
+          return_cache: whether to return keys and values of whole targets too.
 
         Returns:
-          The layer's output, and with a cache or `keep` the self-attention's keys and values of x, which the caller
-          writes to a cache.
+          The layer's output, and with a cache or `return_cache` the self-attention's keys and values of x, which the
+          caller writes to a cache.
         """
         stream, layer, bottom = self._begin(stream, layer)
         self_attention = Attention(self.config, self.recipe, name="self")
@@ -213,7 +213,7 @@ class DecoderBlock(Block):
         mix, kept = self._value_residual(stream, layer)
 
         def attend_self(z: jax.Array) -> jax.Array:
-            if keep or cache is not None:
+            if return_cache or cache is not None:
                 new.append(self_attention.keys_values(z, relative.rotation, mix))
             if cache is None:
                 return self_attention(z, z, self_mask, site_key(layer.key, Site.SELF_PROBABILITIES), relative, mix)
@@ -238,7 +238,7 @@ class DecoderBlock(Block):
             stream = stream._replace(attention=stream.attention + layer.attention_weight * probabilities[0])
         ffn_key = site_key(layer.key, Site.FFN_ACTIVATION)
         stream = self._residual("ffn", stream, lambda z: feed_forward(z, ffn_key), layer, Site.FFN_BRANCH, bottom)
-        if cache is None and not keep:
+        if cache is None and not return_cache:
             return stream, None
         c, (rows, length, _) = self.config, stream.x.shape
         return stream, new[0] if new else (jnp.zeros((rows, length, c.heads, c.key_width), c.dtype),) * 2

@@ -63,8 +63,8 @@ def write_tokens(caches: Caches, new: Any, slot: jax.Array) -> Caches:
 def write_prompts(caches: Caches, new: Any, hypotheses: int) -> Caches:
     """Writes keys and values of P tokens, [..., P, H, K] each, into slots of the first hypothesis.
 
-    These are the slots of the last P steps of the ring, so the next step may write to the first ones. Each step has a
-    slot for every one of the `hypotheses`.
+    These are the slots of the last P steps of the ring. The next step writes to the first slots. Each step has a slot
+    for every one of the `hypotheses`.
     """
 
     def write(cache: Cache, new: KeysValues) -> Cache:

@@ -87,7 +87,9 @@ def empty_caches(model: Transformer, params: Params, rows: int, source: int, slo
 def prefill(
     model: Transformer, params: Params, caches: Caches, inputs_BP: jax.Array, hypotheses: int, alpha: Alpha | jax.Array
 ) -> Caches:
-    """Returns the caches of a decoder-only model after P steps, which it makes at once, for one hypothesis per row.
+    """Returns the caches of a decoder-only model as P steps with one hypothesis per row would leave them.
+
+    One pass of the model computes them.
 
     Args:
       model: the model.

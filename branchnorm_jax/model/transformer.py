@@ -333,7 +333,7 @@ class Transformer:
             if not record:
                 return block.apply(variables, stream, layer_input, *given)
             if record == "cache":
-                return block.apply(variables, stream, layer_input, *given, keep=True)
+                return block.apply(variables, stream, layer_input, *given, return_cache=True)
             (after, _), sown = block.apply(variables, stream, layer_input, *given, mutable=[record])
             # The self-attention mask is the first argument of an encoder layer, and follows the memory in the decoder.
             mask = given[STACKS.index(stack)]

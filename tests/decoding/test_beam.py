@@ -320,7 +320,7 @@ def test_every_hypothesis_begins_with_the_prefix(prompt: bool) -> None:
         if prompt:
             kept = cache.tokens.at[0, -42::21].set(jnp.array([EOS, prefix[0]]))
             empty = empty._replace(cache=cache._replace(tokens=kept))
-            given = Given(jnp.array([limit]), prompt=jnp.array([[*prefix, -1]]), cut=True)
+            given = Given(jnp.array([limit]), prompt=jnp.array([[*prefix, -1]]), may_be_cut=True)
         started = beam.begin(empty, jnp.array([0]), given, config)
         result = jax.device_get(beam.ranked(runner(config)(table(seed), started, 1)))
         state, total = next_state(0, EOS), 0.0
@@ -332,7 +332,9 @@ def test_every_hypothesis_begins_with_the_prefix(prompt: bool) -> None:
         cut = {token: 0 if prompt else log_softmax(table(seed)[next_state(state, token)])[EOS] for token in words}
         own = 0 if prompt else 2
         everything = [((total + log_p[EOS]) / (own + 1), [*prefix, EOS])]
-        everything += [((total + log_p[token] + cut[token]) / (own + 2), [*prefix, token, EOS]) for token in words]
+        # What is cut off has two tokens of its own with the EOS, but only one counts.
+        length = own + (1 if prompt else 2)
+        everything += [((total + log_p[token] + cut[token]) / length, [*prefix, token, EOS]) for token in words]
         everything.sort(reverse=True)
         for rank, (expected, tokens) in enumerate(everything):
             assert result.tokens[0, rank, : len(tokens)].tolist() == tokens

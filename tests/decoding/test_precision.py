@@ -100,6 +100,9 @@ def test_when_matrices_are_narrow(
 ) -> None:
     monkeypatch.setattr(precision, "native_bfloat16", lambda: native)
     assert precision.narrows(DecodeConfig(dtype=dtype), ModelConfig(width=width), hypotheses) is expected
+    # A sample does not depend on how many are drawn at once.
+    sampling = DecodeConfig(dtype=dtype, temperature=1.0)
+    assert precision.narrows(sampling, ModelConfig(width=width), hypotheses) is (dtype == "bfloat16")
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import difflib
 import os
 import re
+import textwrap
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -92,7 +93,13 @@ def _named(name: str, folder: str | None) -> Any:
         hint = f"; did you mean {close[0]!r}?" if close else ""
         raise UserError(f"data.path={name}: TFDS has no such data set{hint}") from error
     except (ValueError, AssertionError, RuntimeError) as error:
-        raise UserError(f"data.path={name}: {' '.join(str(error).split())[:400]}") from error
+        if os.path.isdir(name):
+            raise UserError(
+                f"data.path={name}: data.source=tfds needs the name of a data set, such as wmt17_translate/de-en; for "
+                "a folder of files, set data.source=text"
+            ) from error
+        # The reasons of TFDS are long texts, with the names that it knows.
+        raise UserError(textwrap.shorten(f"data.path={name}: {error}", 390, placeholder=" ...")) from error
 
 
 def _reader(builder: Any, config: DataConfig) -> Callable[[Mapping[str, Any]], Pair]:

@@ -444,6 +444,21 @@ def test_tfds_takes_the_languages_from_the_config_name(tfds_folder, source, targ
     assert sorted(read_pairs(config, "train")) == stripped(EXAMPLES["en-fr"], *keys)
 
 
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        (str(Path(__file__).parent), "for a folder of files, set data.source=text"),
+        ("wmt17_translate/xx-yy", "BuilderConfig xx-yy not found"),
+        ("no/such/name/" + 30 * "of a data set ", r"\.\.\.$"),
+    ],
+)
+def test_wrong_names_of_tfds_get_one_short_line(tfds_folder, path, message):
+    with pytest.raises(UserError, match=message) as caught:
+        corpus_key(tfds_config(tfds_folder, path), "train")
+    assert len(str(caught.value)) < 400
+    assert "\n" not in str(caught.value)
+
+
 def test_tfds_reads_examples_with_many_languages(tfds_folder):
     config = tfds_config(tfds_folder, "tiny_translate/many", source_lang="en", target_lang="de")
     assert sorted(read_pairs(config, "train")) == [("one", "eins"), ("two", "")]

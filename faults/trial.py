@@ -53,7 +53,8 @@ class Family(NamedTuple):
 def recorded(path: Path) -> dict[tuple[int, int], dict[str, Any]]:
     """Returns the results in a file, by the seed and number of the trial. A kill may have left an incomplete line."""
     rows: dict[tuple[int, int], dict[str, Any]] = {}
-    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
+    # A name of a file may have a line separator, U+2028, which JSON does not escape.
+    for line in path.read_text(encoding="utf-8").split("\n") if path.exists() else []:
         try:
             row = json.loads(line)
         except json.JSONDecodeError:

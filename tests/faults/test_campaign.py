@@ -148,7 +148,7 @@ def test_parts_share_the_trials(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
     def trial(rng: random.Random, folder: Path) -> Outcome:
         ran.append(rng.random())
-        return Outcome("none", "a name without characters, \udcff")
+        return Outcome("none", "a name with \u2028 and \udcff")
 
     def call(*options: str) -> None:
         argv = ["campaign", *options, "--scratch", str(tmp_path / "scratch"), "--results", str(tmp_path)]
@@ -161,7 +161,7 @@ def test_parts_share_the_trials(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         call("--part", part)
     results = tmp_path / "none.jsonl"
     assert set(recorded(results)) == {(0, number) for number in range(10)}
-    assert {row["where"] for row in recorded(results).values()} == {"a name without characters, \udcff"}
+    assert {row["where"] for row in recorded(results).values()} == {"a name with \u2028 and \udcff"}
     assert sorted(ran) == sorted(random.Random(f"0 none {number}").random() for number in range(10))
     # A trial whose line a kill has cut is repeated, and only that.
     results.write_text(results.read_text()[:-15])

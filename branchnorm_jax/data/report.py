@@ -73,24 +73,26 @@ def _key(config: DataConfig, split: str) -> dict[str, Any] | None:
         return None
 
 
+def usual_in(config: DataConfig) -> Usual:
+    """Returns what is usual for the first pairs of the training text."""
+    return usual(itertools.islice(read_pairs(config, "train"), SAMPLE), (config.source_lang, config.target_lang))
+
+
 def inspected(config: DataConfig, others: Mapping[str, Sequence[Pair]]) -> dict[str, Report]:
     """Reads the training text; returns its faults and those of the other splits.
 
     A pair of a corpus that an earlier corpus has is a duplicate, too.
     """
-
-    def normal(data: DataConfig) -> Usual:
-        return usual(itertools.islice(read_pairs(data, "train"), SAMPLE), (data.source_lang, data.target_lang))
-
+    expected = usual_in(config)
     wanted = set[int]().union(*map(keys, itertools.chain.from_iterable(others.values())))
     reports, common, seen = dict[str, Report](), set[int](), Seen()
     corpora = config.corpora()
     for corpus, _ in corpora:
         one = reports["train" if len(corpora) == 1 else f"train {corpus.train_split}"] = Report()
-        for pair, found in inspect(read_pairs(corpus, "train"), normal(corpus), seen):
+        own = expected if len(corpora) == 1 else usual_in(corpus)
+        for pair, found in inspect(read_pairs(corpus, "train"), own, seen):
             common |= wanted & keys(pair)
             one.add(pair, [*found, *overlap(pair, wanted)])
-    expected = normal(config)
     for split, pairs in others.items():
         reports[split] = Report()
         for pair, found in inspect(pairs, expected):

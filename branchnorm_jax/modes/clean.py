@@ -15,16 +15,15 @@ from branchnorm_jax.data.filters import CHUNK, Filter, load_filters, rejections
 from branchnorm_jax.data.formats import Pair
 from branchnorm_jax.data.quality import (
     FAULTS,
-    SAMPLE,
     Seen,
     describe,
     foreign,
     inspect,
     keys,
     overlap,
-    usual,
     without_entities,
 )
+from branchnorm_jax.data.report import usual_in
 from branchnorm_jax.errors import UserError
 from branchnorm_jax.files import atomic_directory, real
 from branchnorm_jax.modes.gain import SourceGain
@@ -181,7 +180,7 @@ def judged(c: CleanConfig, data: DataConfig, held_out: set[int], counts: Counter
     `seen` has the pairs of earlier corpora, and gets those of this one.
     """
     languages = data.source_lang, data.target_lang
-    expected = usual(itertools.islice(read_pairs(data, "train"), SAMPLE), languages)
+    expected = usual_in(data)
 
     def pairs() -> Iterator[Pair]:
         for pair in read_pairs(data, "train"):

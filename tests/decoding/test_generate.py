@@ -88,7 +88,7 @@ def test_a_search_that_finds_fewer_continuations_returns_fewer() -> None:
     assert not any(one.ended for one in found)
 
 
-def test_loops_and_rounding_do_not_change_the_text() -> None:
+def test_generation_keeps_the_options_unroll_and_dtype() -> None:
     prompts = ["ab", "", "a longer prompt"]
 
     def found(**options: Any) -> list[Continuation]:
@@ -103,7 +103,7 @@ def test_loops_and_rounding_do_not_change_the_text() -> None:
 
 
 def test_continuations_of_the_same_length_are_ranked_by_their_log_probability() -> None:
-    """What is cut off at the limit has no end, whose probability would be that of the last token's successor."""
+    """The limit cuts these texts off, so the probability of EOS does not count."""
     wide = generator(beam_size=6, nbest=6, max_new_tokens=3)
     for found in wide.generate(PARAMS, ALPHA, ["ab", "", "x"]):
         cut = [one.log_prob for one in found if not one.ended]

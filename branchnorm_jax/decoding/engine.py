@@ -57,6 +57,9 @@ class EncodedSources(NamedTuple):
 Weights = tuple[tuple[Params, Alpha], ...]
 """Parameters and alpha_t of each model."""
 
+Devices = Mesh | AbstractMesh | None
+"""The mesh that the parameters are on; None if they are on one device."""
+
 
 class Query(NamedTuple):
     """A sentence to translate."""
@@ -157,6 +160,24 @@ def vote(each: Sequence[tuple[jax.Array, jax.Array]]) -> tuple[jax.Array, jax.Ar
         return each[0]
     log_probs = jnp.stack([scores - log_z[..., None] for scores, log_z in each])
     return jax.nn.logsumexp(log_probs, axis=0), jnp.full(log_probs.shape[1:-1], jnp.log(len(each)))
+
+
+def mesh_of(weights: Weights) -> Devices:
+    """Returns the mesh of the parameters."""
+    sharding = getattr(jax.tree.leaves(weights)[0], "sharding", None)
+    return sharding.mesh if isinstance(sharding, NamedSharding) else None
+
+
+def placed(search: Search, mesh: Devices) -> Search:
+    """Divides the heads of the caches among the devices of the axis "model", and copies the rest to all devices.
+
+    A search that each program leaves where it was is not compiled again for another place.
+    """
+    if mesh is None:
+        return search
+    places = jax.tree.map(lambda _: NamedSharding(mesh, PartitionSpec()), search)
+    split = jax.tree.map(functools.partial(split_heads, mesh), search.cache.caches)
+    return jax.lax.with_sharding_constraint(search, places._replace(cache=places.cache._replace(caches=split)))
 
 
 def scorer(model: Transformer, params: Params, alpha: Alpha, longest: int) -> Callable[..., Any]:
@@ -279,8 +300,8 @@ class Engine:
         rows = shape.rows
         chunk = max(1, rows // REFILL)
         rings = self._rings(shape)
-        ring = rings[0]
-        search = self._start(weights, shape, ring)
+        ring, mesh = rings[0], mesh_of(weights)
+        search = self._start(weights, shape, ring, mesh)
         active: dict[int, int] = {}
         while waiting or active:
             free = [row for row in range(rows) if row not in active]
@@ -289,10 +310,10 @@ class Engine:
                 assigned = {free.pop(): waiting.pop() for _ in range(count)}
                 active |= assigned
                 queries = [texts[index] for index in assigned.values()]
-                search = self._begin(weights, search, self._new(queries, list(assigned), shape))
+                search = self._begin(weights, search, self._new(queries, list(assigned), shape), mesh)
             # If texts are waiting, all rows are busy: run until a chunk is done. Otherwise run until all are done.
             until = chunk if waiting else rows
-            search = self._run(weights, search, np.int32(until))
+            search = self._run(weights, search, np.int32(until), mesh)
             done, positions, hypotheses = jax.device_get(self._look(search))
             finished = [row for row in active if done[row]]
             yield [(active.pop(row), jax.tree.map(lambda leaf, row=row: leaf[row], hypotheses)) for row in finished]
@@ -300,7 +321,7 @@ class Engine:
             wanted = next(size for size in rings if size > needed)
             if wanted > ring or wanted * 2 < ring:
                 ring = wanted
-                search = self._resized(search, ring)
+                search = self._resized(search, ring, mesh)
 
     def shapes(self, longest: int, prefix: int, phrases: tuple[int, int] = (0, 0)) -> list[Shape]:
         """Returns the shapes of batches of sources of up to `longest` tokens.
@@ -318,17 +339,18 @@ class Engine:
     def compile(self, weights: Weights, shape: Shape) -> None:
         """Compiles the programs for batches of this shape."""
         rings, ready = self._rings(shape), self._ready(weights, 0, shape.rows)
+        mesh = mesh_of(ready)
         for index, ring in enumerate(rings):
             # All rows are empty and hence done, so this only compiles.
-            search = self._start(ready, shape, ring)
+            search = self._start(ready, shape, ring, mesh)
             for encoded in encoded_lengths(shape.length):
                 none = self._new([Query([PAD] * encoded, 0)], [shape.rows], shape)
-                search = self._begin(ready, search, none)
-            search = self._run(ready, search, np.int32(shape.rows))
+                search = self._begin(ready, search, none, mesh)
+            search = self._run(ready, search, np.int32(shape.rows), mesh)
             self._look(search)
             # The same transitions as in `_stream`: to the next size, or to any of less than half the size.
             for other in [*rings[index + 1 : index + 2], *(size for size in rings if size * 2 < ring)]:
-                self._resized(search, other)
+                self._resized(search, other, mesh)
 
     def _new(self, queries: Sequence[Query], row_numbers: Sequence[int], shape: Shape) -> New:
         """Converts queries to arrays for the given rows of a batch."""
@@ -390,15 +412,12 @@ class Engine:
         prepare = functools.partial(prepared, self.config, tokens=tokens, rows=rows, unrolled=UNROLLED)
         return tuple((prepare(model, params), alpha) for model, (params, alpha) in each)
 
-    def _start(self, weights: Weights, shape: Shape, ring: int) -> Search:
-        """Returns a search whose rows are all empty."""
-        sharding = getattr(jax.tree.leaves(weights)[0], "sharding", None)
-        return self._empty(weights, shape, ring, sharding.mesh if isinstance(sharding, NamedSharding) else None)
-
     @functools.cached_property
-    def _empty(self) -> Callable[[Weights, Shape, int, Mesh | AbstractMesh | None], Search]:
+    def _start(self) -> Callable[[Weights, Shape, int, Devices], Search]:
+        """Returns a search whose rows are all empty."""
+
         @functools.partial(jax.jit, static_argnums=(1, 2, 3))
-        def empty(weights: Weights, shape: Shape, ring: int, mesh: Mesh | AbstractMesh | None) -> Search:
+        def start(weights: Weights, shape: Shape, ring: int, mesh: Devices) -> Search:
             (rows, length, prefix, phrases), k = shape, self.config.beam_size
             caches = tuple(
                 empty_caches(model, params, rows, length, ring * k)
@@ -406,21 +425,14 @@ class Engine:
             )
             text = EncodedSources(caches, jnp.zeros((rows, 1, length), bool))
             starts = self.word_starts if phrases[0] else ()
-            search = beam.empty_search(text, rows, k, self._longest(shape), ring, prefix, phrases, starts)
-            if mesh is None:
-                return search
-            # With parallel.model, the later steps leave their results here. Otherwise they would be compiled twice.
-            places = jax.tree.map(lambda _: NamedSharding(mesh, PartitionSpec()), search)
-            split = jax.tree.map(functools.partial(split_heads, mesh), caches)
-            places = places._replace(cache=places.cache._replace(caches=split))
-            return jax.lax.with_sharding_constraint(search, places)
+            return placed(beam.empty_search(text, rows, k, self._longest(shape), ring, prefix, phrases, starts), mesh)
 
-        return empty
+        return start
 
     @functools.cached_property
-    def _begin(self) -> Callable[[Weights, Search, New], Search]:
-        @functools.partial(jax.jit, donate_argnums=1)
-        def begin(weights: Weights, search: Search, new: New) -> Search:
+    def _begin(self) -> Callable[[Weights, Search, New, Devices], Search]:
+        @functools.partial(jax.jit, donate_argnums=1, static_argnums=3)
+        def begin(weights: Weights, search: Search, new: New, mesh: Devices) -> Search:
             caches, mask = search.cache
             more = mask.shape[-1] - new.source.shape[1]
 
@@ -434,14 +446,14 @@ class Engine:
                 tuple(filled(model, *weight, cache) for model, weight, cache in members),
                 mask.at[new.row].set(new_mask, mode="drop"),
             )
-            return beam.begin(search._replace(cache=text), new.row, new.given, self.config)
+            return placed(beam.begin(search._replace(cache=text), new.row, new.given, self.config), mesh)
 
         return begin
 
     @functools.cached_property
-    def _run(self) -> Callable[[Weights, Search, np.int32], Search]:
-        @functools.partial(jax.jit, donate_argnums=1)
-        def run(weights: Weights, search: Search, until: jax.Array) -> Search:
+    def _run(self) -> Callable[[Weights, Search, np.int32, Devices], Search]:
+        @functools.partial(jax.jit, donate_argnums=1, static_argnums=3)
+        def run(weights: Weights, search: Search, until: jax.Array, mesh: Devices) -> Search:
             longest = search.live.tokens.shape[2]
             scorers = [scorer(model, *weight, longest) for model, weight in zip(self.models, weights, strict=True)]
 
@@ -451,18 +463,18 @@ class Engine:
                 caches = tuple(cache for *_, cache in votes)
                 return *vote([vote[:2] for vote in votes]), text._replace(caches=caches)
 
-            return beam.run(step, search, self.config, until)
+            return placed(beam.run(step, search, self.config, until), mesh)
 
         return run
 
     @functools.cached_property
-    def _resized(self) -> Callable[[Search, int], Search]:
+    def _resized(self) -> Callable[[Search, int, Devices], Search]:
         def taken(text: EncodedSources, slots: jax.Array) -> EncodedSources:
             return text._replace(caches=tuple(take_slots(caches, slots) for caches in text.caches))
 
-        @functools.partial(jax.jit, static_argnums=1)
-        def resized(search: Search, ring: int) -> Search:
-            return beam.resized(search, ring, taken)
+        @functools.partial(jax.jit, static_argnums=(1, 2))
+        def resized(search: Search, ring: int, mesh: Devices) -> Search:
+            return placed(beam.resized(search, ring, taken), mesh)
 
         return resized
 

@@ -18,13 +18,14 @@ from tests.conftest import output_of
 
 SEARCHES = """
 import json
+from branchnorm_jax.options import ParallelConfig
 from tests.decoding.test_mesh import searched
-print(json.dumps([searched({devices}, unroll) for unroll in (1, 2)]))
+print(json.dumps([searched(ParallelConfig(model={devices}), 1), searched(ParallelConfig(fsdp={devices}), 2)]))
 """
 
 
-def searched(devices: int, unroll: int) -> dict[str, Any]:
-    """Translates five sentences in batches of two; the devices divide the heads among them."""
+def searched(parallel: ParallelConfig, unroll: int) -> dict[str, Any]:
+    """Translates five sentences in batches of two; the devices divide the parameters among them."""
     compiled: list[str] = []
 
     def note(record: logging.LogRecord) -> bool:
@@ -34,7 +35,7 @@ def searched(devices: int, unroll: int) -> dict[str, Any]:
     model = Transformer(
         ModelConfig(encoder_layers=1, decoder_layers=2, width=32, ffn_width=16, heads=4, dropout=0.0), 40, 40
     )
-    mesh = make_mesh(ParallelConfig(model=devices))
+    mesh = make_mesh(parallel)
     params = jax.tree.map(lambda leaf: 2.0 * leaf, jax.jit(model.init)(jax.random.key(0)))
     params = jax.device_put(params, shard_tree(mesh, params, model.logical_axes()))
     config = DecodeConfig(beam_size=3, batch_tokens=2 * 3 * 16, max_length_b=5, unroll=unroll, streams=1)

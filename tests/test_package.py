@@ -107,6 +107,8 @@ def test_wheel_contains_only_the_package_and_the_configs(wheel: zipfile.ZipFile)
     }
     expected |= {f"branchnorm_jax/{path.relative_to(ROOT)}" for path in (ROOT / "configs").rglob("*.py")}
     assert {name for name in wheel.namelist() if ".dist-info/" not in name} == expected
+    page = "branchnorm_jax/serving/page.html"
+    assert wheel.read(page) == (ROOT / page).read_bytes()
 
 
 @pytest.mark.slow

@@ -51,8 +51,8 @@ def config(depth: str = "6L-6L", **options: object) -> Config:
     ("depth", "kernels", "file"),
     [
         ("6L-6L", "auto", "6L"),
-        ("6L-6L", "plain", "6L_plain_kernels"),
-        ("100L-100L", "auto", "100L"),
+        pytest.param("6L-6L", "plain", "6L_plain_kernels", marks=pytest.mark.slow),
+        pytest.param("100L-100L", "auto", "100L", marks=pytest.mark.slow),
         ("500L-500L", "auto", "500L"),
     ],
 )

@@ -16,6 +16,7 @@ from branchnorm_jax.errors import UserError
 from branchnorm_jax.evaluation.bleu import Score
 from branchnorm_jax.evaluation.evaluate import scoring_options, write_results
 from branchnorm_jax.model.methods import METHODS
+from branchnorm_jax.modes import function_of
 from branchnorm_jax.options import Config, DataConfig, EvaluateConfig, ModelConfig, SweepConfig, TrainConfig
 from branchnorm_jax.workdir import Workdir
 from tests.conftest import HASTY, run_main
@@ -304,7 +305,6 @@ def test_texts_of_returns_the_written_lines(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.slow
 def test_a_sweep_leaves_out_the_run_that_another_process_makes(tmp_path: Path) -> None:
     options = (*HASTY, "--mode=sweep", f"--workdir={tmp_path}", "--config.train.steps=2", "--config.train.eval_every=0")
     grid = "--config.sweep.grid=method=deepnorm,post_ln depth=1L-1L"
@@ -335,7 +335,6 @@ def test_sweep_records_diverged_and_refused_runs_and_resumes(tmp_path: Path, mon
         f"--workdir={tmp_path}",
         "--config.train.steps=12",
         "--config.train.eval_every=0",
-        "--config.model.remat=auto",
         f"--config.sweep.grid={grid}",
         "--config.sweep.baseline=branchnorm",
     )
@@ -366,26 +365,24 @@ def test_sweep_records_diverged_and_refused_runs_and_resumes(tmp_path: Path, mon
     smoother = dataclasses.replace(config, train=dataclasses.replace(config.train, label_smoothing=0.2))
     assert sweep.ended(finished, sweep.configure(smoother, run)) == ""
     # Another device may need other loops.
-    assert config.model.remat == "auto"
     nested = dataclasses.replace(config, model=dataclasses.replace(config.model, remat="nested"))
     assert sweep.ended(finished, sweep.configure(nested, run)) == "done"
-    for mode, advice in (
-        ("train", "add --mode=sweep"),
-        ("evaluate", "one of its runs"),
-        ("analyze", "one of its runs"),
+    refused = run_main(f"--workdir={tmp_path}")
+    assert (refused.returncode, refused.stderr.count("\n")) == (2, 1)
+    assert "add --mode=sweep" in refused.stderr
+    saved, whole, folder = (tmp_path / "config.json").read_text(), load(tmp_path / "config.json"), Workdir(tmp_path)
+    for mode in ("evaluate", "analyze"):
+        with pytest.raises(UserError, match="one of its runs"):
+            function_of(mode)(whole, folder)
+    with pytest.raises(UserError, match="this is the folder of a sweep"):
+        folder.agree_on_config(dataclasses.replace(whole, sweep=SweepConfig()))
+    for train, reason in (
+        (dataclasses.replace(whole.train, label_smoothing=0.3), "made with another config"),
+        (dataclasses.replace(whole.train, steps=2), "past train.steps=2"),
     ):
-        refused = run_main(f"--workdir={tmp_path}", f"--mode={mode}")
-        assert (refused.returncode, refused.stderr.count("\n")) == (2, 1)
-        assert advice in refused.stderr
-    saved = (tmp_path / "config.json").read_text()
-    for change, reason in (
-        (("--mode=train", "--config.sweep.grid="), "this is the folder of a sweep"),
-        (("--mode=sweep", "--config.train.label_smoothing=0.3"), "made with another config"),
-        (("--mode=sweep", "--config.train.steps=2"), "past train.steps=2"),
-    ):
-        refused = run_main(f"--workdir={tmp_path}", *change)
-        assert (refused.returncode, reason in refused.stderr) == (2, True), refused.stderr
-        assert (tmp_path / "config.json").read_text() == saved
+        with pytest.raises(UserError, match=reason):
+            function_of("sweep")(dataclasses.replace(whole, train=train), folder)
+    assert (tmp_path / "config.json").read_text() == saved
     # A run with unreadable or inconsistent files is evaluated again.
     hypothesis, results = finished / "evaluation" / "test.hypothesis", finished / "results.json"
     for path, damage in ((results, "[]"), (results, '{"test": {"bleu": 3}}'), (results, "{"), (hypothesis, "x\n")):

@@ -163,7 +163,9 @@ def test_workdirs_translate_alike(name: str, tmp_path: Path) -> None:
     assert max(len(text) for text, _ in first) > 10
 
 
-@pytest.mark.parametrize("side", ["source", "target", "both", "each"])
+@pytest.mark.parametrize(
+    "side", ["target", "each", *(pytest.param(side, marks=pytest.mark.slow) for side in ("source", "both"))]
+)
 def test_sides_and_directions_of_tags_stay(side: str, tmp_path: Path) -> None:
     """The comparison of log-probabilities does not notice where tags go."""
     examples.marian(tmp_path / "theirs", tags=(">>deu<<", ">>fry<<"))

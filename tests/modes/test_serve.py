@@ -8,8 +8,6 @@ import re
 import shutil
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import urllib.error
 import urllib.request
@@ -32,7 +30,7 @@ from branchnorm_jax.serving import messages
 from branchnorm_jax.serving.access import Access
 from branchnorm_jax.serving.app import PAGE, draining, make_app, make_server
 from branchnorm_jax.serving.messages import TranslationRequest, parse, to_json
-from tests.conftest import ROOT, run_main, start_main
+from tests.conftest import run_main, start_main
 
 DECODE = (
     "--config.decode.batch_tokens=128",
@@ -336,7 +334,13 @@ def test_health_says_what_a_start_is_doing(server: Server, first_answers: list[t
 
 
 @pytest.mark.parametrize(
-    ("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGHUP, 129), (signal.SIGUSR1, 138)]
+    ("number", "code"),
+    [
+        (signal.SIGTERM, 143),
+        (signal.SIGINT, 130),
+        pytest.param(signal.SIGHUP, 129, marks=pytest.mark.slow),
+        pytest.param(signal.SIGUSR1, 138, marks=pytest.mark.slow),
+    ],
 )
 def test_signals_stop_the_server_after_the_last_answer(trained: Path, number: int, code: int) -> None:
     # Under nohup, tests ignore SIGHUP, and the server would inherit this.
@@ -688,15 +692,3 @@ def test_page_reports_that_the_server_does_not_respond(trained: Path, browser: A
     error = browser.find_element(By.ID, "error")
     WebDriverWait(browser, 60).until(lambda _: error.text)
     assert error.text == "The server does not respond. Check that it is still running."
-
-
-def test_package_includes_the_page(tmp_path: Path) -> None:
-    """The built package contains the same page as the checkout."""
-    pytest.importorskip("setuptools")
-    for name in ("branchnorm_jax", "configs", "requirements", "pyproject.toml", "README.md", "LICENSE"):
-        (shutil.copytree if (ROOT / name).is_dir() else shutil.copy)(ROOT / name, tmp_path / name)
-    code = "from setuptools import setup; setup()"
-    command = ["build_py", "--build-lib", str(tmp_path / "built")]
-    subprocess.run([sys.executable, "-c", code, *command], cwd=tmp_path, check=True, capture_output=True)
-    page = tmp_path / "built" / "branchnorm_jax" / "serving" / "page.html"
-    assert page.read_bytes() == (ROOT / "branchnorm_jax" / "serving" / "page.html").read_bytes()

@@ -74,7 +74,7 @@ def operations(jaxpr: Any) -> Iterator[Any]:
             yield from operations(inner)
 
 
-@pytest.mark.parametrize("method", ["pre_ln", "dlcl", "mhc"])
+@pytest.mark.parametrize("method", ["pre_ln", pytest.param("dlcl", marks=pytest.mark.slow), "mhc"])
 def test_a_layer_recomputes_the_same_with_fsdp_and_gathers_its_matrices_again(method: str) -> None:
     """The forward loop stores no matrix, neither whole nor rounded; `remat` decides about everything else."""
     mesh = AbstractMesh((1, 2, 1), MESH, axis_types=(AxisType.Auto,) * 3)

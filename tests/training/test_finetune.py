@@ -104,12 +104,10 @@ def test_child_continues_from_the_loss_of_the_parent(trained: Path, tmp_path: Pa
     assert read(tmp_path / "child", "validation.jsonl")[-1]["loss"] < last
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "start",
-    [
-        pytest.param(("finetune_from",), id="fine-tuned"),
-        pytest.param(("deepen_from", *DEEPER), id="deepened", marks=pytest.mark.slow),
-    ],
+    [pytest.param(("finetune_from",), id="fine-tuned"), pytest.param(("deepen_from", *DEEPER), id="deepened")],
 )
 def test_children_on_a_mesh_equal_those_on_one_device(trained: Path, tmp_path: Path, start: tuple[str, ...]) -> None:
     """No device holds all parameters of the parent, so the state takes their memory over."""

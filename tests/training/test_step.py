@@ -217,7 +217,7 @@ def test_loss_scale_is_a_power_of_two(tokens: int) -> None:
     ("method", "names", "dtypes"),
     [
         ("fixup", {"shift_in", "shift_out"}, {"dtype": "bfloat16"}),
-        ("normformer", {"head_scale", "bias"}, {"dtype": "bfloat16"}),
+        pytest.param("normformer", {"head_scale", "bias"}, {"dtype": "bfloat16"}, marks=pytest.mark.slow),
         ("dlcl", {"weight"}, {"carry_dtype": "bfloat16"}),
     ],
 )

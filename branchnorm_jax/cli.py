@@ -118,6 +118,7 @@ def show_warning(show: Callable[..., None], message: Warning | str, *place: Any)
 
 def command() -> NoReturn:
     """Runs `main` on the command line and ends the process with its exit code."""
+    open_streams()
     sys.stderr = cast(TextIO, LastingStream(sys.stderr))
     warnings.showwarning = functools.partial(show_warning, warnings.showwarning)
     try:
@@ -137,6 +138,20 @@ def command() -> NoReturn:
         sys.stderr.flush()
         os._exit(code)
     sys.exit(code)
+
+
+def open_streams() -> None:
+    """Puts /dev/null in the place of standard streams that are closed, as by 2>&-.
+
+    Otherwise files that are opened later, such as logs, would have their numbers and get the messages.
+    """
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # It gets the lowest free number.
+    if sys.stderr is None:
+        sys.stderr = os.fdopen(2, "w", closefd=False)
 
 
 def main(argv: list[str]) -> int:
@@ -423,6 +438,15 @@ def run(mode: str, config: Config, workdir: Workdir) -> None:
         )
     hosts.start(config.parallel)
     heed_signals()  # JAX has replaced the handler of SIGTERM if there are several processes.
+    try:
+        jax.devices()
+    except (RuntimeError, AssertionError) as error:
+        wanted = f" with JAX_PLATFORMS={os.environ['JAX_PLATFORMS']}" if os.environ.get("JAX_PLATFORMS") else ""
+        reason = f" ({error})" if str(error) else ""
+        raise UserError(
+            f"JAX finds no device{wanted}{reason}; install its package for this device, see requirements/, or unset "
+            "JAX_PLATFORMS"
+        ) from error
     if jax.process_count() > 1 and mode not in SHARED:
         raise UserError(
             f"--mode={mode} runs in one process, but there are {jax.process_count()}; start it without the launcher"

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import json
+import os
 import shutil
 import socket
 import time
@@ -36,7 +37,17 @@ class Workdir:
 
     @classmethod
     def open(cls, name: str) -> "Workdir":
-        """Returns the workdir with this path or URL. Raises `UserError` if it is a URL that cannot be read."""
+        """Returns the workdir with this path or URL.
+
+        Raises:
+          UserError: if it is a URL that cannot be read, or if its name cannot be written in UTF-8.
+        """
+        try:
+            os.path.abspath(name).encode()
+        except UnicodeEncodeError as error:
+            raise UserError(
+                f"{name}: the name of this folder, or of one above it, is not UTF-8, which checkpoints need; rename it"
+            ) from error
         if not is_url(name):
             return cls(Path(name))
         bucket = Bucket(name)

@@ -6,6 +6,7 @@ import json
 import math
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -484,6 +485,34 @@ def test_a_diverging_run_finishes_the_save_before(tmp_path: Path) -> None:
     done = run_main(*TINY, *model, *(f"--config.train.{option}" for option in options))
     assert done.returncode == 3, done.stderr
     assert [entry.name for entry in (tmp_path / "checkpoints").iterdir()] == ["1"]
+
+
+def test_a_device_that_is_missing_is_one_line() -> None:
+    environment = {**os.environ, "JAX_PLATFORMS": "rocm"}
+    done = subprocess.run(
+        [sys.executable, "main.py", "--mode=methods"], cwd=ROOT, env=environment, capture_output=True, text=True
+    )
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
+    assert done.stderr.startswith("UserError: JAX finds no device with JAX_PLATFORMS=rocm")
+
+
+def test_closed_streams_are_replaced(tmp_path: Path) -> None:
+    """Otherwise the first file that is opened would get the messages."""
+    code = (
+        "import os, sys; from branchnorm_jax.cli import open_streams; open_streams(); "
+        f"log = open({str(tmp_path / 'log')!r}, 'w'); print('message', file=sys.stderr, flush=True); "
+        "os.write(2, b'message'); log.write(str(log.fileno()))"
+    )
+    for closed in ("2>&-", "<&- 2>&-", "<&- >&- 2>&-"):
+        subprocess.run(["bash", "-c", f"{sys.executable} -c {shlex.quote(code)} {closed}"], cwd=ROOT, check=True)
+        assert int((tmp_path / "log").read_text()) > 2
+    done = subprocess.run(["bash", "-c", f"{sys.executable} main.py --mode=x 2>&-"], cwd=ROOT, check=False)
+    assert done.returncode == 2
+
+
+def test_a_workdir_whose_name_is_no_utf8_is_rejected() -> None:
+    with pytest.raises(UserError, match="is not UTF-8"):
+        Workdir.open("runs/\udcff")
 
 
 def test_a_lack_of_memory_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -110,10 +110,10 @@ def listening(host: str, port: int) -> Iterator[socket.socket]:
     """
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-        listener = socket.create_server(address[:2], family=family)
+        listener = socket.create_server(address, family=family)  # With the scope of an address such as fe80::1%eth0.
     except (OSError, UnicodeError) as error:
         number = getattr(error, "errno", None) or 0
-        reason = os.strerror(number) if number > 0 else str(error)
+        reason = os.strerror(number) if number > 0 else getattr(error, "strerror", None) or str(error)
         raise UserError(
             f"cannot listen at {host}, port {port}: {reason}; choose another serve.host or serve.port"
         ) from error

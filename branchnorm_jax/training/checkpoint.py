@@ -37,7 +37,7 @@ import orbax.checkpoint as ocp
 from etils import epath
 from orbax.checkpoint.checkpoint_managers import preservation_policy
 
-from branchnorm_jax.errors import StorageError, UserError
+from branchnorm_jax.errors import StorageError, UserError, one_line
 from branchnorm_jax.model.coefficients import Alpha
 from branchnorm_jax.model.parameters import Params
 from branchnorm_jax.model.recipe import STACKS
@@ -58,13 +58,16 @@ _PASSING = """
 """
 _UNREACHABLE = re.compile(
     "PERMISSION_DENIED|UNAUTHENTICATED|UNAVAILABLE|DEADLINE_EXCEEDED|RESOURCE_EXHAUSTED"
-    "|^(Permission|Connection|Timeout|MemoryError)"
+    "|^(Permission|Connection|Timeout)"
     rf"|\[(?:OS error |Errno |os_error_code=')(?:{'|'.join(str(getattr(errno, name)) for name in _PASSING.split())})\b"
 )
 """Errors of a file system, a network or a lack of memory, which say nothing about the content of a checkpoint.
 
-They are the status codes of the storage library and of the operating system.
+They are the status codes of the storage library and of the operating system. Further ones are in `_OF_PROCESS`.
 """
+
+_OF_PROCESS = (MemoryError, RuntimeError)
+"""Errors of the process that reads, such as "can't start new thread". Damage raises other ones."""
 
 LATE = 60.0
 """Seconds within which a shared folder must show the checkpoints that process 0 sees."""
@@ -153,7 +156,7 @@ class Checkpoints:
         _mute_storage_library()
         folder = epath.Path(directory)
         self._directory = folder if folder.is_absolute() else folder.absolute()  # A URL is absolute.
-        self._warn = warn
+        self._warn: Callable[[str], None] = lambda line: warn(one_line(line))
         self._failed = False  # Whether a save has failed.
         keep: list[preservation_policy.PreservationPolicy] = [preservation_policy.LatestN(train.keep_last)]
         if train.may_roll_back and train.rollback == "batches":
@@ -174,7 +177,7 @@ class Checkpoints:
             read_only=read_only,
         )
         self._manager = _Manager(
-            self._directory, options=options, item_names=("params", "training", "memory"), warn=warn
+            self._directory, options=options, item_names=("params", "training", "memory"), warn=self._warn
         )
 
     def steps(self) -> list[int]:
@@ -374,7 +377,9 @@ class Checkpoints:
             self._warn(f"checkpoint {step} in {self._directory} is damaged ({fault}); trying the previous one")
         if steps:
             raise UserError(
-                f"{self._directory}: none of the checkpoints {steps} can be read; delete them to start over"
+                f"{self._directory}: none of the checkpoints {steps} can be read ({fault}); if config.json or a "
+                "variable such as JAX_ENABLE_X64 has changed since they were written, change it back; otherwise move "
+                "them away to start over"
             )
         return None
 
@@ -481,7 +486,7 @@ class Checkpoints:
             neither be deleted nor replaced by another one.
         """
         origin = _origin(error)
-        if _UNREACHABLE.search(f"{type(origin).__name__}: {origin}"):
+        if isinstance(origin, _OF_PROCESS) or _UNREACHABLE.search(f"{type(origin).__name__}: {origin}"):
             raise StorageError(
                 f"{self._directory}: checkpoint {step} cannot be read ({_summary(origin)}); it is not deleted"
             ) from error

@@ -12,7 +12,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 
-from branchnorm_jax.errors import StorageError
+from branchnorm_jax.errors import StorageError, UserError
 from branchnorm_jax.model.recipe import STACKS
 from branchnorm_jax.model.transformer import Transformer
 from branchnorm_jax.options import ModelConfig, TrainConfig
@@ -151,11 +151,20 @@ def test_every_flipped_bit_of_the_memory_is_noticed(tmp_path: Path) -> None:
     assert restored is not None and int(restored[0].step) == 1
 
 
-def test_an_error_of_the_device_is_no_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "error",
+    [
+        jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 8 bytes"),
+        RuntimeError("can't start new thread"),
+    ],
+    ids=["memory", "threads"],
+)
+def test_an_error_of_the_process_is_no_damage(
+    error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     save(opened(tmp_path), {1: 0.5, 2: 0.1})
     checkpoints, original = opened(tmp_path), checkpoint.checksums
-    full = jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 8 bytes")
-    failures = iter([full])
+    failures = iter([error])
 
     def failing(tree: Any) -> Any:
         if error := next(failures, None):
@@ -165,6 +174,16 @@ def test_an_error_of_the_device_is_no_damage(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(checkpoint, "checksums", failing)
     with pytest.raises(StorageError, match=r"checkpoint 2 cannot be read .*; it is not deleted"):
         checkpoints.restore_latest(state(0))
+    assert checkpoints.steps() == [1, 2]
+
+
+def test_a_config_that_does_not_fit_the_checkpoints_is_named_as_a_cause(tmp_path: Path) -> None:
+    save(opened(tmp_path), {1: 0.5, 2: 0.1})
+    wider = Transformer(dataclasses.replace(MODEL.config, ffn_width=8), 8, 8)
+    abstract = jax.eval_shape(lambda: first_state(wider.init(jax.random.key(0)), make_optimizer(TRAIN)))
+    checkpoints = opened(tmp_path)
+    with pytest.raises(UserError, match=r"none of the checkpoints \[1, 2\] can be read \(.*shape.*config.json"):
+        checkpoints.restore_latest(abstract)
     assert checkpoints.steps() == [1, 2]
 
 

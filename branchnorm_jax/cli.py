@@ -328,10 +328,12 @@ def config_errors(file: str | None) -> Iterator[None]:
                 if reason in text:
                     text = f"{text[: text.index(reason)]}{expected} is expected"
             raise UserError(text.replace("\n", " ")) from error
-        # ml_collections puts the traceback of a ValueError or TypeError into the message of another one.
+        # ml_collections puts the traceback of a ValueError or TypeError into the message of another one. What follows
+        # the last indented line is the error.
         kind = "" if "Traceback" in text else f"{type(error).__name__}: "
-        *_, last = ["no message", *filter(str.strip, text.splitlines())]
-        raise UserError(f"--config={file}: this file fails ({kind}{last.strip()})") from error
+        lines = text.splitlines() if kind else re.split(r"^ .*\n", text, flags=re.MULTILINE)[-1].splitlines()
+        reason = " ".join(filter(None, map(str.strip, lines))) or "no message"
+        raise UserError(f"--config={file}: this file fails ({kind}{reason})") from error
 
 
 def default_config(mode: str | None, workdir: str | None, saved: Path) -> str | None:

@@ -45,10 +45,10 @@ KINDS: dict[str, Kind] = {
     "a spike of the loss": Kind("logits", 30.0, "spike"),
     "a batch of padding": Kind("batch", 0, "nonfinite"),
     "sources of padding": Kind("source", 0, ""),
-    "a loss scale of 2^-24": Kind("scale", 2.0**-24, ""),
-    "a loss scale of 2^-14": Kind("scale", 2.0**-14, ""),
-    "a loss scale of 2^15": Kind("scale", 2.0**15, ""),
-    "a loss scale of 2^40": Kind("scale", 2.0**40, "nonfinite"),
+    "loss scale times 2^-24": Kind("scale", 2.0**-24, ""),
+    "loss scale times 2^-14": Kind("scale", 2.0**-14, ""),
+    "loss scale times 2^15": Kind("scale", 2.0**15, ""),
+    "loss scale times 2^40": Kind("scale", 2.0**40, "nonfinite"),
 }
 
 PLACES = ("encoder 1", "encoder 2", "decoder 1", "decoder 2")

@@ -112,6 +112,12 @@ def draw(calls: dict[str, int], rng: random.Random) -> Fault:
     return Fault(place, rng.randint(1, calls[place]), action, lasting=action != KILL and rng.random() < 0.3)
 
 
+def unusual(workdir: Path, done: Finished, said: Sequence[str]) -> list[str]:
+    """Returns the lines on stderr whose kinds are not in `said`, those of an undisturbed job."""
+    lines = [line for line in done.error.splitlines() if "repeating updates" not in line]  # after an earlier fault
+    return [line for line in lines if kind(line.replace(str(workdir), "")) not in said]
+
+
 def verdict(job: str, workdir: Path, fault: Fault, hit: str, done: Finished, said: Sequence[str]) -> str:
     """Returns how the program misbehaved when it met the fault; "" if it did what it should."""
     if fault.action == KILL and hit:
@@ -123,8 +129,7 @@ def verdict(job: str, workdir: Path, fault: Fault, hit: str, done: Finished, sai
     saving = hit.startswith("checkpoints/") and not fault.place.startswith(("open", "delete"))
     if done.code == 2 and saving:
         return f"a failed save is no user error: {done.said}"
-    lines = [line for line in done.error.splitlines() if "repeating updates" not in line]  # after an earlier fault
-    new = [line for line in lines if kind(line.replace(str(workdir), "")) not in said]
+    new = unusual(workdir, done, said)
     if done.code and str(workdir) not in done.said:
         return f"the message does not say where: {done.said}"
     if done.code and len(new) > 1 and "warn" not in job:
@@ -159,11 +164,12 @@ def trial(shared: Path, rng: random.Random, folder: Path) -> Outcome:
     fault = draw(expected.calls, rng)
     begin(name, workdir, shared)
     call = f"{name}: {fault.place}, call {fault.n}" + (" and later ones" if fault.lasting else "")
-    where = f"{call}: not reached"
+    met = False
     for _ in range(rng.choice((1, 1, 2))):
         done, _, hit = supervised(name, workdir, shared, fault)
-        where = call if hit else where
-        outcome = functools.partial(Outcome, fault.action, where, done.said, done.code)
+        met = met or bool(hit)
+        new = unusual(workdir, done, expected.said) if done.code == 0 else [done.said] if done.code > 0 else []
+        outcome = functools.partial(Outcome, fault.action, call, "".join(new[:1]), done.code, injected=met)
         if wrong := verdict(name, workdir, fault, hit, done, expected.said):
             return outcome(wrong=wrong)
         if done.code == 0 and digest(workdir, JOBS[name].results) != expected.digest:

@@ -1,7 +1,7 @@
 """Runs trials of the families of faults, and records them.
 
     python -m faults.campaign                           all families, the long campaign; resumes where it stopped
-    python -m faults.campaign bytes --trials 100        100 trials of one family
+    python -m faults.campaign damage --trials 100       100 trials of one family
     python -m faults.campaign --seconds 180             as many trials of each family as fit into three minutes in all
     python -m faults.campaign --again kills:17          repeats trial 17 and keeps its folder
     python -m faults.campaign --part 3/16 --scratch X   every 16th trial, from the third on, beside the other 15 parts
@@ -13,10 +13,12 @@ The exit code is 1 if anything was lost or wrong.
 
 import argparse
 import dataclasses
+import itertools
 import json
 import random
 import re
 import shutil
+import signal
 import sys
 import tempfile
 import time
@@ -44,13 +46,17 @@ FAMILIES: dict[str, Family] = {
 
 
 def one(trial: Trial, family: str, seed: int, number: int, folder: Path) -> dict[str, object]:
-    """Runs a trial in an empty folder; returns its line."""
-    folder.mkdir(parents=True)
+    """Runs a trial in an empty folder, again until the program meets the fault; returns its line."""
     begin = time.perf_counter()
-    outcome = trial(random.Random(f"{seed} {family} {number}"), folder)
+    for again in itertools.count():
+        folder.mkdir(parents=True)
+        outcome = trial(random.Random(f"{seed} {family} {number}" + f" {again}" * bool(again)), folder)
+        if outcome.injected or outcome.lost or outcome.wrong:
+            break
+        shutil.rmtree(folder)
     return {
         "trial": number,
-        **dataclasses.asdict(outcome),
+        **{name: value for name, value in dataclasses.asdict(outcome).items() if name != "injected"},
         "seconds": round(time.perf_counter() - begin, 2),
         "seed": seed,
         "git_revision": git_revision(),
@@ -147,6 +153,8 @@ def main() -> None:
     parser.add_argument("--scratch", type=Path, default=Path("runs/faults"), help="folder of the runs")
     parser.add_argument("--again", metavar="family:n", help="repeats one trial and prints it")
     arguments = parser.parse_args()
+    # Background jobs of a shell ignore it, and so would the programs that they start.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     arguments.scratch = arguments.scratch.absolute()  # as in messages, from which `without` removes it
     if unknown := [name for name in arguments.families if name not in FAMILIES]:
         parser.error(f"no family {unknown[0]!r}; choose from {', '.join(FAMILIES)}")

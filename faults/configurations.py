@@ -192,8 +192,8 @@ TRACED = Family(
 
 TRAINED = Family(
     "Random options, trained",
-    "Options are drawn until two updates can be trained with them. A config that cannot be trained must be refused in "
-    "one line.",
+    "Options are drawn until updates can be trained with them: two, or as many as drawn. A config that cannot be "
+    "trained must be refused in one line.",
     prepare_training,
     300,
 )

@@ -99,8 +99,9 @@ def prepare(shared: Path, seconds: float) -> Trial:
 
 FAMILY = Family(
     "Negative controls",
-    "A run is stopped and started again by a process whose restore is broken. The comparison that the other campaigns "
-    "use must notice each of them, and must find no difference if nothing is broken.",
+    "A run is stopped and started again by a process whose restore is broken. The comparison that the trials with "
+    "signals, file calls, damaged files, broken updates and long runs use must notice each of them, and must find no "
+    "difference if nothing is broken.",
     prepare,
     20,
 )

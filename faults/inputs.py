@@ -27,7 +27,7 @@ from branchnorm_jax import config as configs
 from branchnorm_jax.data.formats import UnpairedWarning, pairs_in
 from branchnorm_jax.data.lines import text_lines
 from branchnorm_jax.decoding.engine import coarse
-from branchnorm_jax.errors import BranchNormError, UserError
+from branchnorm_jax.errors import BranchNormError, UserError, one_line
 from branchnorm_jax.modes import lines as line_modes
 from branchnorm_jax.modes.common import Trained, load, read_chunks
 from branchnorm_jax.options import Config
@@ -49,7 +49,7 @@ MEMORY = 4 << 30
 """Bytes of data of a command that reads a long line or a file that compresses well."""
 
 LONG = 100_000_000
-"""Characters of the longest line."""
+"""Bytes of the longest line."""
 
 
 def in_place(line: int, message: str) -> str:
@@ -176,11 +176,14 @@ def units_in(kind: str, content: bytes) -> int:
 
 
 class Command(NamedTuple):
-    """A command: options, stdin, the expected number of lines (None: refused; -1: any), what to call first."""
+    """A command with odd input."""
 
     options: list[str]
     stdin: bytes = b""
     lines: int | None = None
+    """Number of lines that it must print: -1 for any number, None if it must be refused."""
+    place: str = ""
+    """What a refusal must name."""
     prepared: Callable[[], None] | None = None
 
 
@@ -243,8 +246,9 @@ def odd_input(rng: random.Random, folder: Path) -> Command:
     if option == "output":
         (folder / "text").write_text("one\ntwo\n")
         written = how in ("loop", "dangling link", "missing") and len(name) < 256
-        return Command([*options, f"--config.decode.input={folder / 'text'}"], b"", 0 if written else None)
-    return Command(options)
+        options.append(f"--config.decode.input={folder / 'text'}")
+        return Command(options, b"", 0 if written else None, one_line(path.name))
+    return Command(options, place=one_line(path.name))
 
 
 def fifo(rng: random.Random, folder: Path) -> Command:
@@ -252,21 +256,24 @@ def fifo(rng: random.Random, folder: Path) -> Command:
     content = hostile.lines(rng, 20, False)
     os.mkfifo(folder / "pipe")
     threading.Thread(target=lambda: (folder / "pipe").write_bytes(content), daemon=True).start()
-    return Command([f"--config.decode.input={folder / 'pipe'}"], b"", None if hostile.first_invalid(content) else 20)
+    faulty = hostile.first_invalid(content)
+    return Command([f"--config.decode.input={folder / 'pipe'}"], b"", None if faulty else 20, f"pipe: line {faulty}:")
 
 
 def through_stdin(rng: random.Random, folder: Path) -> Command:
     """Text from stdin, also none at all."""
     count = rng.choice((0, 1, 30))
     content = hostile.lines(rng, count, False) if count else rng.choice((b"", b"\xef\xbb\xbf", b"\n", b"\0", b"\xff"))
-    return Command([], content, None if hostile.first_invalid(content) else len(hostile.plain(content)))
+    faulty = hostile.first_invalid(content)
+    return Command([], content, None if faulty else len(hostile.plain(content)), f"line {faulty}:")
 
 
 def long_line(rng: random.Random, folder: Path) -> Command:
     """A line that is longer than any sentence, between two others."""
     size = LONG if rng.random() < 0.1 else 100_000
-    text = b"one\n" + rng.choice((b"x", b"twenty-one ", b"\0", "e\u0301".encode(), b" ")) * (size // 8) + b"\ntwo\n"
-    return Command(["--config.decode.split=none"], text, 3, limit_memory)
+    part = rng.choice((b"x", b"twenty-one ", b"\0", "e\u0301".encode(), b" "))
+    text = b"one\n" + part * (size // len(part)) + b"\ntwo\n"
+    return Command(["--config.decode.split=none"], text, 3, prepared=limit_memory)
 
 
 def bomb(rng: random.Random, folder: Path) -> Command:
@@ -281,7 +288,7 @@ def bomb(rng: random.Random, folder: Path) -> Command:
         f"--config.data.path={folder}",
         "--config.clean.drop=script",
     ]
-    return Command([*options, f"--config.clean.path={folder / 'out'}"], b"", 1, limit_memory)
+    return Command([*options, f"--config.clean.path={folder / 'out'}"], b"", 1, prepared=limit_memory)
 
 
 def faulty_config(rng: random.Random, folder: Path) -> Command:
@@ -289,7 +296,9 @@ def faulty_config(rng: random.Random, folder: Path) -> Command:
     code, valid = rng.choice([*CONFIGS.items()])
     path = folder / rng.choice(("mine.py", "a b.py", "c\nd.py"))
     path.write_bytes(code.encode("utf-8", "surrogateescape"))
-    return Command([f"--config={path}", "--mode=help", f"--workdir={folder}"], b"", None if not valid else -1)
+    # A value of the wrong form is named by its option.
+    place = "config: decode.input=" if "decode.input" in code else one_line(path.name)
+    return Command([f"--config={path}", "--mode=help", f"--workdir={folder}"], b"", -1 if valid else None, place)
 
 
 COMMANDS: dict[str, Callable[[random.Random, Path], Command]] = {
@@ -310,7 +319,7 @@ def verdict(command: Command, done: Finished) -> tuple[str, str]:
     if command.lines is None:
         # The name of an output can be too long for the storage: 5.
         if done.code in (2, 5) and len(errors) == 1 and done.error.endswith(f"{errors[0]}\n"):
-            return "", ""
+            return "", "" if command.place in errors[0] else f"the message does not name {command.place!r}: {errors[0]}"
         return "", f"it should be refused in one line: exit code {done.code}, {done.error[-200:]!r}"
     if done.code:
         return "", f"it is refused: {done.said}"

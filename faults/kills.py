@@ -1,8 +1,8 @@
 """Signals at random moments: after the same command again, every result equals that of an undisturbed run.
 
-An undisturbed run of each job records when it prints each line of stderr. A trial chooses one of these lines, waits
-until the job has printed it, and then for a random part of the time until the next line. So short phases, such as the
-end of a run, are hit as often as long ones.
+An undisturbed run of each job records when it prints each line of stderr, except for the list of its options. A trial
+chooses one of these lines, waits until the job has printed it, and then for a random part of the time until the next
+line. So short phases, such as the end of a run, are hit as often as long ones.
 """
 
 import hashlib
@@ -20,11 +20,11 @@ from typing import NamedTuple
 
 from branchnorm_jax.data import numerals
 from branchnorm_jax.files import ABANDONED
-from faults.processes import ROOT, TINY, Finished, run, start
+from faults.processes import PROGRAM, ROOT, TINY, Finished, run, start
 from faults.trial import Family, Outcome, Trial
 
 SIGNALS = (signal.SIGKILL,) * 4 + (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-"""200 of the 383 trials are kills, and more than 50 each of the others."""
+"""At least 200 of the trials shall be kills, and 50 each of the others."""
 
 
 class Job(NamedTuple):
@@ -109,10 +109,13 @@ NUMBER = re.compile(r"\d[\d.,e+-]*")
 
 
 class Marker(NamedTuple):
-    """A line of stderr, with # in place of its numbers, and the time until the next one in seconds."""
+    """A line of stderr, with # in place of its numbers."""
 
     text: str
     seconds: float
+    """Time until the next one."""
+    number: int
+    """Which one of the lines with this text it is, from 1 on."""
 
 
 class Undisturbed(NamedTuple):
@@ -147,8 +150,8 @@ def digest(workdir: Path, patterns: Sequence[str], without: str = "") -> dict[st
 class Watched:
     """A running job. `lines` are the lines that it has printed to stderr so far."""
 
-    def __init__(self, options: Sequence[str], cache: Path) -> None:
-        self.process, self.lines = start(options, cache), list[str]()
+    def __init__(self, options: Sequence[str], cache: Path, program: Sequence[str] = PROGRAM) -> None:
+        self.process, self.lines = start(options, cache, program), list[str]()
         self.times = [time.monotonic()]
         self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._read)
@@ -162,18 +165,16 @@ class Watched:
                 self.times.append(time.monotonic())
                 self._changed.notify()
 
-    def printed(self, marker: str) -> bool:
+    def printed(self, marker: Marker) -> bool:
         """Waits until the job has printed `marker`; False if it ends before."""
-        begin = 0
-        while True:
+        while marker.text != START:
             with self._changed:
-                found = [kind(line) for line in self.lines[begin:]]
-                if marker in found or marker == START:
+                if [*map(kind, self.lines)].count(marker.text) >= marker.number:
                     return True
-                begin += len(found)
                 if not self._thread.is_alive():
                     return False
                 self._changed.wait(0.1)
+        return True
 
     def finished(self) -> Finished:
         """Waits for the end of the job."""
@@ -212,16 +213,26 @@ def undisturbed(name: str, shared: Path) -> Undisturbed:
         done = watched.finished()
         if done.code:
             raise RuntimeError(f"{name} fails without a fault: {done.error}")
-    ends = [*watched.times[1:], time.monotonic()]
-    names = [START, *map(kind, watched.lines)]
-    markers = [Marker(text, end - begin) for text, begin, end in zip(names, watched.times, ends, strict=True)]
     shutil.rmtree(workdir, ignore_errors=True)
     again.rename(workdir)
-    result = Undisturbed(markers, digest(workdir, job.results))
+    result = Undisturbed(markers_of(watched), digest(workdir, job.results))
     if not result.digest:
         raise RuntimeError(f"{name} has no results")
     made.write_text(json.dumps(result._asdict()))
     return result
+
+
+def markers_of(watched: Watched) -> list[Marker]:
+    """Returns the markers of a job that has ended: the start, and the lines that are not of the list of options."""
+    shown = [(START, watched.times[0])]
+    for line, moment in zip(watched.lines, watched.times[1:], strict=True):
+        if not line.startswith("  "):
+            shown.append((kind(line), moment))
+    names, begins = zip(*shown, strict=True)
+    ends = [*begins[1:], time.monotonic()]
+    return [
+        Marker(name, ends[place] - begins[place], names[: place + 1].count(name)) for place, name in enumerate(names)
+    ]
 
 
 def trial(shared: Path, rng: random.Random, folder: Path) -> Outcome:
@@ -233,30 +244,45 @@ def trial(shared: Path, rng: random.Random, folder: Path) -> Outcome:
     if job.after:
         shutil.copytree(shared / job.after, workdir)
     options, cache = job.filled(workdir, shared), shared / "compiled"
-    places, code, said = list[str](), 0, ""
+    places, code, said, met = list[str](), 0, "", False
     for _ in range(times):
         marker = rng.choice(expected.markers)
         delay = rng.random() * marker.seconds
+        due = max(steps_of(workdir), default=0)
         watched = Watched(options, cache)
-        if watched.printed(marker.text):
-            places.append(f"{delay:.2f} s after {marker.text!r}")
+        if watched.printed(marker):
+            nth = f" no. {marker.number}" if marker.number > 1 else ""
+            places.append(f"{delay:.2f} s after {marker.text!r}{nth}")
             time.sleep(delay)
             watched.process.send_signal(number)
         done = watched.finished()
-        code, said = done.code, done.said
+        code, said, met = done.code, done.said if done.code > 0 else "", met or done.code != 0
         if done.code not in (0, -number, 128 + number):
             return Outcome(number.name, f"{name}: {'; '.join(places)}", said, code, wrong=f"exit code {code}")
         if wrong := "" if done.code == -number else done.fault:
             return Outcome(number.name, f"{name}: {'; '.join(places)}", said, code, wrong=wrong)
+        if lost := begins_before(due, done):
+            return Outcome(number.name, f"{name}: {'; '.join(places)}", said, code, lost=lost)
     where = f"{name}: {'; '.join(places)}"
+    due = max(steps_of(workdir), default=0)
     age(workdir)
     done = run(options, cache)
-    if done.code:
-        return Outcome(number.name, where, done.said, code, lost=f"the next start ends with {done.code}: {done.said}")
+    lost = f"the next start ends with {done.code}: {done.said}" if done.code else begins_before(due, done)
+    if lost:
+        return Outcome(number.name, where, done.said, code, lost=lost)
     different = differing(digest(workdir, job.results), expected.digest)
     left = [str(path.relative_to(workdir)) for path in workdir.rglob("*") if LEFTOVER.search(path.name)]
     wrong = f"{', '.join(different[:5])} differ from the undisturbed run" if different else ""
-    return Outcome(number.name, where, said, code, lost="", wrong=wrong or (f"left behind: {left[:3]}" if left else ""))
+    wrong = wrong or (f"left behind: {left[:3]}" if left else "")
+    return Outcome(number.name, where, said, code, wrong=wrong, injected=met)
+
+
+def begins_before(due: int, done: Finished) -> str:
+    """Returns what was lost, if training began before the newest checkpoint, at step `due`; "" if nothing."""
+    begin = re.search(r"training from step (\d+)", done.error)
+    return (
+        f"training begins at step {begin[1]}, before the checkpoint of {due}" if begin and int(begin[1]) < due else ""
+    )
 
 
 def differing(found: dict[str, str], expected: dict[str, str]) -> list[str]:
@@ -299,10 +325,11 @@ def prepare(shared: Path, seconds: float) -> Trial:
 
 FAMILY = Family(
     "Signals at random moments",
-    "A job is interrupted one to three times, at any moment from its start to its end, and then started again. Jobs: "
+    "A job is interrupted one to three times, at any moment from its start to its end. A day later it is started "
+    "again, and must go on from its newest checkpoint. Jobs: "
     + ", ".join(JOBS)
     + ". Their results must equal those of the undisturbed job: the digest of the state and every line of the metrics, "
     "the scores and translations, or the exported weights. No temporary file may be left.",
     prepare,
-    383,
+    400,
 )

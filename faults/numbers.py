@@ -202,6 +202,8 @@ def verdict(case: Case, done: Finished, workdir: Path, undisturbed: Path) -> str
     lines, sound = read_lines(workdir / "metrics.jsonl"), read_lines(undisturbed / "metrics.jsonl")
     if [line["step"] for line in lines] != list(documented.clocks):
         return f"metrics of updates {[line['step'] for line in lines]} instead of {list(documented.clocks)}"
+    if not case.fault.trouble and all(same_numbers(line, sound[line["step"]]) for line in lines):
+        return "the fault changes no update"
     for line in lines:
         update = line["step"]
         names = [name for name in line if name != "seconds"] if update < documented.same else ["batch", "learning_rate"]
@@ -209,6 +211,11 @@ def verdict(case: Case, done: Finished, workdir: Path, undisturbed: Path) -> str
         if wrong := {name: line[name] for name in (*names, "alpha") if line[name] != twin[name]}:
             return f"update {update} has {wrong} instead of {twin}"
     return words(case, documented, done, status, events)
+
+
+def same_numbers(line: dict[str, Any], other: dict[str, Any]) -> bool:
+    """Returns whether two lines of metrics.jsonl are equal, wall times aside."""
+    return line | {"seconds": 0} == other | {"seconds": 0}
 
 
 def words(case: Case, documented: Documented, done: Finished, status: dict[str, Any], events: list[Any]) -> str:
@@ -337,8 +344,8 @@ FAMILY = Family(
     "batches that it leaves out, the checkpoint that it goes back to, the time that alpha stands still, "
     "`status.json`, `events.jsonl`, the exit code and the layer in the message. All updates before the fault must "
     "equal those of an undisturbed run, skipped updates must leave the digest of the state as it is, a second run "
-    "must give the same results, and a run that stopped must end like the undisturbed run if it is started again "
-    "without the fault.",
+    "must give the same results. A run that stopped must go on if it is started again without the fault, and under "
+    "the policies stop and log it must end like the undisturbed run.",
     prepare,
     100,
 )

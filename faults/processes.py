@@ -14,6 +14,8 @@ from branchnorm_jax import cli
 
 ROOT = Path(__file__).resolve().parent.parent
 
+PROGRAM = (sys.executable, "main.py")
+
 TINY = (
     "--config=configs/numerals.py:2L-2L",
     "--config.model.width=16",
@@ -72,11 +74,12 @@ def environment(cache: Path) -> dict[str, str]:
     }
 
 
-def start(options: Sequence[str], cache: Path, **kwargs: Any) -> subprocess.Popen[str]:
-    """Starts main.py."""
-    command = [sys.executable, "main.py", *options]
+def start(
+    options: Sequence[str], cache: Path, program: Sequence[str] = PROGRAM, **kwargs: Any
+) -> subprocess.Popen[str]:
+    """Starts main.py, or another program."""
     return subprocess.Popen(
-        command,
+        [*program, *options],
         cwd=ROOT,
         env=environment(cache),
         text=True,

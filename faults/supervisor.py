@@ -87,7 +87,7 @@ def place_of(does: str, path: str) -> str:
     >>> place_of("rename", "checkpoints/15/params")
     'rename checkpoints/#/params'
     """
-    return f"{does} {re.sub('[0-9a-f]{32}|[0-9]+', '#', path)}"
+    return f"{does} {re.sub(r'[0-9a-f]{32}|(?<=/[.]tmp)[^/]+$|[0-9]+', '#', path)}"
 
 
 def unavailable() -> str:

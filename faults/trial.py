@@ -17,13 +17,15 @@ class Outcome:
     where: str
     """The program and the moment or place, such as "train: after 'compiled # batch shapes'"."""
     said: str = ""
-    """The last line that the program printed to stderr, if it failed."""
+    """What the program said about the fault: the last line of stderr if it failed, or the first unusual line."""
     code: int = 0
     """Exit code of the program that met the fault; -n: killed by signal n."""
     lost: str = ""
     """What of the user's work was lost; empty: nothing."""
     wrong: str = ""
     """Which result differs from that of the undisturbed run, or how the program misbehaved; empty: none."""
+    injected: bool = True
+    """Whether the program met the fault. Otherwise the trial is made again, with other random numbers."""
 
 
 class Unavailable(Exception):

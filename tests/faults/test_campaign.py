@@ -3,12 +3,15 @@
 import argparse
 import json
 import random
+import re
+import signal
+import sys
 from pathlib import Path
 
 import pytest
 
 from branchnorm_jax.errors import UserError
-from faults import calls, campaign, configurations, damage, kills, processes, report
+from faults import calls, campaign, configurations, controls, damage, kills, numbers, processes, report
 from faults.processes import Finished
 from faults.trial import Family, Outcome, recorded
 
@@ -75,7 +78,7 @@ TRACE = "Traceback (most recent call last):\n  ...\nKeyError: 'x'"
         (MODEL, Finished(1, "", TRACE), False, [], False, True),
         (MODEL, Finished(0, "", TRACE), True, [], False, True),
         (MODEL, Finished(-11, "", ""), False, [], False, True),
-        (damage.Case("metrics.jsonl", "deleted", ""), Finished(0, "", ""), False, [], False, False),
+        (damage.Case("metrics.jsonl", "deleted", ""), Finished(0, "", ""), False, [], False, True),
     ],
 )
 def test_verdicts(case: damage.Case, done: Finished, same: bool, said: list[str], lost: bool, wrong: bool) -> None:
@@ -174,6 +177,64 @@ def test_parts_share_the_trials(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     for wrong in ("nope:1", "none", "none:x"):
         with pytest.raises(SystemExit, match="2"):
             call("--again", wrong)
+
+
+def test_a_trial_without_a_fault_is_made_again(tmp_path: Path) -> None:
+    drawn: list[float] = []
+
+    def trial(rng: random.Random, folder: Path) -> Outcome:
+        (folder / "file").touch(exist_ok=False)
+        drawn.append(rng.random())
+        return Outcome("none", f"{len(drawn)}", injected=len(drawn) == 3)
+
+    row = campaign.one(trial, "none", 0, 5, tmp_path / "trial")
+    assert row["where"] == "3"
+    assert "injected" not in row
+    assert drawn == [random.Random(seed).random() for seed in ("0 none 5", "0 none 5 1", "0 none 5 2")]
+
+
+def test_the_short_campaign_has_faults_that_matter() -> None:
+    seed = re.search(r"--trials 1 --seed (\d+)", (processes.ROOT / ".ci" / "run").read_text())
+    assert seed
+    case = numbers.draw(random.Random(f"{seed[1]} numbers 0"))
+    assert case.fault.trouble == "nonfinite"
+    assert case.policy.startswith("rollback")
+    killed = random.Random(f"{seed[1]} kills 0")
+    assert killed.choice(list(kills.JOBS)).startswith("train")
+    assert killed.choice(kills.SIGNALS) == signal.SIGKILL
+    assert random.Random(f"{seed[1]} controls 0").choice(list(controls.BROKEN)) != "nothing"
+
+
+def test_a_start_before_the_newest_checkpoint_is_found() -> None:
+    done = Finished(0, "", "compiled\ntraining from step 10 to 30; the learning rate\n")
+    assert not kills.begins_before(10, done)
+    assert kills.begins_before(15, done)
+    assert not kills.begins_before(30, Finished(0, "", "this run is finished"))
+
+
+def test_damage_that_changes_nothing_is_no_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for folder in ("whole", "older", *damage.COMMANDS):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "config.json").write_text("{}")
+    (tmp_path / "made").touch()
+    trial = damage.prepare(tmp_path, 0)
+    monkeypatch.setattr(damage, "CHANGES", {})
+    monkeypatch.setattr(random.Random, "choice", lambda rng, items: "stale" if "stale" in items else items[0])
+    (tmp_path / "trial").mkdir()
+    assert not trial(random.Random(0), tmp_path / "trial").injected
+
+
+def test_markers_count_equal_lines_and_leave_out_the_options(tmp_path: Path) -> None:
+    lines = ["head", "  model.width: 4", "step 1", "step 2", "end"]
+    code = f"import sys; sys.stderr.writelines(line + '\\n' for line in {lines})"
+    watched = kills.Watched([], tmp_path, [sys.executable, "-c", code])
+    assert watched.finished().code == 0
+    markers = kills.markers_of(watched)
+    assert [(marker.text, marker.number) for marker in markers] == [
+        (kills.START, 1), ("head", 1), ("step #", 1), ("step #", 2), ("end", 1)
+    ]  # fmt: skip
+    assert all(map(watched.printed, markers))
+    assert not watched.printed(markers[3]._replace(number=3))
 
 
 @pytest.mark.parametrize("text", ["0/3", "4/3", "3", "a/b", "-1/3"])

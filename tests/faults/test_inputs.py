@@ -64,7 +64,7 @@ def test_readers_that_lose_a_text_or_refuse_it_without_a_reason_are_found(
         assert part in outcome.lost + outcome.wrong
 
 
-REFUSED, TWO_LINES = Command([]), Command([], lines=2)
+REFUSED, TWO_LINES = Command([], place="a"), Command([], lines=2)
 
 
 @pytest.mark.parametrize(
@@ -73,6 +73,7 @@ REFUSED, TWO_LINES = Command([]), Command([], lines=2)
         (REFUSED, Finished(2, "", "UserError: a: no such file\n"), True),
         (REFUSED, Finished(2, "", "some lines\nUserError: a: no such file\n"), True),
         (REFUSED, Finished(2, "", "UserError: a\nb: no such file\n"), False),
+        (REFUSED, Finished(2, "", "UserError: no such file\n"), False),
         (REFUSED, Finished(3, "", "DivergedError: a\n"), False),
         (REFUSED, Finished(0, "", ""), False),
         (REFUSED, Finished(1, "", "Traceback (most recent call last)\nKeyError: 'x'\n"), False),

@@ -1,5 +1,6 @@
 """Broken updates: the faults are what they say, and the predictions are worked out by hand."""
 
+import json
 import math
 import random
 from pathlib import Path
@@ -138,6 +139,24 @@ def test_faults_change_what_they_say(kind: str, place: int, monkeypatch: pytest.
             np.testing.assert_array_equal(tree[name]["w"], expected)
     assert not math.isnan(scale)
     assert (gradient["embedding"] == 1).all()
+
+
+def test_a_fault_without_effect_is_found(tmp_path: Path) -> None:
+    case = Case(Fault("gradients of 1e15", 0, 33, 1, True), "stop", 4, "numerals")
+
+    def written(name: str, loss: float) -> Path:
+        (tmp_path / name).mkdir(exist_ok=True)
+        lines = [{"step": step, "alpha": 0.5, "loss": loss if step == 34 else 2.0} for step in range(numbers.STEPS)]
+        lines = [line | {"batch": 1, "learning_rate": 1.0, "seconds": loss} for line in lines]
+        (tmp_path / name / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        (tmp_path / name / "status.json").write_text(json.dumps(Documented(case).run().status))
+        return tmp_path / name
+
+    def verdict(loss: float) -> str:
+        return numbers.verdict(case, numbers.Finished(0, "", ""), written("run", loss), written("undisturbed", 2.0))
+
+    assert verdict(2.0) == "the fault changes no update"
+    assert verdict(2.5) == ""
 
 
 def test_a_wrong_reaction_is_found(tmp_path: Path) -> None:

@@ -80,6 +80,8 @@ def undisturbed(name: str, shared: Path) -> Undisturbed:
     if done.code:
         raise RuntimeError(f"{name} fails without a fault: {done.error}")
     results, files = digest(workdir, JOBS[name].results), files_of(workdir)
+    if not results:
+        raise RuntimeError(f"{name} has no results")
     restarted = run(JOBS[name].filled(workdir, shared), shared / "compiled")
     lines = [*done.error.splitlines(), *restarted.error.splitlines()]
     found = Undisturbed(calls, results, files, sorted({kind(line.replace(str(workdir), "")) for line in lines}))

@@ -257,7 +257,7 @@ def fifo(rng: random.Random, folder: Path) -> Command:
     os.mkfifo(folder / "pipe")
     threading.Thread(target=lambda: (folder / "pipe").write_bytes(content), daemon=True).start()
     faulty = hostile.first_invalid(content)
-    return Command([f"--config.decode.input={folder / 'pipe'}"], b"", None if faulty else 20, f"pipe: line {faulty}:")
+    return Command([f"--config.decode.input={folder / 'pipe'}"], b"", None if faulty else 20, f"pipe, line {faulty}:")
 
 
 def through_stdin(rng: random.Random, folder: Path) -> Command:

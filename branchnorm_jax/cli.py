@@ -441,7 +441,8 @@ def run(mode: str, config: Config, workdir: Workdir) -> None:
     hosts.start(config.parallel)
     heed_signals()  # JAX has replaced the handler of SIGTERM if there are several processes.
     try:
-        jax.devices()
+        with hosts.blame_lost_process():
+            jax.devices()
     except (RuntimeError, AssertionError) as error:
         wanted = f" with JAX_PLATFORMS={os.environ['JAX_PLATFORMS']}" if os.environ.get("JAX_PLATFORMS") else ""
         reason = f" ({error})" if str(error) else ""

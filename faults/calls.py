@@ -170,8 +170,10 @@ def trial(shared: Path, rng: random.Random, folder: Path) -> Outcome:
     for _ in range(rng.choice((1, 1, 2))):
         done, _, hit = supervised(name, workdir, shared, fault)
         met = met or bool(hit)
-        new = unusual(workdir, done, expected.said) if done.code == 0 else [done.said] if done.code > 0 else []
-        outcome = functools.partial(Outcome, fault.action, call, "".join(new[:1]), done.code, injected=met)
+        message = done.said if done.code > 0 else ""
+        if done.code == 0:
+            message = next(iter(unusual(workdir, done, expected.said)), "")
+        outcome = functools.partial(Outcome, fault.action, call, message, done.code, injected=met)
         if wrong := verdict(name, workdir, fault, hit, done, expected.said):
             return outcome(wrong=wrong)
         if done.code == 0 and digest(workdir, JOBS[name].results) != expected.digest:

@@ -245,6 +245,10 @@ def trial(shared: Path, rng: random.Random, folder: Path) -> Outcome:
         shutil.copytree(shared / job.after, workdir)
     options, cache = job.filled(workdir, shared), shared / "compiled"
     places, code, said, met = list[str](), 0, "", False
+
+    def outcome(lost: str = "", wrong: str = "") -> Outcome:
+        return Outcome(number.name, f"{name}: {'; '.join(places)}", said, code, lost, wrong, injected=met)
+
     for _ in range(times):
         marker = rng.choice(expected.markers)
         delay = rng.random() * marker.seconds
@@ -258,31 +262,28 @@ def trial(shared: Path, rng: random.Random, folder: Path) -> Outcome:
         done = watched.finished()
         code, said, met = done.code, done.said if done.code > 0 else "", met or done.code != 0
         if done.code not in (0, -number, 128 + number):
-            return Outcome(number.name, f"{name}: {'; '.join(places)}", said, code, wrong=f"exit code {code}")
+            return outcome(wrong=f"exit code {code}")
         if wrong := "" if done.code == -number else done.fault:
-            return Outcome(number.name, f"{name}: {'; '.join(places)}", said, code, wrong=wrong)
+            return outcome(wrong=wrong)
         if lost := begins_before(due, done):
-            return Outcome(number.name, f"{name}: {'; '.join(places)}", said, code, lost=lost)
-    where = f"{name}: {'; '.join(places)}"
+            return outcome(lost=lost)
     due = max(steps_of(workdir), default=0)
     age(workdir)
     done = run(options, cache)
-    lost = f"the next start ends with {done.code}: {done.said}" if done.code else begins_before(due, done)
-    if lost:
-        return Outcome(number.name, where, done.said, code, lost=lost)
+    if lost := f"the next start ends with {done.code}: {done.said}" if done.code else begins_before(due, done):
+        return outcome(lost=lost)
     different = differing(digest(workdir, job.results), expected.digest)
     left = [str(path.relative_to(workdir)) for path in workdir.rglob("*") if LEFTOVER.search(path.name)]
     wrong = f"{', '.join(different[:5])} differ from the undisturbed run" if different else ""
-    wrong = wrong or (f"left behind: {left[:3]}" if left else "")
-    return Outcome(number.name, where, said, code, wrong=wrong, injected=met)
+    return outcome(wrong=wrong or (f"left behind: {left[:3]}" if left else ""))
 
 
 def begins_before(due: int, done: Finished) -> str:
     """Returns what was lost, if training began before the newest checkpoint, at step `due`; "" if nothing."""
     begin = re.search(r"training from step (\d+)", done.error)
-    return (
-        f"training begins at step {begin[1]}, before the checkpoint of {due}" if begin and int(begin[1]) < due else ""
-    )
+    if begin and int(begin[1]) < due:
+        return f"training begins at step {begin[1]}, before the checkpoint of {due}"
+    return ""
 
 
 def differing(found: dict[str, str], expected: dict[str, str]) -> list[str]:

@@ -343,7 +343,7 @@ FAMILY = Family(
     "must do what the [reference](reference.md#trouble) says about its policy: the updates that it logs, the "
     "batches that it leaves out, the checkpoint that it goes back to, the time that alpha stands still, "
     "`status.json`, `events.jsonl`, the exit code and the layer in the message. All updates before the fault must "
-    "equal those of an undisturbed run, skipped updates must leave the digest of the state as it is, a second run "
+    "equal those of an undisturbed run, skipped updates must leave the digest of the state as it is, and a second run "
     "must give the same results. A run that stopped must go on if it is started again without the fault, and under "
     "the policies stop and log it must end like the undisturbed run.",
     prepare,

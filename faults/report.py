@@ -24,10 +24,10 @@ python -m faults.report
 The first command injects faults into real runs, the second one writes this page from the
 [results](../benchmarks/results/faults), one line per trial. *Lost*: work of the user that is gone. *Wrong* is any of
 these: a result that differs from that of an undisturbed run although no message says so; a traceback; exit code 1, or
-one that the [reference](reference.md#exit-codes) does not have. *With a message*: the program said what happened,
-which no program can do that is killed; among the negative controls, the comparison noticed the fault. A trial in
-which the program does not meet the fault is made again with other random numbers. *Trials run: 4 of 20* means that
-the campaign is not finished.
+one that the [reference](reference.md#exit-codes) does not have. *With a message*: the program said what happened
+(a program that SIGKILL ends cannot); among the negative controls, the comparison noticed the fault. A trial in which
+the program does not meet the fault is made again with other random numbers. *Trials run: 4 of 20* means that the
+campaign is not finished.
 
 The campaign has found defects. They are mended, and the trials that found them were repeated on the mended program;
 the other trials were kept. Each line has the revision that it was made with.

@@ -171,7 +171,7 @@ def mesh_of(weights: Weights) -> Devices:
 def placed(search: Search, mesh: Devices) -> Search:
     """Divides the heads of the caches among the devices of the axis "model", and copies the rest to all devices.
 
-    A search that each program leaves where it was is not compiled again for another place.
+    As each program leaves the search where it was, none is compiled again for another place.
     """
     if mesh is None:
         return search

@@ -342,7 +342,7 @@ def advance(step: Step[Any], search: Search, config: DecodeConfig) -> Search:
             complete,
         ),
         finished=finished,
-        num_finished=search.num_finished + (choice.place < k).sum(1),
+        num_finished=search.num_finished + (choice.place < k).sum(1, dtype=jnp.int32),
         cache=cache,
     )
 
@@ -404,7 +404,7 @@ def best(search: Search, state: Progress, scores: jax.Array, log_z: jax.Array) -
     token = jnp.take_along_axis(words.reshape(batch, -1), index, axis=1)
     ends = token == EOS
     # Finished continuations take the free places of the finished list in order of rank.
-    place = jnp.minimum(k, search.num_finished[:, None] + jnp.cumsum(ends, axis=1) - 1)
+    place = jnp.minimum(k, search.num_finished[:, None] + jnp.cumsum(ends, axis=1, dtype=jnp.int32) - 1)
     taken = ends & (totals > -jnp.inf) & (jnp.arange(2 * k) < k)
     return Choice(
         parent=index // each,
@@ -412,7 +412,7 @@ def best(search: Search, state: Progress, scores: jax.Array, log_z: jax.Array) -
         log_prob=jnp.take_along_axis(log_probs.reshape(batch, -1), index, axis=1),
         place=jnp.where(taken, place, k),
         # The sort is stable, so the unfinished continuations keep their order of rank.
-        survivors=jnp.argsort(ends, axis=1, stable=True)[:, :k],
+        survivors=jnp.argsort(ends, axis=1, stable=True)[:, :k].astype(jnp.int32),
     )
 
 
@@ -445,7 +445,7 @@ def sample(search: Search, scores: jax.Array, log_z: jax.Array, config: DecodeCo
             key = jax.random.fold_in(key, name)
         return jax.random.categorical(key, logits)
 
-    each = jnp.broadcast_to(jnp.arange(k), (batch, k))
+    each = jnp.broadcast_to(jnp.arange(k, dtype=jnp.int32), (batch, k))
     token = jax.vmap(jax.vmap(draw, (None, 0, None, 0)))(search.number, each, search.position, tempered)
     alive = search.live.log_probs > -jnp.inf
     return Choice(

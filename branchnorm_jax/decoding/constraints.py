@@ -96,6 +96,9 @@ def allocated(totals: jax.Array, bank: jax.Array, count: int) -> jax.Array:
       totals: log-probabilities, float32 [B, M]; -inf for candidates that must not be taken.
       bank: bank of each candidate, int32 [B, M].
       count: number of indices, at most M.
+
+    Returns:
+      int32 [B, count].
     """
     order = jnp.lexsort((-totals, -bank))
     sorted_bank = jnp.take_along_axis(bank, order, axis=1)
@@ -104,7 +107,7 @@ def allocated(totals: jax.Array, bank: jax.Array, count: int) -> jax.Array:
     round_ = index - jax.lax.cummax(jnp.where(first, index, 0), axis=1)
     possible = jnp.take_along_axis(totals, order, axis=1) > -jnp.inf
     rank = jnp.argsort(jnp.where(possible, round_, bank.shape[1]), axis=1, stable=True)
-    return jnp.take_along_axis(order, rank[:, :count], axis=1)
+    return jnp.take_along_axis(order, rank[:, :count], axis=1).astype(jnp.int32)
 
 
 def banned(state: Progress, before: jax.Array, word_starts: jax.Array, end: int) -> jax.Array:

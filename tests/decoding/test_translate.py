@@ -95,6 +95,28 @@ def test_beam_size_1_equals_the_teacher_forced_argmax(translator: tuple[Translat
         assert hypotheses[0].text == engine.tokenizer.decode_target(tokens)
 
 
+@pytest.mark.parametrize(
+    ("required", "options"),
+    [
+        pytest.param(Required(phrases=["seven"]), {}, id="beam"),
+        pytest.param(Required(), {"temperature": 1.0}, id="sample", marks=pytest.mark.slow),
+    ],
+)
+def test_the_search_needs_no_more_than_32_bits(
+    translator: tuple[Translator, dict], required: Required, options: dict[str, Any]
+) -> None:
+    """With JAX_ENABLE_X64, integers without a type have 64 bits, in all threads."""
+    engine, params = translator
+    searcher = dataclasses.replace(engine, config=dataclasses.replace(engine.config, **options))
+    usual = searcher.translate(params, ALPHA, LINES[:2], required=[required] * 2)
+    jax.config.update("jax_enable_x64", True)
+    try:
+        wide = searcher.translate(params, ALPHA, LINES[:2], required=[required] * 2)
+    finally:
+        jax.config.update("jax_enable_x64", False)
+    assert wide == usual
+
+
 @pytest.mark.parametrize(("batch_tokens", "streams", "unroll"), [(1, 1, 12), (64, 2, 1), (64, 3, 12), (100_000, 1, 12)])
 def test_results_do_not_depend_on_batch_or_order(
     translator: tuple[Translator, dict], batch_tokens: int, streams: int, unroll: int

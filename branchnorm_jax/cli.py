@@ -176,9 +176,16 @@ def main(argv: list[str]) -> int:
         print(one_line(f"StorageError: {error}"), file=sys.stderr)
         return StorageError.exit_code
     except (RuntimeError, MemoryError) as error:
-        if not re.search("RESOURCE_EXHAUSTED|[Oo]ut of memory|MemoryError", f"{type(error).__name__} {error}"):
+        said = f"{type(error).__name__}: {error}"
+        if "can't start new thread" in said:
+            what = "this process may start no further thread; raise its limits (ulimit -u, ulimit -v)"
+        elif isinstance(error, MemoryError):
+            what = f"this process may use no more memory (ulimit -v); {MEMORY_ADVICE}"
+        elif re.search("RESOURCE_EXHAUSTED|[Oo]ut of memory|MemoryError", said):
+            what = f"the device has too little memory; {MEMORY_ADVICE}"
+        else:
             raise
-        print(one_line(f"UserError: the device has too little memory; {MEMORY_ADVICE} ({error})"), file=sys.stderr)
+        print(one_line(f"UserError: {what} ({said})"), file=sys.stderr)
         return UserError.exit_code
     return 0
 

@@ -9,6 +9,7 @@ import dataclasses
 import difflib
 import json
 import math
+import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -255,9 +256,17 @@ def difference(a: Config, b: Config, *, free: bool) -> list[str]:
 
 
 def to_json(config: Config) -> str:
-    """Returns the content of `config.json`."""
+    """Returns the content of `config.json`: the options by section, and their checksum."""
     by_name = {name: dataclasses.asdict(section) for name, section in sections(config).items()}
-    return json.dumps(by_name, indent=2) + "\n"
+    return json.dumps(by_name | {CHECKSUM: _checksum(by_name)}, indent=2) + "\n"
+
+
+CHECKSUM = "checksum"
+"""Name of the checksum in config.json, beside the sections."""
+
+
+def _checksum(values: Mapping[str, Any]) -> int:
+    return zlib.crc32(json.dumps(values, sort_keys=True).encode())
 
 
 RENAMED: dict[tuple[str, str, Any], Any] = {
@@ -279,10 +288,10 @@ ADDED = {
 
 
 def load(path: Path) -> Config:
-    """Reads a config that `to_json` wrote.
+    """Reads a config that `to_json` wrote. Earlier versions wrote no checksum.
 
     Raises:
-      UserError: if the file is missing or not a config.
+      UserError: if the file is missing, not a config, or not as it was written.
       StorageError: if it may be intact but cannot be read.
     """
     try:
@@ -298,6 +307,9 @@ def load(path: Path) -> Config:
     try:
         if not isinstance(values, dict) or not values.keys() >= {"model", "data", "train"}:
             raise ValueError("not the options of a run")
+        checksum = values.pop(CHECKSUM, None)
+        if checksum not in (None, _checksum(values)):
+            raise ValueError("its checksum differs, so it was damaged or edited; options belong on the command line")
         if wrong := [section for section, options in values.items() if not isinstance(options, dict)]:
             raise ValueError(f"{wrong[0]} is not a section with options")
         for (section, option, old), new in RENAMED.items():

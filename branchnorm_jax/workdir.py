@@ -92,6 +92,8 @@ class Workdir:
 
     def make(self) -> None:
         """Creates the folder. Raises `UserError` if it cannot be created or written to."""
+        if os.path.lexists(self.path) and not self.path.is_dir():
+            raise UserError(f"{self.path}: this is a file, or a link that leads to no folder; choose another --workdir")
         probe = self.path / ".probe"  # always the same file, so that a killed process leaves at most one
         try:
             self.path.mkdir(parents=True, exist_ok=True)
@@ -138,6 +140,13 @@ class Workdir:
             yield
 
     @contextlib.contextmanager
+    def evaluated(self) -> Iterator[None]:
+        """Locks the scores and their texts. Raises `UserError` if another process has locked them."""
+        with (self.path / ".evaluated").open("w") as file:
+            lock(file, f"{self.path}: another process is evaluating this run; wait until it has ended")
+            yield
+
+    @contextlib.contextmanager
     def claimed(self) -> Iterator[bool]:
         """Claims this run of a sweep, from its training to its scores; False if another process has claimed it."""
         self.make()
@@ -179,6 +188,21 @@ class Workdir:
             f"{path.parent} on {socket.gethostname()} is not the workdir of process 0; --workdir must be a "
             "folder that all processes share"
         )
+
+    def is_lost(self, mark: str) -> bool:
+        """Whether the start of the run that wrote `mark` no longer has its folder.
+
+        It was deleted or moved, or another process trains in it: its lock was deleted, or there are none. Always False
+        in a bucket, where `publish` checks the mark.
+        """
+        if self.bucket:
+            return False
+        try:
+            return (self / MARK).read_text() != mark
+        except (FileNotFoundError, NotADirectoryError):
+            return True
+        except OSError:  # It says nothing about the mark.
+            return False
 
     def check_config(self, config: Config) -> None:
         """Raises `UserError` that lists the differences if the run has another config.

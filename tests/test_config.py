@@ -384,7 +384,21 @@ def test_files_that_need_not_be_deleted_are_named(tmp_path):
 def test_saved_config_is_json_with_every_option(tmp_path):
     (tmp_path / "config.json").write_text(options.to_json(Config()))
     saved = json.loads((tmp_path / "config.json").read_text())
+    del saved["checksum"]
     assert [f"{section}.{name}" for section in saved for name in saved[section]] == [n for n, _ in fields()]
+
+
+def test_a_changed_value_in_a_saved_config_is_noticed(tmp_path):
+    path, text = tmp_path / "config.json", options.to_json(Config())
+    changes = (('"heads": 8', '"heads": 4'), ('"beam_size": 4', '"beam_size": 5'), ('"checksum": ', '"checksum": 1'))
+    for old, new in changes:
+        assert text.count(old) == 1
+        path.write_text(text.replace(old, new))
+        with pytest.raises(UserError, match="its checksum differs, so it was damaged or edited"):
+            options.load(path)
+    # Earlier versions saved no checksum.
+    path.write_text(json.dumps({name: values for name, values in json.loads(text).items() if name != "checksum"}))
+    assert options.load(path) == Config()
 
 
 def test_help_lists_every_option_with_default_unit_and_meaning():

@@ -515,16 +515,31 @@ def test_a_workdir_whose_name_is_no_utf8_is_rejected() -> None:
         Workdir.open("runs/\udcff")
 
 
-def test_a_lack_of_memory_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def no_thread() -> None:
+    raise RuntimeError("can't start new thread")
+
+
+@pytest.mark.parametrize(
+    ("lack", "said"),
+    [
+        (lambda: jax.block_until_ready(jax.numpy.ones(2**50)), "the device has too little memory; lower train"),
+        (lambda: bytearray(2**60), "this process may use no more memory (ulimit -v); lower train.batch_tokens"),
+        (no_thread, "this process may start no further thread; raise its limits (ulimit -u, ulimit -v)"),
+    ],
+    ids=["device", "process", "threads"],
+)
+def test_a_lack_of_memory_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], lack: Callable[[], Any], said: str
+) -> None:
     def run(*_: Any) -> None:
-        jax.block_until_ready(jax.numpy.ones(2**50))
+        lack()
 
     monkeypatch.setattr(cli, "parse", lambda argv: (None, None))
     monkeypatch.setattr(cli, "run", run)
     monkeypatch.setattr(cli, "FLAGS", argparse.Namespace(mode="train"))
     assert cli.main([]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("UserError: the device has too little memory; lower train.batch_tokens")
+    assert line.startswith(f"UserError: {said}")
 
 
 @pytest.mark.slow

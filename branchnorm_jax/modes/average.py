@@ -5,6 +5,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from branchnorm_jax.errors import UserError
 from branchnorm_jax.files import atomic_directory
 from branchnorm_jax.options import Config
 from branchnorm_jax.training import logs
@@ -25,9 +26,16 @@ def average(config: Config, workdir: Workdir) -> None:
     steps = checkpoints.several(config.average.checkpoints)
     total: Any = None
     for step in steps:
-        weights = jax.tree.map(
-            lambda leaf: np.asarray(leaf, np.float64), restore_model(config, workdir, model, str(step))[:2]
-        )
+        try:
+            restored = restore_model(config, workdir, model, str(step))[:2]
+        except UserError as error:
+            if step in checkpoints.steps():
+                raise
+            raise UserError(
+                f"{workdir.path}: the run that trains here has deleted checkpoint {step} meanwhile; average again, or "
+                "let it keep more with train.keep_last"
+            ) from error
+        weights = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), restored)
         total = weights if total is None else jax.tree.map(np.add, total, weights)
     params, alpha = jax.tree.map(lambda leaf: np.asarray(leaf / len(steps), np.float32), total)
     with atomic_directory(workdir / "average") as folder:

@@ -1,5 +1,6 @@
 """--mode=evaluate: translates the test splits and scores them."""
 
+import contextlib
 import hashlib
 import itertools
 import json
@@ -18,7 +19,19 @@ from branchnorm_jax.workdir import Workdir
 
 
 def evaluate(config: Config, workdir: Workdir) -> None:
-    """Translates the splits of `evaluate.splits`, scores them, and writes results.json and evaluation/.
+    """Evaluates the run on the splits of `evaluate.splits`, and writes results.json and evaluation/."""
+    workdir.check_config(config)
+    workdir.create()
+    with contextlib.ExitStack() as stack:
+        hosts.first_then_others(lambda: stack.enter_context(workdir.evaluated()), lambda: None, "which evaluates")
+        if config.model.family == "decoder":
+            evaluate_text(config, workdir)
+        else:
+            evaluate_translations(config, workdir)
+
+
+def evaluate_translations(config: Config, workdir: Workdir) -> None:
+    """Translates the splits and scores the translations.
 
     Several processes all translate everything, with the parameters spread over their devices as `parallel.model` says.
     The first one scores and writes.
@@ -26,10 +39,6 @@ def evaluate(config: Config, workdir: Workdir) -> None:
     A run with several language pairs evaluates all of them, or those of `evaluate.pairs`, which may include pairs that
     were never trained. The score "test" is then the mean over "test.en-de", "test.fr-de" and so on.
     """
-    workdir.check_config(config)
-    workdir.create()
-    if config.model.family == "decoder":
-        return evaluate_text(config, workdir)
     trained, data, directory = load(config, workdir), config.data, workdir / "evaluation"
     check_texts(data.directions(config.evaluate.pairs), config.evaluate.split_names, "evaluate.pairs")
     test_sets = list(itertools.product(config.evaluate.split_names, data.directions(config.evaluate.pairs)))

@@ -157,6 +157,7 @@ class Checkpoints:
         folder = epath.Path(directory)
         self._directory = folder if folder.is_absolute() else folder.absolute()  # A URL is absolute.
         self._warn: Callable[[str], None] = lambda line: warn(one_line(line))
+        self._read_only = read_only
         self._failed = False  # Whether a save has failed.
         keep: list[preservation_policy.PreservationPolicy] = [preservation_policy.LatestN(train.keep_last)]
         if train.may_roll_back and train.rollback == "batches":
@@ -181,7 +182,12 @@ class Checkpoints:
         )
 
     def steps(self) -> list[int]:
-        """Returns the steps of the finished checkpoints, oldest first."""
+        """Returns the steps of the finished checkpoints, oldest first.
+
+        If other processes may save and delete checkpoints, the steps are those on disk now.
+        """
+        if self._read_only:
+            self._manager.reload()
         return sorted(self._manager.all_steps())
 
     def _of_first(self, steps: list[int]) -> list[int]:
@@ -425,12 +431,18 @@ class Checkpoints:
           UserError: if there is no such checkpoint, or if it is damaged and there is no other one to fall back to.
           StorageError: if it may be intact but cannot be read.
         """
-        for place, step in enumerate(self._of_first(self.named(which))):
+        damaged = set[int]()
+        while steps := [step for step in self._of_first(self.named(which)) if step not in damaged]:
+            step = steps[0]
             restored, fault = self._restore(step, params=ocp.args.StandardRestore(abstract))
             if fault:
-                self._warn(f"checkpoint {step} in {self._directory} is damaged ({fault})")
+                if self._was_deleted(step):
+                    self._warn(f"the run that trains here has deleted checkpoint {step} in {self._directory}")
+                else:
+                    self._warn(f"checkpoint {step} in {self._directory} is damaged ({fault})")
+                    damaged.add(step)
                 continue
-            if place:
+            if damaged:
                 self._warn(f"using checkpoint {step} instead")
             # Older checkpoints have a single alpha for all layers.
             saved = restored["memory"]["alpha"]
@@ -440,6 +452,12 @@ class Checkpoints:
             }
             return restored["params"], alpha, step
         raise UserError(f"{self._directory}: checkpoint {which!r} cannot be read")
+
+    def _was_deleted(self, step: int) -> bool:
+        """Whether a checkpoint that could not be read is gone, because a run trains. All processes must call it."""
+        time.sleep(1)  # The deletion of its files may not have ended.
+        gone: bool = json.loads(hosts.gather(json.dumps(step not in self.steps()))[0])
+        return gone
 
     def _restore(self, step: int, **items: Any) -> tuple[Any, str]:
         """Restores items of a checkpoint and its memory, and checks their checksums.

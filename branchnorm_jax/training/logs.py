@@ -8,6 +8,7 @@ import os
 import resource
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from importlib import metadata
@@ -21,6 +22,9 @@ from branchnorm_jax import __version__
 from branchnorm_jax.errors import MissingExtraError, needs_extra
 from branchnorm_jax.files import storing
 from branchnorm_jax.parallel import hosts
+
+# Its own lock is made when it is first needed; an interrupt at that moment would end in an AttributeError.
+tqdm.set_lock(threading.RLock())
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "sentencepiece", "sacrebleu")
 

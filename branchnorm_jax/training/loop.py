@@ -78,10 +78,10 @@ def train(
     """
     check_names(config)
     with contextlib.ExitStack() as stack:
-        corpus = shared_corpus(config, workdir, stack)
+        corpus, mark = shared_corpus(config, workdir, stack)
         mesh = make_mesh(config.parallel)
         stack.enter_context(jax.set_mesh(mesh))
-        run = Run(dataclasses.replace(config, model=fitted or config.model), workdir, corpus, mesh, warning)
+        run = Run(dataclasses.replace(config, model=fitted or config.model), workdir, mark, corpus, mesh, warning)
         try:
             with ending.reported_to(lambda reason: run.write_status("failed", reason)), hosts.blame_lost_process():
                 signal_number = run.loop()
@@ -89,6 +89,8 @@ def train(
             failure = error
             if isinstance(error, OSError):
                 failure = StorageError(f"{workdir.path}: {error.strerror or error}; earlier checkpoints are kept")
+            if isinstance(failure, StorageError):
+                run.check_workdir()
             status = failure.status if isinstance(failure, BranchNormError | Preempted) else "failed"
             # If the disk is full or the bucket fails, writing the status may fail, too. Report the first error.
             with contextlib.suppress(OSError, BranchNormError):
@@ -153,13 +155,13 @@ class Run:
     """The training run in one process, from start-up to `status.json`."""
 
     def __init__(
-        self, config: Config, workdir: Workdir, corpus: Corpus, mesh: Mesh, warning: Callable[[float], str]
+        self, config: Config, workdir: Workdir, mark: str, corpus: Corpus, mesh: Mesh, warning: Callable[[float], str]
     ) -> None:
         """Builds the batch plans, the model and the state.
 
         The state comes from the newest intact checkpoint. Without a checkpoint it is initialised.
         """
-        self.workdir, self.corpus, self.mesh, self.warning = workdir, corpus, mesh, warning
+        self.workdir, self.mark, self.corpus, self.mesh, self.warning = workdir, mark, corpus, mesh, warning
         train = config.train
         self.rows = Rows(mesh, train.accumulation)
         self.plan, valid_plans = make_plans(config.data, corpus.train, corpus.valid, train.batch_tokens, train.seed)
@@ -246,6 +248,7 @@ class Run:
                     resumed = False
             self.watchdog.begin("the save", f"at step {self.step}")
             self.checkpoints.close()
+            self.check_workdir()  # The storage library creates missing folders.
             self.write_status("done", self.stop_reason or f"reached {self.total} updates")
         return max(map(int, hosts.gather(str(preemption.signal))))
 
@@ -486,6 +489,7 @@ class Run:
 
     def _save(self, recorder: Recorder, last: bool) -> None:
         """Starts to save the state. A failure of the `last` save of a run always ends it."""
+        self.check_workdir()
         norm = float(parameter_norm(self.state.params))
         self._halt_if_needed(trouble.decide_about_state(self.step, "norm of the parameters", norm, self.config.train))
         score = self.loop_state.score if self.loop_state.evaluated == self.step else None
@@ -496,6 +500,15 @@ class Run:
             self.write_status("running", UNFINISHED)
             self.checkpoints.save(self.state, self.alpha(self.state.clock), saved, score)
         recorder.restart_clock()
+
+    def check_workdir(self) -> None:
+        """Raises `UserError` if the run has lost its folder: nothing must be written there. Process 0 checks."""
+        if hosts.is_first() and self.workdir.is_lost(self.mark):
+            raise UserError(
+                f"{self.workdir.path}: while this run trained, its workdir was deleted or moved, or another process "
+                f"began to train in it; it ends at step {self.step}, and what it learnt since its last checkpoint is "
+                "not saved"
+            )
 
     @contextlib.contextmanager
     def _tolerating(self, tolerant: bool) -> Iterator[None]:

@@ -12,10 +12,13 @@ from branchnorm_jax.training.finetune import corpus_of
 from branchnorm_jax.workdir import Workdir
 
 
-def shared_corpus(config: Config, workdir: Workdir, stack: contextlib.ExitStack) -> Corpus:
+def shared_corpus(config: Config, workdir: Workdir, stack: contextlib.ExitStack) -> tuple[Corpus, str]:
     """Prepares the workdir and the corpus in process 0, which locks the workdir until `stack` ends.
 
     The other processes then read what it wrote.
+
+    Returns:
+      The corpus, and the mark of this start in the workdir.
 
     Raises:
       UserError: if another run has locked the workdir, if config or data differ from those of an earlier start, or if
@@ -45,4 +48,4 @@ def shared_corpus(config: Config, workdir: Workdir, stack: contextlib.ExitStack)
 
     corpus = hosts.first_then_others(prepare_first, read, "which prepares the data")
     hosts.agree({f"hash of {name}": value for name, value in corpus.identity().items()})
-    return corpus
+    return corpus, mark

@@ -294,7 +294,7 @@ def test_invalid_input_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"cut\.jsonl, line 2: no translation in this JSON"):
         mode_compare(Config(compare=systems), Workdir(Path("x")))
     systems = CompareConfig(systems=f"{__file__},{file}", reference=str(file), target_lang="en")
-    with pytest.raises(UserError, match="cannot write in this workdir"):
+    with pytest.raises(UserError, match="this is a file"):
         mode_compare(Config(compare=systems), Workdir(file))
     with pytest.raises(UserError, match=f"{tmp_path}: this folder is no workdir"):
         mode_compare(Config(compare=CompareConfig(systems=f"{__file__},{tmp_path}")), Workdir(Path("x")))

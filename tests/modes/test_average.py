@@ -38,6 +38,23 @@ def test_average_is_the_mean_of_the_checkpoints(trained: Path, tmp_path: Path) -
         assert step == steps[-1]
 
 
+def test_a_checkpoint_that_the_run_deletes_meanwhile_is_named(
+    trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    workdir = Workdir(shutil.copytree(trained, tmp_path / "run"))
+    config = configs.load(workdir / "config.json")
+    selected = Checkpoints.several
+
+    def several(self: Checkpoints, which: str) -> list[int]:
+        steps = selected(self, which)
+        shutil.rmtree(workdir / "checkpoints" / str(steps[0]))
+        return steps
+
+    monkeypatch.setattr(Checkpoints, "several", several)
+    with pytest.raises(UserError, match=r"the run that trains here has deleted checkpoint [0-9]+ meanwhile"):
+        average(dataclasses.replace(config, average=AverageConfig(checkpoints="last:2")), workdir)
+
+
 def test_selection_of_checkpoints(trained: Path) -> None:
     config = configs.load(trained / "config.json")
     checkpoints = Checkpoints(trained / "checkpoints", config.train, logs.say, read_only=True)

@@ -1,7 +1,6 @@
 """Functions that several modes use."""
 
 import dataclasses
-import json
 import os
 import shutil
 import threading
@@ -22,10 +21,9 @@ from branchnorm_jax.workdir import Workdir
 
 def test_ensemble_members_may_come_from_other_devices(trained: Path, tmp_path: Path) -> None:
     other = shutil.copytree(trained, tmp_path / "other")
-    values = json.loads((other / "config.json").read_text())
-    values["parallel"]["data"] = 8
-    (other / "config.json").write_text(json.dumps(values))
     config = configs.load(trained / "config.json")
+    elsewhere = dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, data=8))
+    (other / "config.json").write_text(configs.to_json(elsewhere))
     both = load(
         dataclasses.replace(config, decode=dataclasses.replace(config.decode, ensemble=str(other))), Workdir(trained)
     )

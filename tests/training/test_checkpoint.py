@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import shutil
 import threading
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -175,6 +176,26 @@ def test_an_error_of_the_process_is_no_damage(
     with pytest.raises(StorageError, match=r"checkpoint 2 cannot be read .*; it is not deleted"):
         checkpoints.restore_latest(state(0))
     assert checkpoints.steps() == [1, 2]
+
+
+def test_a_checkpoint_that_the_run_deletes_while_it_is_read_is_not_called_damaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(opened(tmp_path, keep_last=3), {1: None, 2: None, 3: None})
+    restore, said = Checkpoints._restore, list[str]()
+
+    def late(self: Checkpoints, step: int, **items: Any) -> Any:
+        """Deletes the checkpoint before it is read, and saves a newer one."""
+        if step == 3:
+            writer = opened(tmp_path, keep_last=3)
+            save(writer, {4: None})
+            shutil.rmtree(tmp_path / "3")
+        return restore(self, step, **items)
+
+    monkeypatch.setattr(Checkpoints, "_restore", late)
+    reader = Checkpoints(tmp_path, TRAIN, said.append, read_only=True)
+    assert reader.restore_params("last", MODEL.abstract_params())[2] == 4
+    assert said == [f"the run that trains here has deleted checkpoint 3 in {tmp_path}"]
 
 
 def test_a_config_that_does_not_fit_the_checkpoints_is_named_as_a_cause(tmp_path: Path) -> None:

@@ -171,7 +171,7 @@ def test_validation_and_restored_models_use_the_average(uninterrupted: Workdir) 
 def test_translation_needs_only_the_average(uninterrupted: Workdir) -> None:
     """The run computes BLEU from its own translations, which equal the translations of the restored model."""
     corpus = prepare(RUN.data, uninterrupted.path, logs.say)
-    run = loop.Run(RUN, uninterrupted, corpus, make_mesh(RUN.parallel), lambda needed: "")
+    run = loop.Run(RUN, uninterrupted, "", corpus, make_mesh(RUN.parallel), lambda needed: "")
     run.state = dataclasses.replace(run.state, params={})
     (scores,) = run.validator.scores(run.state, 2, lambda: None).values()
     assert all(np.isfinite(score) for score in scores.values())

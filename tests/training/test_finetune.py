@@ -158,9 +158,9 @@ def test_unused_pieces_follow_the_new_text_at_every_start(trained: Path, tmp_pat
 
 def test_child_must_keep_the_language_tags_of_the_parent(trained: Path, tmp_path: Path) -> None:
     parent = shutil.copytree(trained, tmp_path / "parent")
-    values = json.loads((parent / "config.json").read_text())
-    values["data"] |= {"pairs": "en-de,de-en", "tags": "both"}
-    (parent / "config.json").write_text(json.dumps(values))
+    untagged = configs.load(parent / "config.json")
+    tagged = dataclasses.replace(untagged, data=dataclasses.replace(untagged.data, pairs="en-de,de-en", tags="both"))
+    (parent / "config.json").write_text(configs.to_json(tagged))
     config, child = child_of(parent), Workdir(tmp_path / "child")
     mistakes: list[tuple[dict[str, Any], str]] = [
         ({"pairs": ""}, "set data.pairs"),

@@ -4,6 +4,7 @@ import importlib
 import json
 import math
 import struct
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -13,7 +14,13 @@ import pytest
 
 from branchnorm_jax.errors import StorageError
 from branchnorm_jax.training.logs import JsonLines, TensorBoard, hidden, lines_from_end, read_lines
-from tests.conftest import largest_file
+from tests.conftest import ROOT, largest_file
+
+
+def test_the_lock_of_messages_exists_before_the_first_one() -> None:
+    """Ctrl-C during the first message must not become another error."""
+    code = "from branchnorm_jax.training import logs; assert vars(logs.tqdm)['_lock'] is logs.tqdm.get_lock()"
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
 
 
 def test_lines_of_repeated_updates_are_dropped(tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ import zlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -72,6 +72,8 @@ _OF_PROCESS = (MemoryError, RuntimeError)
 LATE = 60.0
 """Seconds within which a shared folder must show the checkpoints that process 0 sees."""
 
+T = TypeVar("T")
+
 SavedLoopState = dict[str, Any]
 """`LoopState` as JSON."""
 
@@ -114,6 +116,16 @@ def _metrics(score: float, later: dict[str, Any] | None = None) -> dict[str, Any
 def _sum(value: Any) -> int:
     """Returns a checksum of a JSON value."""
     return zlib.crc32(json.dumps(value, sort_keys=True).encode())
+
+
+def _patiently(read: Callable[[], T]) -> T:
+    """Calls a function that reads the list of the checkpoints; again, if a run deletes one of them meanwhile."""
+    for _ in range(20):
+        try:
+            return read()
+        except FileNotFoundError:
+            time.sleep(0.1)
+    return read()
 
 
 def _of_all(fault: str) -> str:
@@ -177,8 +189,9 @@ class Checkpoints:
             create=not read_only,
             read_only=read_only,
         )
-        self._manager = _Manager(
-            self._directory, options=options, item_names=("params", "training", "memory"), warn=self._warn
+        names = ("params", "training", "memory")
+        self._manager = _patiently(
+            lambda: _Manager(self._directory, options=options, item_names=names, warn=self._warn)
         )
 
     def steps(self) -> list[int]:
@@ -187,7 +200,7 @@ class Checkpoints:
         If other processes may save and delete checkpoints, the steps are those on disk now.
         """
         if self._read_only:
-            self._manager.reload()
+            _patiently(self._manager.reload)
         return sorted(self._manager.all_steps())
 
     def _of_first(self, steps: list[int]) -> list[int]:
@@ -200,7 +213,7 @@ class Checkpoints:
         """
         shared: list[int] = json.loads(hosts.gather(json.dumps(steps))[0])
         deadline = time.monotonic() + LATE
-        while unseen := set(shared) - set(self.steps()):
+        while not hosts.is_first() and (unseen := set(shared) - set(self.steps())):
             if time.monotonic() > deadline:
                 raise StorageError(
                     f"{self._directory}: {socket.gethostname()} does not see the checkpoints {sorted(unseen)}, which "
@@ -481,7 +494,9 @@ class Checkpoints:
         fault = ""
         try:
             # Orbax reads the scores of all checkpoints here, too; damaged ones have been reported.
-            with _Manager(self._directory, options=options, item_names=names, warn=lambda line: None) as reader:
+            with _patiently(
+                lambda: _Manager(self._directory, options=options, item_names=names, warn=lambda line: None)
+            ) as reader:
                 restored = reader.restore(step, args=ocp.args.Composite(**items, memory=ocp.args.JsonRestore()))
         except Exception as error:
             fault = self._fault(step, error)

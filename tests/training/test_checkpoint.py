@@ -198,6 +198,22 @@ def test_a_checkpoint_that_the_run_deletes_while_it_is_read_is_not_called_damage
     assert said == [f"the run that trains here has deleted checkpoint 3 in {tmp_path}"]
 
 
+def test_checkpoints_are_listed_again_if_one_is_deleted_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(opened(tmp_path), {1: 0.5, 2: 0.1})
+    listed, failures = ocp.CheckpointManager._load_checkpoint_infos, iter([True, True])
+
+    def listing(manager: ocp.CheckpointManager, *arguments: Any, **options: Any) -> Any:
+        if next(failures, False):
+            raise FileNotFoundError(manager.directory / "3")
+        return listed(manager, *arguments, **options)
+
+    monkeypatch.setattr(ocp.CheckpointManager, "_load_checkpoint_infos", listing)
+    assert Checkpoints(tmp_path, TRAIN, lambda line: None, read_only=True).steps() == [1, 2]
+    assert next(failures, None) is None
+
+
 def test_a_config_that_does_not_fit_the_checkpoints_is_named_as_a_cause(tmp_path: Path) -> None:
     save(opened(tmp_path), {1: 0.5, 2: 0.1})
     wider = Transformer(dataclasses.replace(MODEL.config, ffn_width=8), 8, 8)
@@ -317,6 +333,7 @@ def test_a_process_waits_for_the_checkpoint_that_process_0_restores(
     checkpoints = opened(tmp_path)
     assert checkpoints.steps() == [4]
     monkeypatch.setattr(checkpoint.hosts, "gather", lambda text: ["[4, 8]" if text == "[4]" else text, text])
+    monkeypatch.setattr(checkpoint.hosts, "is_first", lambda: False)
 
     appears = threading.Timer(0.5, lambda: (tmp_path / "late").rename(tmp_path / "8"))
     appears.start()

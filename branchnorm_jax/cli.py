@@ -180,7 +180,9 @@ def main(argv: list[str]) -> int:
         if "can't start new thread" in said:
             what = "this process may start no further thread; raise its limits (ulimit -u, ulimit -v)"
         elif isinstance(error, MemoryError):
-            what = f"this process may use no more memory (ulimit -v); {MEMORY_ADVICE}"
+            what = (
+                f"this process gets no more memory: the host has too little, or ulimit -v forbids it; {MEMORY_ADVICE}"
+            )
         elif re.search("RESOURCE_EXHAUSTED|[Oo]ut of memory|MemoryError", said):
             what = f"the device has too little memory; {MEMORY_ADVICE}"
         else:

@@ -255,14 +255,14 @@ def difference(a: Config, b: Config, *, free: bool) -> list[str]:
     ]
 
 
+CHECKSUM = "checksum"
+"""Name of the checksum in config.json, beside the sections."""
+
+
 def to_json(config: Config) -> str:
     """Returns the content of `config.json`: the options by section, and their checksum."""
     by_name = {name: dataclasses.asdict(section) for name, section in sections(config).items()}
     return json.dumps(by_name | {CHECKSUM: _checksum(by_name)}, indent=2) + "\n"
-
-
-CHECKSUM = "checksum"
-"""Name of the checksum in config.json, beside the sections."""
 
 
 def _checksum(values: Mapping[str, Any]) -> int:
@@ -291,7 +291,7 @@ def load(path: Path) -> Config:
     """Reads a config that `to_json` wrote. Earlier versions wrote no checksum.
 
     Raises:
-      UserError: if the file is missing, not a config, or not as it was written.
+      UserError: if the file is missing, not a config, or changed since it was written.
       StorageError: if it may be intact but cannot be read.
     """
     try:

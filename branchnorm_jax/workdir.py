@@ -7,7 +7,7 @@ import os
 import shutil
 import socket
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -140,10 +140,17 @@ class Workdir:
             yield
 
     @contextlib.contextmanager
-    def evaluated(self) -> Iterator[None]:
-        """Locks the scores and their texts. Raises `UserError` if another process has locked them."""
+    def evaluated(self, say: Callable[[str], None]) -> Iterator[None]:
+        """Locks the scores and their texts. If another process has locked them, says so and waits.
+
+        A bucket cannot be locked.
+        """
         with (self.path / ".evaluated").open("w") as file:
-            lock(file, f"{self.path}: another process is evaluating this run; wait until it has ended")
+            try:
+                lock(file, f"{self.path}: another process is evaluating this run; waiting until it has ended")
+            except UserError as held:
+                say(str(held))
+                lock(file, "", wait=True)
             yield
 
     @contextlib.contextmanager
@@ -190,10 +197,10 @@ class Workdir:
         )
 
     def is_lost(self, mark: str) -> bool:
-        """Whether the start of the run that wrote `mark` no longer has its folder.
+        """Returns whether the folder no longer has `mark`, which this process wrote when it started.
 
-        It was deleted or moved, or another process trains in it: its lock was deleted, or there are none. Always False
-        in a bucket, where `publish` checks the mark.
+        The folder was deleted or moved, or another process trains in it, because its lock was deleted or the file
+        system has no locks. Always False in a bucket, where `publish` checks the mark.
         """
         if self.bucket:
             return False

@@ -523,7 +523,10 @@ def no_thread() -> None:
     ("lack", "said"),
     [
         (lambda: jax.block_until_ready(jax.numpy.ones(2**50)), "the device has too little memory; lower train"),
-        (lambda: bytearray(2**60), "this process may use no more memory (ulimit -v); lower train.batch_tokens"),
+        (
+            lambda: bytearray(2**60),
+            "this process gets no more memory: the host has too little, or ulimit -v forbids it; lower",
+        ),
         (no_thread, "this process may start no further thread; raise its limits (ulimit -u, ulimit -v)"),
     ],
     ids=["device", "process", "threads"],

@@ -2,6 +2,8 @@
 
 import dataclasses
 import shutil
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +13,6 @@ import pytest
 from branchnorm_jax import config as configs
 from branchnorm_jax.bucket import MARK
 from branchnorm_jax.errors import UserError
-from branchnorm_jax.modes.evaluate import evaluate
 from branchnorm_jax.training import loop
 from branchnorm_jax.workdir import Workdir
 
@@ -39,21 +40,37 @@ def test_a_run_that_loses_its_workdir_ends(
         method(run, *arguments, **options)
         run.checkpoints.wait()
         if not lost:
-            lost.append(True)
+            lost.append((folder / "status.json").read_bytes())
             lose(folder)
 
-    lost: list[bool] = []
+    lost: list[bytes] = []
     monkeypatch.setattr(loop.Run, when, losing)
     with pytest.raises(UserError, match="its workdir was deleted or moved, or another process began to train in it"):
         loop.train(config, Workdir(folder))
+    assert {path.read_bytes() for path in folder.glob("status.json")} <= {*lost}
     assert folder.exists() == (folder / "config.json").exists()
 
 
-def test_a_run_is_evaluated_by_one_process_at_a_time(trained: Path, tmp_path: Path) -> None:
+def test_a_run_is_evaluated_by_one_process_at_a_time(tmp_path: Path) -> None:
     """Otherwise results.json could name the translations of another process."""
-    workdir = Workdir(shutil.copytree(trained, tmp_path / "run"))
-    with workdir.evaluated(), pytest.raises(UserError, match="another process is evaluating this run"):
-        evaluate(configs.load(workdir / "config.json"), workdir)
+    workdir, order = Workdir(tmp_path), list[str]()
+
+    def second() -> None:
+        with workdir.evaluated(order.append):
+            order.append("second")
+
+    with workdir.evaluated(order.append):
+        other = threading.Thread(target=second)
+        other.start()
+        while not order:
+            time.sleep(0.01)
+        order.append("first")
+    other.join()
+    assert order == [
+        f"{tmp_path}: another process is evaluating this run; waiting until it has ended",
+        "first",
+        "second",
+    ]
 
 
 def test_a_workdir_must_be_a_folder(tmp_path: Path) -> None:

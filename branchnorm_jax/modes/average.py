@@ -32,8 +32,8 @@ def average(config: Config, workdir: Workdir) -> None:
             if step in checkpoints.steps():
                 raise
             raise UserError(
-                f"{workdir.path}: the run that trains here has deleted checkpoint {step} meanwhile; average again, or "
-                "let it keep more with train.keep_last"
+                f"{workdir.path}: the run that trains here deleted checkpoint {step} before it was read; average "
+                "again, or raise train.keep_last"
             ) from error
         weights = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), restored)
         total = weights if total is None else jax.tree.map(np.add, total, weights)

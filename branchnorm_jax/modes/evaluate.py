@@ -23,7 +23,9 @@ def evaluate(config: Config, workdir: Workdir) -> None:
     workdir.check_config(config)
     workdir.create()
     with contextlib.ExitStack() as stack:
-        hosts.first_then_others(lambda: stack.enter_context(workdir.evaluated()), lambda: None, "which evaluates")
+        hosts.first_then_others(
+            lambda: stack.enter_context(workdir.evaluated(logs.say)), lambda: None, "which evaluates"
+        )
         if config.model.family == "decoder":
             evaluate_text(config, workdir)
         else:

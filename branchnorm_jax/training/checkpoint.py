@@ -119,7 +119,7 @@ def _sum(value: Any) -> int:
 
 
 def _patiently(read: Callable[[], T]) -> T:
-    """Calls a function that reads the list of the checkpoints; again, if a run deletes one of them meanwhile."""
+    """Calls `read`, which lists the checkpoints, and repeats it for up to 2 s while a run deletes some of them."""
     for _ in range(20):
         try:
             return read()
@@ -209,18 +209,20 @@ class Checkpoints:
         All processes must call it. Network file systems may show a new checkpoint late.
 
         Raises:
-          StorageError: if this process does not see them within `LATE` seconds.
+          StorageError: if this process of a training run does not see them within `LATE` seconds.
         """
         shared: list[int] = json.loads(hosts.gather(json.dumps(steps))[0])
         deadline = time.monotonic() + LATE
         while not hosts.is_first() and (unseen := set(shared) - set(self.steps())):
             if time.monotonic() > deadline:
+                if self._read_only:  # The run that trains may have deleted them.
+                    break
                 raise StorageError(
                     f"{self._directory}: {socket.gethostname()} does not see the checkpoints {sorted(unseen)}, which "
                     "process 0 sees"
                 )
             time.sleep(1)
-            self._manager.reload()
+            _patiently(self._manager.reload)
         return shared
 
     def best_step(self) -> int | None:
@@ -445,8 +447,8 @@ class Checkpoints:
           StorageError: if it may be intact but cannot be read.
         """
         damaged = set[int]()
-        while steps := [step for step in self._of_first(self.named(which)) if step not in damaged]:
-            step = steps[0]
+        while shared := self._of_first([step for step in self.named(which) if step not in damaged][:1]):
+            (step,) = shared
             restored, fault = self._restore(step, params=ocp.args.StandardRestore(abstract))
             if fault:
                 if self._was_deleted(step):
@@ -467,7 +469,7 @@ class Checkpoints:
         raise UserError(f"{self._directory}: checkpoint {which!r} cannot be read")
 
     def _was_deleted(self, step: int) -> bool:
-        """Whether a checkpoint that could not be read is gone, because a run trains. All processes must call it."""
+        """Returns whether the run has deleted a checkpoint that could not be read. All processes must call it."""
         time.sleep(1)  # The deletion of its files may not have ended.
         gone: bool = json.loads(hosts.gather(json.dumps(step not in self.steps()))[0])
         return gone

@@ -23,7 +23,7 @@ from branchnorm_jax.errors import MissingExtraError, needs_extra
 from branchnorm_jax.files import storing
 from branchnorm_jax.parallel import hosts
 
-# Its own lock is made when it is first needed; an interrupt at that moment would end in an AttributeError.
+# tqdm creates its default lock at the first message. Ctrl-C at that moment would raise an AttributeError.
 tqdm.set_lock(threading.RLock())
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "sentencepiece", "sacrebleu")

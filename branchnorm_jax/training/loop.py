@@ -248,7 +248,6 @@ class Run:
                     resumed = False
             self.watchdog.begin("the save", f"at step {self.step}")
             self.checkpoints.close()
-            self.check_workdir()  # The storage library creates missing folders.
             self.write_status("done", self.stop_reason or f"reached {self.total} updates")
         return max(map(int, hosts.gather(str(preemption.signal))))
 
@@ -407,9 +406,10 @@ class Run:
             raise Halted(decision)
 
     def write_status(self, status: str, reason: str) -> None:
-        """Writes `status.json`: how the run ended, and its resource use."""
+        """Writes `status.json`: how the run ended, and its resource use. Raises the error of `check_workdir`."""
         # All processes compute the digest together.
         digest = sha256(self.state) if status in ("done", "preempted") else None
+        self.check_workdir()
         fields = {"status": status, "reason": reason, "step": self.step, "state_sha256": digest}
         write_status(self.workdir, fields | {"batch_fill": self.plan.fill}, self.loop_state)
 
@@ -489,7 +489,6 @@ class Run:
 
     def _save(self, recorder: Recorder, last: bool) -> None:
         """Starts to save the state. A failure of the `last` save of a run always ends it."""
-        self.check_workdir()
         norm = float(parameter_norm(self.state.params))
         self._halt_if_needed(trouble.decide_about_state(self.step, "norm of the parameters", norm, self.config.train))
         score = self.loop_state.score if self.loop_state.evaluated == self.step else None
@@ -502,12 +501,12 @@ class Run:
         recorder.restart_clock()
 
     def check_workdir(self) -> None:
-        """Raises `UserError` if the run has lost its folder: nothing must be written there. Process 0 checks."""
+        """Raises `UserError` in process 0 if the run has lost its folder. It must not write there any more."""
         if hosts.is_first() and self.workdir.is_lost(self.mark):
             raise UserError(
                 f"{self.workdir.path}: while this run trained, its workdir was deleted or moved, or another process "
-                f"began to train in it; it ends at step {self.step}, and what it learnt since its last checkpoint is "
-                "not saved"
+                f"began to train in it; it ends at step {self.step}, and the updates since its last checkpoint are "
+                "lost"
             )
 
     @contextlib.contextmanager

@@ -51,7 +51,7 @@ def test_a_checkpoint_that_the_run_deletes_meanwhile_is_named(
         return steps
 
     monkeypatch.setattr(Checkpoints, "several", several)
-    with pytest.raises(UserError, match=r"the run that trains here has deleted checkpoint [0-9]+ meanwhile"):
+    with pytest.raises(UserError, match=r"the run that trains here deleted checkpoint [0-9]+ before it was read"):
         average(dataclasses.replace(config, average=AverageConfig(checkpoints="last:2")), workdir)
 
 

@@ -17,16 +17,25 @@ from branchnorm_jax.training import loop
 from branchnorm_jax.workdir import Workdir
 
 
+def move(folder: Path) -> None:
+    folder.rename(folder.with_name("elsewhere"))
+
+
+def take_over(folder: Path) -> None:
+    (folder / MARK).write_text("that of another process\n")
+
+
 @pytest.mark.parametrize(
-    "lose",
+    ("lose", "when"),
     [
-        shutil.rmtree,
-        lambda folder: folder.rename(folder.with_name("elsewhere")),
-        lambda folder: (folder / MARK).write_text("that of another process\n"),
+        (move, "_read"),
+        (take_over, "_save"),
+        pytest.param(take_over, "_read", marks=pytest.mark.slow),
+        pytest.param(move, "_save", marks=pytest.mark.slow),
+        pytest.param(shutil.rmtree, "_read", marks=pytest.mark.slow),
+        pytest.param(shutil.rmtree, "_save", marks=pytest.mark.slow),
     ],
-    ids=["deleted", "moved", "taken over"],
 )
-@pytest.mark.parametrize("when", ["_read", "_save"])
 def test_a_run_that_loses_its_workdir_ends(
     trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lose: Callable[[Path], Any], when: str
 ) -> None:

@@ -171,9 +171,9 @@ def test_sides_and_directions_of_tags_stay(side: str, tmp_path: Path) -> None:
     examples.marian(tmp_path / "theirs", tags=(">>deu<<", ">>fry<<"))
     found = imported(tmp_path / "theirs", tmp_path / "first")
     path = tmp_path / "first" / "config.json"
-    saved = json.loads(path.read_text())
-    saved["data"] |= {"tags": side, "pairs": "deu-fry,fry-deu"}
-    path.write_text(json.dumps(saved))
+    saved = configs.load(path)
+    tagged = dataclasses.replace(saved.data, tags=side, pairs="deu-fry,fry-deu")
+    path.write_text(configs.to_json(dataclasses.replace(saved, data=tagged)))
     exported(tmp_path / "first", tmp_path / "exported")
     again = imported(tmp_path / "exported", tmp_path / "second")
     data = configs.load(tmp_path / "second" / "config.json").data

@@ -19,8 +19,9 @@ from tests.conftest import ROOT, largest_file
 
 def test_the_lock_of_messages_exists_before_the_first_one() -> None:
     """Ctrl-C during the first message must not become another error."""
-    code = "from branchnorm_jax.training import logs; assert vars(logs.tqdm)['_lock'] is logs.tqdm.get_lock()"
-    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+    code = "from branchnorm_jax.training import logs; print('_lock' in vars(logs.tqdm))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout == "True\n"
 
 
 def test_lines_of_repeated_updates_are_dropped(tmp_path: Path) -> None:

@@ -340,7 +340,7 @@ def run_command(cache: Path, workdir: Path, rng: random.Random, folder: Path) ->
 
 def prepare(shared: Path, seconds: float) -> Trial:
     """Trains a tiny model, unless it is there, and loads it."""
-    cache, workdir = tiny_model(shared, "--config.train.steps=200")
+    cache, workdir = tiny_model(shared)
     config = configs.load(workdir / "config.json")
     config = dataclasses.replace(config, decode=dataclasses.replace(config.decode, beam_size=2, max_input_length=32))
     # The programs of a tiny model run for milliseconds, so they need no optimisation.

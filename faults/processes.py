@@ -126,14 +126,18 @@ def run(
     return Finished(1 if code is None else code, out, error)
 
 
-def tiny_model(shared: Path, *options: str) -> tuple[Path, Path]:
-    """Trains a tiny model, unless an earlier call has; returns the folder of compiled programs, and the workdir."""
-    cache, workdir = shared / "compiled", shared / "model"
-    if not (shared / "made").exists():
-        done = run([*TINY, *options, f"--workdir={workdir}"], cache)
+def tiny_model(shared: Path) -> tuple[Path, Path]:
+    """Trains a tiny model beside the folder of a family, for all families that only read it, unless it is there.
+
+    Returns the folder of compiled programs, and the workdir.
+    """
+    folder = shared.with_name("tiny model")
+    cache, workdir = folder / "compiled", folder / "model"
+    if not (folder / "made").exists():
+        done = run([*TINY, "--config.train.steps=200", f"--workdir={workdir}"], cache)
         if done.code:
             raise RuntimeError(done.error)
-        (shared / "made").touch()
+        (folder / "made").touch()
     return cache, workdir
 
 

@@ -9,7 +9,6 @@ import dataclasses
 import difflib
 import json
 import math
-import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ import ml_collections
 
 from branchnorm_jax import checks
 from branchnorm_jax.errors import StorageError, UserError
+from branchnorm_jax.files import json_checksum
 from branchnorm_jax.options import Config, fields, parse_depth, sections
 
 
@@ -262,11 +262,7 @@ CHECKSUM = "checksum"
 def to_json(config: Config) -> str:
     """Returns the content of `config.json`: the options by section, and their checksum."""
     by_name = {name: dataclasses.asdict(section) for name, section in sections(config).items()}
-    return json.dumps(by_name | {CHECKSUM: _checksum(by_name)}, indent=2) + "\n"
-
-
-def _checksum(values: Mapping[str, Any]) -> int:
-    return zlib.crc32(json.dumps(values, sort_keys=True).encode())
+    return json.dumps(by_name | {CHECKSUM: json_checksum(by_name)}, indent=2) + "\n"
 
 
 RENAMED: dict[tuple[str, str, Any], Any] = {
@@ -308,7 +304,7 @@ def load(path: Path) -> Config:
         if not isinstance(values, dict) or not values.keys() >= {"model", "data", "train"}:
             raise ValueError("not the options of a run")
         checksum = values.pop(CHECKSUM, None)
-        if checksum not in (None, _checksum(values)):
+        if checksum not in (None, json_checksum(values)):
             raise ValueError("its checksum differs, so it was damaged or edited; options belong on the command line")
         if wrong := [section for section, options in values.items() if not isinstance(options, dict)]:
             raise ValueError(f"{wrong[0]} is not a section with options")

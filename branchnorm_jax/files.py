@@ -1,13 +1,15 @@
-"""File locks, and atomic replacement of files and directories."""
+"""File locks, atomic replacement of files and directories, and the checksum of what is stored as JSON."""
 
 import contextlib
 import errno
 import fcntl
 import glob
+import json
 import os
 import shutil
 import time
 import uuid
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
@@ -30,6 +32,11 @@ def lock(file: IO[Any], held: str, wait: bool = False) -> None:
         raise UserError(held) from error
     except OSError:
         pass  # Some network file systems have no locks.
+
+
+def json_checksum(value: object) -> int:
+    """Returns the CRC-32 of a JSON value, which does not depend on the order of its names."""
+    return zlib.crc32(json.dumps(value, sort_keys=True).encode())
 
 
 def real(path: Path) -> Path:

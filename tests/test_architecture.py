@@ -23,7 +23,7 @@ MAY_IMPORT = {
     "codes": set(),
     "axes": set(),
     "checks": set(),
-    "config": {"checks"},
+    "config": {"checks", "files"},
     "files": set(),
     "compiled": {"files"},
     "bucket": {"files"},

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from branchnorm_jax.files import write_atomically
+from branchnorm_jax.files import json_checksum, write_atomically
 
 _BLOCK = 1 << 24
 
@@ -53,7 +53,7 @@ def read_meta(path: Path, key: Mapping[str, Any] | None) -> dict[str, Any] | Non
 def _own_checksum(meta: Mapping[str, Any]) -> int:
     """Returns the checksum of the content of meta.json."""
     content = {name: value for name, value in meta.items() if name != "meta_crc32"}
-    return zlib.crc32(json.dumps(content, sort_keys=True).encode())
+    return json_checksum(content)
 
 
 def _checksum(file: Path) -> int:

@@ -24,7 +24,6 @@ import socket
 import sys
 import time
 import traceback
-import zlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -38,6 +37,7 @@ from etils import epath
 from orbax.checkpoint.checkpoint_managers import preservation_policy
 
 from branchnorm_jax.errors import StorageError, UserError, one_line
+from branchnorm_jax.files import json_checksum
 from branchnorm_jax.model.coefficients import Alpha
 from branchnorm_jax.model.parameters import Params
 from branchnorm_jax.model.recipe import STACKS
@@ -109,13 +109,8 @@ def _metrics(score: float, later: dict[str, Any] | None = None) -> dict[str, Any
         of the learning rate.
     """
     if later is None:
-        return {"score": score, "sum": _sum(float(score))}
-    return {"score": score, "later": later, "sum": _sum([float(score), later])}
-
-
-def _sum(value: Any) -> int:
-    """Returns a checksum of a JSON value."""
-    return zlib.crc32(json.dumps(value, sort_keys=True).encode())
+        return {"score": score, "sum": json_checksum(float(score))}
+    return {"score": score, "later": later, "sum": json_checksum([float(score), later])}
 
 
 def _patiently(read: Callable[[], T]) -> T:
@@ -575,13 +570,14 @@ def _memory(memory: SavedLoopState, alpha: Alpha, **items: Any) -> ocp.args.Json
     sums = {name: checksums(item).tolist() for name, item in items.items()}
     values = jax.tree.map(lambda leaf: np.asarray(leaf).tolist(), alpha)
     contents = {"checksums": sums, "memory": memory, "alpha": values}
-    return ocp.args.JsonSave(contents | {"sum": _sum(contents)})
+    return ocp.args.JsonSave(contents | {"sum": json_checksum(contents)})
 
 
 def check_memory(saved: dict[str, Any]) -> None:
     """Raises an exception if the JSON of a checkpoint is damaged. That of old checkpoints has no checksum."""
     contents = {name: value for name, value in saved.items() if name != "sum"}
-    if set(contents) != {"checksums", "memory", "alpha"} or saved.get("sum", _sum(contents)) != _sum(contents):
+    found = json_checksum(contents)
+    if set(contents) != {"checksums", "memory", "alpha"} or saved.get("sum", found) != found:
         raise ValueError("the checksum of its memory does not match")
 
 

@@ -14,8 +14,9 @@ import pytest
 
 from branchnorm_jax.config import to_json
 from branchnorm_jax.errors import UserError
-from branchnorm_jax.evaluation.bleu import sacrebleu_metric
+from branchnorm_jax.evaluation.bleu import metrics, sacrebleu_metric
 from branchnorm_jax.evaluation.compare import (
+    TESTS,
     by_frequency,
     compare,
     format_table,
@@ -140,6 +141,23 @@ def test_p_values_of_few_lines_are_not_below_the_exact_ones(differing: int) -> N
     result = scores({"worse": worse, "better": better}, references, "de")["bleu"]["systems"]["better"]
     assert result["p_randomisation"] >= exact
     assert result["verdict"] == ("better" if differing > 5 else "tie")
+
+
+@pytest.mark.parametrize("metric", ["bleu", "chrf", "ter"])
+def test_lines_with_equal_statistics_do_not_support_a_p_value(metric: str) -> None:
+    """Thirty lines have other wrong words, and only one line is better: the exact p-value is 1."""
+    references = texts(4, 100)
+
+    def replaced(word: str, better: int) -> list[str]:
+        return [
+            line if i == better or i > 30 else " ".join([*line.split()[:-1], word]) for i, line in enumerate(references)
+        ]
+
+    systems = {"base": replaced("QQQ", -1), "other": replaced("WWW", 30)}
+    measure = {metric: metrics("de")[metric]}
+    for test in TESTS:
+        _, results = paired_test(systems, references, measure, test)[metric]
+        assert results["other"].p_value == 1
 
 
 def test_breakdowns_cover_every_line_and_word(comparison: dict[str, Any]) -> None:

@@ -39,7 +39,8 @@ def joined(translations: Sequence[Sequence[Translation]], parts: Sequence[Part])
     """Returns the translations of a line from those of its parts, best first.
 
     The k-th translation consists of the k-th best translations of all parts. Its score and its log-probability are the
-    sums of theirs. Pieces and tokens are concatenated, each part with its EOS.
+    sums of theirs. Pieces and tokens are concatenated, each part with its EOS. Behind the first one, a translation is
+    empty if the search has found fewer than k translations of a part (score -inf).
 
     Args:
       translations: `nbest` translations of each part, best first.
@@ -47,6 +48,10 @@ def joined(translations: Sequence[Sequence[Translation]], parts: Sequence[Part])
     """
     if len(parts) == 1:
         return [each._replace(warning=parts[0].warning) for each in translations[0]]
+    ranks = list(zip(*translations, strict=True))
+    ranks[1:] = [
+        tuple(map(_empty, ranked)) if any(each.score == -np.inf for each in ranked) else ranked for ranked in ranks[1:]
+    ]
     return [
         Translation(
             join([each.text for each in ranked], parts),
@@ -57,8 +62,14 @@ def joined(translations: Sequence[Sequence[Translation]], parts: Sequence[Part])
             tuple(token for each in ranked for token in each.source),
             parts=ranked,
         )
-        for ranked in zip(*translations, strict=True)
+        for ranked in ranks
     ]
+
+
+def _empty(part: Translation) -> Translation:
+    """Returns the translation of a part that the search has not found."""
+    none = None if part.attention is None else part.attention[:0]
+    return part._replace(text="", score=-np.inf, log_prob=-np.inf, pieces=(), tokens=(), attention=none)
 
 
 def pharaoh(blocks: Sequence[np.ndarray], eos: bool = False) -> list[tuple[int, int]]:

@@ -234,6 +234,19 @@ def test_a_line_with_one_part_is_not_changed() -> None:
     assert joined([[one]], [Part([EOS], warning="cut")]) == [one._replace(warning="cut")]
 
 
+def test_ranks_without_a_translation_of_every_part_are_empty() -> None:
+    """The first rank keeps what was found; it is the translation of the line."""
+    found = [Translation(text, -1.0, -2.0, ((text, -2.0),), (7,), (8, EOS), np.ones((1, 2))) for text in ("a", "b")]
+    absent = Translation("", -np.inf, -np.inf, source=(9, EOS), attention=np.zeros((0, 2)))
+    parts = [Part([8, EOS]), Part([9, EOS])]
+    first, second = joined([found, [found[0], absent]], parts)
+    assert (first.score, first.tokens) == (-2.0, (7, 7))
+    assert (second.text, second.score, second.log_prob, second.tokens) == ("", -np.inf, -np.inf, ())
+    assert (second.pieces, pharaoh(second.blocks), block_diagonal(second.blocks).shape) == ((), [], (0, 4))
+    assert second.source == (8, EOS, 9, EOS)
+    assert joined([found, [absent, absent]], parts)[0].tokens == (7,)
+
+
 def test_terms_are_required_in_their_own_part_and_given_phrases_prevent_splitting(tokenizer: Tokenizer) -> None:
     seen: list[Sentence] = []
 

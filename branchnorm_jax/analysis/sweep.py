@@ -86,6 +86,7 @@ def parse_grid(text: str, baseline: str = "") -> list[Run]:
             where = f"; found none in {part.strip() or 'an empty part'!r} of {text!r}" if text.strip() else ""
             raise UserError(f"sweep.grid: give axes such as method=post_ln,branchnorm depth=6L-6L,18L-18L{where}")
         runs += [dict(zip(axes, point, strict=True)) for point in itertools.product(*axes.values())]
+    _check_spelling(runs)
     methods = dict.fromkeys(run["method"] for run in runs if "method" in run)
     for method in methods:
         get_recipe(method)
@@ -94,6 +95,18 @@ def parse_grid(text: str, baseline: str = "") -> list[Run]:
             f"sweep.baseline: {baseline!r} is not among the grid's methods ({', '.join(methods) or 'none'})"
         )
     return [run for index, run in enumerate(runs) if run not in runs[:index]]
+
+
+def _check_spelling(runs: Sequence[Run]) -> None:
+    """Raises `UserError` if an axis has a value in two spellings, because the values of runs are compared as text."""
+    spellings: dict[tuple[str, float], str] = {}
+    for axis, text in (pair for run in runs for pair in run.items()):
+        try:
+            number = float(TRUTH.get(text.lower(), text))
+        except ValueError:
+            continue
+        if (first := spellings.setdefault((axis, number), text)) != text:
+            raise UserError(f"sweep.grid: {axis} has {first} and {text}, which are equal; write them in the same way")
 
 
 def name_of(run: Mapping[str, str], separator: str = "-") -> str:
@@ -131,6 +144,8 @@ def plan_runs(config: Config) -> dict[str, tuple[Run, Config]]:
         runs[folder_of(run)] = run, chosen
     axes = dict.fromkeys(axis for run in grid for axis in run)
     unknown = set(columns) - {*axes, "depth"}
+    if "train.seed" in columns:
+        raise UserError("sweep.columns: runs that differ only in train.seed share a cell; remove it from the columns")
     if unknown:
         raise UserError(
             f"sweep.columns: the grid has no axis {', '.join(sorted(unknown))}; its axes are {', '.join(axes)}"
@@ -288,7 +303,8 @@ def compare(rows: list[dict[str, Any]], folders: Mapping[str, tuple[Run, Workdir
 
     The baseline of a run is the run of the method `baseline` that has the same values in all of its own axes. It may
     lack axes of the run, such as model.alpha_steps, so runs of the same method with further options have one too. Among
-    several candidates, the one with the most axes counts.
+    several candidates, the one with the most axes counts. If it has no score, the row has neither difference nor
+    p-value.
     """
     metric = metric_of(rows)
     scored = {row["run"]: row[metric] for row in rows if row[metric] is not None}
@@ -298,13 +314,13 @@ def compare(rows: list[dict[str, Any]], folders: Mapping[str, tuple[Run, Workdir
         partners = [
             (len(other), name)
             for name, (other, _) in folders.items()
-            if name in scored and other.get("method") == baseline and axes_of(other) != axes_of(run)
+            if other.get("method") == baseline and axes_of(other) != axes_of(run)
             if (other | {"method": method}).items() <= run.items()
         ]
         row["difference"] = row["p_value"] = None
-        if row["run"] not in scored or not partners:
+        _, partner = max(partners, key=itemgetter(0), default=(0, ""))
+        if row["run"] not in scored or partner not in scored:
             continue
-        _, partner = max(partners, key=itemgetter(0))
         row["difference"] = row[metric] - scored[partner]
         if metric == "bits_per_byte":
             row["p_value"] = _p_value(folders[partner][1], workdir)

@@ -126,6 +126,8 @@ def test_alpha_steps_follow_the_warmup_of_each_run_unless_set() -> None:
         ("method=post_ln train.seed=0,1,0", "train.seed=0,1,0 has 0 twice"),
         ("method=post_ln model.method=rezero", "method and model.method set the same option"),
         ("depth=2L-2L model.encoder_layers=3", "depth and model.encoder_layers set the same option"),
+        ("train.learning_rate=1e-3 | train.learning_rate=0.001", "has 1e-3 and 0.001, which are equal"),
+        ("model.output_bias=true,True", "has true and True, which are equal"),
         ("method=post_ln,rezro", "no method 'rezro'; did you mean 'rezero'"),
         ("method=post_ln,rezero", "'deepnorm' is not among the grid's methods \\(post_ln, rezero\\)"),
     ],
@@ -167,8 +169,8 @@ def test_folders_of_runs_are_inside_the_workdir() -> None:
     ("options", "message"),
     [
         (
-            SweepConfig(grid="train.learning_rate=1e-3,0.001"),
-            "learning_rate=0.001 and learning_rate=1e-3 are the same run",
+            SweepConfig(grid="method=post_ln | model.method=post_ln"),
+            "method=post_ln and post_ln are the same run",
         ),
         (
             SweepConfig(grid="depth=2L-2L model.heads=7"),
@@ -179,8 +181,9 @@ def test_folders_of_runs_are_inside_the_workdir() -> None:
             SweepConfig(grid="train.seed=1,2", columns="depth, nosuch"),
             "sweep.columns: the grid has no axis nosuch",
         ),
+        (SweepConfig(grid="train.seed=1,2", columns="train.seed"), "sweep.columns: .* share a cell"),
     ],
-    ids=["spelling", "value", "type", "columns"],
+    ids=["same", "value", "type", "columns", "seed"],
 )
 def test_invalid_sweeps_are_rejected(options: SweepConfig, message: str) -> None:
     with pytest.raises(UserError, match=message):
@@ -257,6 +260,10 @@ def test_runs_are_compared_with_the_baseline_of_the_same_axes(tmp_path: Path) ->
     assert p_values["post_ln-6L-6L-seed=0"] < 0.01
     assert p_values["branchnorm-6L-6L-seed=1-alpha_steps=200"] < 0.01
     assert p_values["branchnorm-9L-9L-seed=1-alpha_steps=200"] is None
+    # A run whose own baseline has no score is not compared with another one.
+    rows = [{"run": name, "bleu": None if name == "deepnorm-6L-6L-seed=0" else 1.0} for name in folders]
+    sweep.compare(rows, folders, "deepnorm", "en")
+    assert {row["run"]: row["difference"] for row in rows}["post_ln-6L-6L-seed=0"] is None
     # Texts of a run without a score are those of other options, or from before it diverged.
     for unscored in ("deepnorm", "post_ln-6L-6L-seed=0"):
         rows = [{"run": name, "bleu": None if name.startswith(unscored) else 1.0} for name in folders]

@@ -144,8 +144,6 @@ def plan_runs(config: Config) -> dict[str, tuple[Run, Config]]:
         runs[folder_of(run)] = run, chosen
     axes = dict.fromkeys(axis for run in grid for axis in run)
     unknown = set(columns) - {*axes, "depth"}
-    if "train.seed" in columns:
-        raise UserError("sweep.columns: runs that differ only in train.seed share a cell; remove it from the columns")
     if unknown:
         raise UserError(
             f"sweep.columns: the grid has no axis {', '.join(sorted(unknown))}; its axes are {', '.join(axes)}"

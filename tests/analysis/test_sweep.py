@@ -181,9 +181,8 @@ def test_folders_of_runs_are_inside_the_workdir() -> None:
             SweepConfig(grid="train.seed=1,2", columns="depth, nosuch"),
             "sweep.columns: the grid has no axis nosuch",
         ),
-        (SweepConfig(grid="train.seed=1,2", columns="train.seed"), "sweep.columns: .* share a cell"),
     ],
-    ids=["same", "value", "type", "columns", "seed"],
+    ids=["same", "value", "type", "columns"],
 )
 def test_invalid_sweeps_are_rejected(options: SweepConfig, message: str) -> None:
     with pytest.raises(UserError, match=message):

@@ -23,7 +23,7 @@ import numpy as np
 from benchmarks.measure import save
 from branchnorm_jax import config as configs
 from branchnorm_jax.analysis import figures
-from branchnorm_jax.analysis.sweep import score_of
+from branchnorm_jax.analysis.sweep_results import score_of
 from branchnorm_jax.model.transformer import Transformer
 from branchnorm_jax.options import Config
 from branchnorm_jax.training.checkpoint import Checkpoints

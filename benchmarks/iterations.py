@@ -13,7 +13,7 @@ import math
 from pathlib import Path
 
 from benchmarks.measure import RESULTS
-from branchnorm_jax.analysis.sweep import from_csv, to_csv
+from branchnorm_jax.analysis.sweep_results import from_csv, to_csv
 from branchnorm_jax.training.logs import read_lines
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.measure import RESULTS
-from branchnorm_jax.analysis.sweep import from_csv, to_csv
+from branchnorm_jax.analysis.sweep_results import from_csv, to_csv
 from branchnorm_jax.training.logs import read_lines
 
 QUANTITIES = "cosine", "sparsity"

@@ -19,7 +19,7 @@ import numpy as np
 
 from benchmarks.measure import RESULTS, save
 from branchnorm_jax import config as configs
-from branchnorm_jax.analysis import preflight, sweep
+from branchnorm_jax.analysis import preflight, sweep, sweep_results
 from branchnorm_jax.data.prepare import prepare
 from branchnorm_jax.options import Config
 
@@ -51,7 +51,9 @@ def main() -> None:
     parser.add_argument("sweeps", nargs="+", help="names of configs")
     runs: list[tuple[str, Config, dict[str, Any]]] = []
     for name in parser.parse_args().sweeps:
-        table = {row["run"]: row for row in sweep.from_csv((RESULTS / f"{name}.csv").read_text(encoding="utf-8"))}
+        table = {
+            row["run"]: row for row in sweep_results.from_csv((RESULTS / f"{name}.csv").read_text(encoding="utf-8"))
+        }
         config = configs.from_config_dict(importlib.import_module(f"configs.{name}").get_config())
         runs += [(f"{name}/{run}", each, table[run]) for run, (_, each) in sweep.plan_runs(config).items()]
     rows: list[dict[str, Any]] = []

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.measure import RESULTS
-from branchnorm_jax.analysis.sweep import from_csv, to_csv
+from branchnorm_jax.analysis.sweep_results import from_csv, to_csv
 from branchnorm_jax.training.logs import read_lines
 
 WEIGHTS = "factor/branch"

@@ -7,8 +7,8 @@ python -m benchmarks.sweep_figure benchmarks/results/sweep_lm.csv docs/sweep_lm.
 import argparse
 from pathlib import Path
 
-from branchnorm_jax.analysis.sweep import from_csv
 from branchnorm_jax.analysis.sweep_figure import draw
+from branchnorm_jax.analysis.sweep_results import from_csv
 
 
 def main() -> None:

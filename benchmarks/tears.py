@@ -23,7 +23,8 @@ import numpy as np
 
 from benchmarks.measure import RESULTS
 from branchnorm_jax import config as configs
-from branchnorm_jax.analysis.sweep import axes_of, from_csv, name_of, to_csv
+from branchnorm_jax.analysis.sweep import axes_of, name_of
+from branchnorm_jax.analysis.sweep_results import from_csv, to_csv
 from branchnorm_jax.training import trained
 from branchnorm_jax.training.logs import read_lines
 from branchnorm_jax.workdir import Workdir

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from branchnorm_jax.analysis import figures
-from branchnorm_jax.analysis.sweep import TITLES, axes_of, metric_of, name_of
+from branchnorm_jax.analysis.sweep import axes_of, name_of
+from branchnorm_jax.analysis.sweep_results import TITLES, metric_of
 from branchnorm_jax.options import fields, parse_depth
 
 MARKERS = "os^Dv<>d"

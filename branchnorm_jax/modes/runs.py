@@ -11,7 +11,16 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 
-from branchnorm_jax.analysis import compiled, devices, estimate, figures, methods_table, signal, topologies
+from branchnorm_jax.analysis import (
+    compiled,
+    devices,
+    estimate,
+    figures,
+    methods_table,
+    signal,
+    sweep_results,
+    topologies,
+)
 from branchnorm_jax.analysis import plan as planning
 from branchnorm_jax.analysis import preflight as flight
 from branchnorm_jax.analysis import sweep as sweeping
@@ -265,7 +274,7 @@ def sweep(config: Config, workdir: Workdir) -> None:
         folder, title = workdir.child(name), f"sweep {number}/{len(runs)}:"
         with contextlib.ExitStack() as stack:
             ours = stack.enter_context(folder.claimed()) if hosts.is_first() else True
-            status = hosts.gather(sweeping.ended(folder, chosen) if ours else BUSY)[0]
+            status = hosts.gather(sweep_results.ended(folder, chosen) if ours else BUSY)[0]
             if status:
                 logs.say(f"{title} skipping {name}, already {status}")
                 if status != BUSY:
@@ -296,11 +305,11 @@ def write_results(
     """Writes the results of a sweep so far and returns the table. Of several processes, the last one writes last."""
     folders = {name: (run, workdir.child(name)) for name, (run, _) in runs.items()}
     with workdir.locked(wait=True):
-        rows = sweeping.collect(runs, folders, sweeping.main_metric(config))
+        rows = sweep_results.collect(runs, folders, sweep_results.main_metric(config))
         if config.sweep.baseline:
-            sweeping.compare(rows, folders, config.sweep.baseline, config.data.target_lang)
-        table = sweeping.to_markdown(rows, config.sweep.column_names, config.sweep.baseline)
-        write_atomically(workdir / "sweep.csv", sweeping.to_csv(rows))
+            sweep_results.compare(rows, folders, config.sweep.baseline, config.data.target_lang)
+        table = sweep_results.to_markdown(rows, config.sweep.column_names, config.sweep.baseline)
+        write_atomically(workdir / "sweep.csv", sweep_results.to_csv(rows))
         write_atomically(workdir / "sweep.md", table)
         if drawing:
             draw_sweep(rows, config.sweep.column_names, workdir / "sweep.png")

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from ml_collections import ConfigDict
 
-from branchnorm_jax.analysis import sweep
+from branchnorm_jax.analysis import sweep, sweep_results
 from branchnorm_jax.config import default_config, from_config_dict, load, record_chosen
 from branchnorm_jax.errors import UserError
 from branchnorm_jax.evaluation.bleu import Score
@@ -210,7 +210,7 @@ def test_table_shows_means_and_significance() -> None:
         row("rezero", "6L-6L", "2", None, None, "not run"),
         row("rezero", "18L-18L", "0", 28.0, 0.5),
     ]
-    assert sweep.to_markdown(rows, ["depth"], "deepnorm").splitlines()[:5] == [
+    assert sweep_results.to_markdown(rows, ["depth"], "deepnorm").splitlines()[:5] == [
         "| test BLEU | 6L-6L | 18L-18L |",
         "|---|---|---|",
         "| post_ln | 31.00 ± 1.0* | diverged |",
@@ -225,7 +225,7 @@ def test_a_star_needs_differences_in_one_direction() -> None:
         for method, signs in (("pre_ln", (-1.0, 1.0)), ("rezero", (1.0, 2.0)))
         for seed, sign in enumerate(signs)
     ]
-    assert sweep.to_markdown(rows, ["depth"], "deepnorm").splitlines()[2:] == [
+    assert sweep_results.to_markdown(rows, ["depth"], "deepnorm").splitlines()[2:] == [
         "| pre_ln | 20.00 ± 0.0 |",
         "| rezero | 20.00 ± 0.0* |",
         "",
@@ -249,7 +249,7 @@ def test_runs_are_compared_with_the_baseline_of_the_same_axes(tmp_path: Path) ->
         (folder / "evaluation" / "test.hypothesis").write_text("\n".join(right if good else wrong) + "\n")
         (folder / "evaluation" / "test.reference").write_text("\n".join(right) + "\n")
     rows: list[dict[str, Any]] = [{"run": name, "bleu": 1.0} for name in folders]
-    sweep.compare(rows, folders, "deepnorm", "en")
+    sweep_results.compare(rows, folders, "deepnorm", "en")
     p_values = {row["run"]: row["p_value"] for row in rows}
     # Randomisation of the systems of 30 lines: only the two that leave them alone, or exchange all, differ as much.
     assert p_values["post_ln-6L-6L-seed=0"] == pytest.approx(1 / 10_001)
@@ -261,12 +261,12 @@ def test_runs_are_compared_with_the_baseline_of_the_same_axes(tmp_path: Path) ->
     assert p_values["branchnorm-9L-9L-seed=1-alpha_steps=200"] is None
     # A run whose own baseline has no score is not compared with another one.
     rows = [{"run": name, "bleu": None if name == "deepnorm-6L-6L-seed=0" else 1.0} for name in folders]
-    sweep.compare(rows, folders, "deepnorm", "en")
+    sweep_results.compare(rows, folders, "deepnorm", "en")
     assert {row["run"]: row["difference"] for row in rows}["post_ln-6L-6L-seed=0"] is None
     # Texts of a run without a score are those of other options, or from before it diverged.
     for unscored in ("deepnorm", "post_ln-6L-6L-seed=0"):
         rows = [{"run": name, "bleu": None if name.startswith(unscored) else 1.0} for name in folders]
-        sweep.compare(rows, folders, "deepnorm", "en")
+        sweep_results.compare(rows, folders, "deepnorm", "en")
         assert {row["run"]: row["p_value"] for row in rows}["post_ln-6L-6L-seed=0"] is None
 
 
@@ -274,7 +274,7 @@ def test_runs_are_compared_with_the_baseline_of_the_same_axes(tmp_path: Path) ->
 def test_only_scores_of_the_run_itself_are_in_the_table(family: str, tmp_path: Path) -> None:
     """Not those of another text, of other options of the search, or from before more updates, which may diverge."""
     config = Config(model=ModelConfig(family=family), data=DataConfig(path="text"))
-    workdir, metric = Workdir(tmp_path), sweep.main_metric(config)
+    workdir, metric = Workdir(tmp_path), sweep_results.main_metric(config)
     (workdir / "evaluation").mkdir()
     for side in ("reference", "hypothesis"):
         (workdir / "evaluation" / f"test.{side}").write_text("one\n")
@@ -286,7 +286,7 @@ def test_only_scores_of_the_run_itself_are_in_the_table(family: str, tmp_path: P
         (workdir / "status.json").write_text(json.dumps({"status": status}))
         modified = (workdir / "results.json").stat().st_mtime
         os.utime(workdir / "status.json", (modified + age, modified + age))
-        (row,) = sweep.collect({"a": ({}, config)}, {"a": ({}, workdir)}, metric)
+        (row,) = sweep_results.collect({"a": ({}, config)}, {"a": ({}, workdir)}, metric)
         return row["status"], row[metric]
 
     assert scores("done", -1) == ("done", 30.0)
@@ -301,13 +301,13 @@ def test_texts_of_returns_the_written_lines(tmp_path: Path) -> None:
     (workdir / "evaluation").mkdir()
     for side, text in (("reference", "a\rb\nc\n"), ("hypothesis", "\ufeffa\r\n\n")):
         (workdir / "evaluation" / f"test.{side}").write_bytes(text.encode())
-    assert sweep.texts_of(workdir) == (["a\rb", "c"], ["a", ""])
+    assert sweep_results.texts_of(workdir) == (["a\rb", "c"], ["a", ""])
     for broken in (b"a\n", b"", b"a\n\xff\n"):
         (workdir / "evaluation" / "test.hypothesis").write_bytes(broken)
-        assert sweep.texts_of(workdir) is None
+        assert sweep_results.texts_of(workdir) is None
     for side in ("reference", "hypothesis"):
         (workdir / "evaluation" / f"test.{side}").write_bytes(b"")
-    assert sweep.texts_of(workdir) is None
+    assert sweep_results.texts_of(workdir) is None
 
 
 @pytest.mark.slow
@@ -360,12 +360,12 @@ def test_sweep_records_diverged_and_refused_runs_and_resumes(tmp_path: Path, mon
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
     run, finished = sweep.parse_grid(grid)[1], Workdir(tmp_path / "post_ln-1L-1L")
     config = load(finished / "config.json")
-    assert sweep.ended(finished, sweep.configure(config, run)) == "done"
+    assert sweep_results.ended(finished, sweep.configure(config, run)) == "done"
     smoother = dataclasses.replace(config, train=dataclasses.replace(config.train, label_smoothing=0.2))
-    assert sweep.ended(finished, sweep.configure(smoother, run)) == ""
+    assert sweep_results.ended(finished, sweep.configure(smoother, run)) == ""
     # Another device may need other loops.
     nested = dataclasses.replace(config, model=dataclasses.replace(config.model, remat="nested"))
-    assert sweep.ended(finished, sweep.configure(nested, run)) == "done"
+    assert sweep_results.ended(finished, sweep.configure(nested, run)) == "done"
     refused = run_main(f"--workdir={tmp_path}")
     assert (refused.returncode, refused.stderr.count("\n")) == (2, 1)
     assert "add --mode=sweep" in refused.stderr
@@ -387,7 +387,7 @@ def test_sweep_records_diverged_and_refused_runs_and_resumes(tmp_path: Path, mon
     for path, damage in ((results, "[]"), (results, '{"test": {"bleu": 3}}'), (results, "{"), (hypothesis, "x\n")):
         original = path.read_text()
         path.write_text(damage)
-        assert sweep.ended(finished, sweep.configure(config, run)) == ""
+        assert sweep_results.ended(finished, sweep.configure(config, run)) == ""
         path.write_text(original)
         os.utime(results)
     (finished / "status.json").write_text("[]")
@@ -402,4 +402,4 @@ def test_sweep_records_diverged_and_refused_runs_and_resumes(tmp_path: Path, mon
     assert repaired.stdout.endswith(table) and (tmp_path / "sweep.md").read_text() == table
     # A status newer than the scores means that the run continued and has not been evaluated yet.
     os.utime(finished / "status.json")
-    assert sweep.ended(finished, sweep.configure(config, run)) == ""
+    assert sweep_results.ended(finished, sweep.configure(config, run)) == ""

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from branchnorm_jax.analysis import figures, sweep, sweep_figure
+from branchnorm_jax.analysis import figures, sweep, sweep_figure, sweep_results
 from tests.conftest import ROOT
 
 RATES = "train.learning_rate"
@@ -21,7 +21,7 @@ def row(bleu: float | None, **axes: str) -> dict[str, Any]:
 
 def test_tables_survive_a_round_trip() -> None:
     rows = [row(41.5, method="post_ln", depth="6L-6L"), row(None, method="admin", rate="3e-3")]
-    assert sweep.from_csv(sweep.to_csv(rows)) == rows
+    assert sweep_results.from_csv(sweep_results.to_csv(rows)) == rows
 
 
 @pytest.mark.parametrize(
@@ -99,7 +99,7 @@ def test_every_run_is_visible() -> None:
 
 @pytest.mark.parametrize("columns", [["depth"], ["method"], [RATES, "train.schedule"], ["train.seed"]])
 def test_stored_results_are_drawn(tmp_path: Path, columns: list[str]) -> None:
-    rows = sweep.from_csv((ROOT / "benchmarks" / "results" / "sweep_robustness.csv").read_text())
+    rows = sweep_results.from_csv((ROOT / "benchmarks" / "results" / "sweep_robustness.csv").read_text())
     sweep_figure.draw(rows, columns, tmp_path / "sweep.png")
     assert (tmp_path / "sweep.png").read_bytes().startswith(b"\x89PNG")
 

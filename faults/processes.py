@@ -127,9 +127,9 @@ def run(
 
 
 def tiny_model(shared: Path) -> tuple[Path, Path]:
-    """Trains a tiny model beside the folder of a family, for all families that only read it, unless it is there.
+    """Trains the tiny model that several families read, unless it is there.
 
-    Returns the folder of compiled programs, and the workdir.
+    It is beside `shared`, the folder of a family. Returns the folder of compiled programs, and the workdir.
     """
     folder = shared.with_name("tiny model")
     cache, workdir = folder / "compiled", folder / "model"

@@ -22,7 +22,7 @@ import ml_collections
 from branchnorm_jax import config as configs
 from branchnorm_jax.errors import UserError
 from branchnorm_jax.model.methods import get_recipe
-from branchnorm_jax.options import Config, SweepConfig, fields
+from branchnorm_jax.options import Config, SweepConfig, fields, parse_depth
 
 Run = dict[str, str]
 """One point of a grid: axis -> value, as written."""
@@ -67,7 +67,6 @@ def parse_grid(text: str, baseline: str = "") -> list[Run]:
             where = f"; found none in {part.strip() or 'an empty part'!r} of {text!r}" if text.strip() else ""
             raise UserError(f"sweep.grid: give axes such as method=post_ln,branchnorm depth=6L-6L,18L-18L{where}")
         runs += [dict(zip(axes, point, strict=True)) for point in itertools.product(*axes.values())]
-    _check_spelling(runs)
     methods = dict.fromkeys(run["method"] for run in runs if "method" in run)
     for method in methods:
         get_recipe(method)
@@ -76,18 +75,6 @@ def parse_grid(text: str, baseline: str = "") -> list[Run]:
             f"sweep.baseline: {baseline!r} is not among the grid's methods ({', '.join(methods) or 'none'})"
         )
     return [run for index, run in enumerate(runs) if run not in runs[:index]]
-
-
-def _check_spelling(runs: Sequence[Run]) -> None:
-    """Raises `UserError` if an axis has a value in two spellings, because the values of runs are compared as text."""
-    spellings: dict[tuple[str, float], str] = {}
-    for axis, text in (pair for run in runs for pair in run.items()):
-        try:
-            number = float(TRUTH.get(text.lower(), text))
-        except ValueError:
-            continue
-        if (first := spellings.setdefault((axis, number), text)) != text:
-            raise UserError(f"sweep.grid: {axis} has {first} and {text}, which are equal; write them in the same way")
 
 
 def name_of(run: Mapping[str, str], separator: str = "-") -> str:
@@ -128,6 +115,7 @@ def plan_runs(config: Config) -> dict[str, tuple[Run, Config]]:
         if folder_of(run) in runs:
             raise UserError(f"sweep.grid: two runs have the name {name_of(run)}; move one of them to another sweep")
         runs[folder_of(run)] = run, chosen
+    _check_spelling(grid)
     axes = dict.fromkeys(axis for run in grid for axis in run)
     unknown = set(columns) - {*axes, "depth"}
     if unknown:
@@ -135,6 +123,14 @@ def plan_runs(config: Config) -> dict[str, tuple[Run, Config]]:
             f"sweep.columns: the grid has no axis {', '.join(sorted(unknown))}; its axes are {', '.join(axes)}"
         )
     return runs
+
+
+def _check_spelling(runs: Sequence[Run]) -> None:
+    """Raises `UserError` if an axis has a value in two spellings, because the values of runs are compared as text."""
+    spellings: dict[tuple[str, Any], str] = {}
+    for axis, text in (pair for run in runs for pair in run.items()):
+        if (first := spellings.setdefault((axis, _value(axis, text)), text)) != text:
+            raise UserError(f"sweep.grid: {axis} has {first} and {text}, which are equal; write them in the same way")
 
 
 def configure(config: Config, run: Run) -> Config:
@@ -184,9 +180,20 @@ def _options(config: Config, run: Run) -> ml_collections.ConfigDict:
             configs.set_depth(options, text)
             continue
         section, name = ("model", "method") if axis == "method" else axis.split(".")
-        kind = type(options[section][name])
-        try:
-            options[section][name] = TRUTH[text.lower()] if kind is bool else kind(text)
-        except (KeyError, ValueError) as error:
-            raise UserError(f"{axis}={text}: expected {kind.__name__}") from error
+        options[section][name] = _value(axis, text)
     return configs.with_one_length(options, {*run})
+
+
+def _value(axis: str, text: str) -> Any:
+    """Returns the value of an axis as its option has it; for `depth`, both depths, or None if the text is no depth.
+
+    Raises:
+      UserError: if the text is no value of the option's type.
+    """
+    if axis == "depth":
+        return parse_depth(text)
+    kind = type(configs.to_flat(Config())["model.method" if axis == "method" else axis])
+    try:
+        return TRUTH[text.lower()] if kind is bool else kind(text)
+    except (KeyError, ValueError) as error:
+        raise UserError(f"{axis}={text}: expected {kind.__name__}") from error

@@ -125,8 +125,8 @@ def compare(rows: list[dict[str, Any]], folders: Mapping[str, tuple[Run, Workdir
 
     The baseline of a run is the run of the method `baseline` that has the same values in all of its own axes. It may
     lack axes of the run, such as model.alpha_steps, so runs of the same method with further options have one too. Among
-    several candidates, the one with the most axes counts. If it has no score, the row has neither difference nor
-    p-value.
+    several candidates, the one with the most axes counts, and one with a score before others with as many. If it has no
+    score, the row has neither difference nor p-value.
     """
     metric = metric_of(rows)
     scored = {row["run"]: row[metric] for row in rows if row[metric] is not None}
@@ -134,13 +134,13 @@ def compare(rows: list[dict[str, Any]], folders: Mapping[str, tuple[Run, Workdir
         run, workdir = folders[row["run"]]
         method = run.get("method", "")
         partners = [
-            (len(other), name)
+            (len(other), name in scored, name)
             for name, (other, _) in folders.items()
             if other.get("method") == baseline and axes_of(other) != axes_of(run)
             if (other | {"method": method}).items() <= run.items()
         ]
         row["difference"] = row["p_value"] = None
-        _, partner = max(partners, key=itemgetter(0), default=(0, ""))
+        *_, partner = max(partners, key=itemgetter(0, 1), default=("",))
         if row["run"] not in scored or partner not in scored:
             continue
         row["difference"] = row[metric] - scored[partner]

@@ -39,8 +39,8 @@ def joined(translations: Sequence[Sequence[Translation]], parts: Sequence[Part])
     """Returns the translations of a line from those of its parts, best first.
 
     The k-th translation consists of the k-th best translations of all parts. Its score and its log-probability are the
-    sums of theirs. Pieces and tokens are concatenated, each part with its EOS. Behind the first one, a translation is
-    empty if the search has found fewer than k translations of a part (score -inf).
+    sums of theirs. Pieces and tokens are concatenated, each part with its EOS. Except for the best one, a translation
+    is empty, with a score of -inf, if the search found fewer than k translations of a part.
 
     Args:
       translations: `nbest` translations of each part, best first.
@@ -48,9 +48,9 @@ def joined(translations: Sequence[Sequence[Translation]], parts: Sequence[Part])
     """
     if len(parts) == 1:
         return [each._replace(warning=parts[0].warning) for each in translations[0]]
-    ranks = list(zip(*translations, strict=True))
-    ranks[1:] = [
-        tuple(map(_empty, ranked)) if any(each.score == -np.inf for each in ranked) else ranked for ranked in ranks[1:]
+    best, *others = zip(*translations, strict=True)
+    others = [
+        ranked if all(each.score > -np.inf for each in ranked) else tuple(map(_empty, ranked)) for ranked in others
     ]
     return [
         Translation(
@@ -62,12 +62,12 @@ def joined(translations: Sequence[Sequence[Translation]], parts: Sequence[Part])
             tuple(token for each in ranked for token in each.source),
             parts=ranked,
         )
-        for ranked in ranks
+        for ranked in (best, *others)
     ]
 
 
 def _empty(part: Translation) -> Translation:
-    """Returns the translation of a part that the search has not found."""
+    """Returns a translation as it is if the search found none."""
     none = None if part.attention is None else part.attention[:0]
     return part._replace(text="", score=-np.inf, log_prob=-np.inf, pieces=(), tokens=(), attention=none)
 

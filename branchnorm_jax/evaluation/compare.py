@@ -20,6 +20,9 @@ TESTS = {"bs": ("p_bootstrap", 1000), "ar": ("p_randomisation", 10_000)}
 
 SIGNIFICANT = 0.05
 
+ENOUGH = 15
+"""With this number of differing lines or more, the bound 2^(1 - n) is below every p-value of the tests."""
+
 LENGTHS = (0, 10, 20, 30, 40)
 """Upper bounds of the ranges of reference length, in tokens, in the table by length."""
 
@@ -28,9 +31,6 @@ FREQUENCIES = (0, 1, 4, 9, 99, 999)
 
 SHOWN = 10
 """Maximum number of better sentences, and of worse sentences, that are shown per system."""
-
-ENOUGH = 15
-"""From this number of differing lines on, the bound 2^(1 - n) of p-values is below those of the tests."""
 
 FLOOR = 1.0
 """Minimum difference in sentence chrF, in points, for a sentence to be shown."""
@@ -145,7 +145,7 @@ def differing(measure: Metric, first: Sequence[str], second: Sequence[str], refe
     """Counts the lines in which two systems have different statistics of a metric; stops at `ENOUGH`."""
 
     def statistics(line: str, reference: str) -> list[list[float]]:
-        # The metric's own method, because its scores of single lines hide differences, such as the length in BLEU.
+        # Scores of single lines are not enough: a BLEU of 0 hides the length, which counts in the corpus.
         return measure._extract_corpus_statistics([line], [[reference]])
 
     others = (
